@@ -1,0 +1,1 @@
+"""Training scripts: ordinary Lightning code, with nothing in it about CUDA graphs."""

@@ -1,0 +1,13 @@
+"""Train PyTorch Lightning modules through one CUDA graph, with a clock inside."""
+
+from importlib.metadata import version as _version
+
+from lightning_cudagraph.callback import CUDAGraphCallback as CUDAGraphCallback
+from lightning_cudagraph.errors import BatchError as BatchError
+from lightning_cudagraph.errors import CaptureError as CaptureError
+from lightning_cudagraph.errors import ConfigurationError as ConfigurationError
+from lightning_cudagraph.errors import CUDAGraphError as CUDAGraphError
+from lightning_cudagraph.errors import UnsupportedError as UnsupportedError
+from lightning_cudagraph.timing.layers import LayerTimings as LayerTimings
+
+__version__ = _version("lightning_cudagraph")

@@ -1,0 +1,168 @@
+"""The callback: Lightning's hooks, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_cudagraph.capture.engine import StepCounts
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.loop import GraphedTraining
+from lightning_cudagraph.support import (
+    BackendName,
+    check_run,
+    default_warmup_steps,
+    make_backend,
+)
+from lightning_cudagraph.timing.layers import LayerTimings
+
+__all__ = ["CUDAGraphCallback"]
+
+_AUTOMATIC_LAYERS = LayerTimings()
+
+
+class CUDAGraphCallback(Callback):
+    """Trains through one CUDA graph: forward, backward, clipping and optimizer step in one launch.
+
+    The first batches are ordinary training steps on a side stream. Then the step is captured, and
+    every later batch of the same shape is copied into the graph's static buffers and replayed. The
+    run comes out as it would without this callback; what cannot be held to that is refused with the
+    reason, or run eagerly. On a CPU an emulator takes the place of the GPU.
+
+    Logged to TensorBoard after each replay, in milliseconds: ``layer_forward_ms/{module}``,
+    ``layer_backward_ms/{module}``, and ``step_ms/{forward,backward,optimizer,total}``; at the end of
+    `fit`, the text ``cudagraph/report``.
+
+    Args:
+        warmup_steps: training steps before the capture. None: 3, or 11 with several processes.
+        on_unsupported: ``"raise"`` an error when something cannot be captured, or train on without a
+            graph (``"eager"``) and say why in the report.
+        timings: which layers are timed by events in the graph; None for none.
+        backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` insist
+            on one of them. ``"off"``: a run as without this callback.
+
+    Attributes:
+        report: the report of the last `fit`, or None before its end.
+        counts: what became of the steps of the last `fit`, or None if it had no graphs.
+
+    Raises:
+        ConfigurationError: if an argument is not one of the above.
+
+    Example::
+
+        trainer = Trainer(callbacks=[CUDAGraphCallback()])
+    """
+
+    def __init__(
+        self,
+        warmup_steps: int | None = None,
+        on_unsupported: Literal["raise", "eager"] = "raise",
+        timings: LayerTimings | None = _AUTOMATIC_LAYERS,
+        backend: BackendName = "auto",
+    ) -> None:
+        if warmup_steps is not None and warmup_steps < 1:
+            raise ConfigurationError(
+                f"`CUDAGraphCallback(warmup_steps={warmup_steps})`: expected at least 1, because"
+                " optimizers make their state in their first step. Leave it out for the default."
+            )
+        for name, value, allowed in (
+            ("on_unsupported", on_unsupported, ("raise", "eager")),
+            ("backend", backend, ("auto", "cuda", "emulator", "off")),
+        ):
+            if value not in allowed:
+                raise ConfigurationError(
+                    f"`CUDAGraphCallback({name}={value!r})`: expected one of"
+                    f" {', '.join(map(repr, allowed))}."
+                )
+        self.warmup_steps = warmup_steps
+        self.on_unsupported = on_unsupported
+        self.timings = timings
+        self.backend = backend
+        self.report: str | None = None
+        self.counts: StepCounts | None = None
+        self._training: GraphedTraining | None = None
+        self._description = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is bound to a device or a trainer, so that copies and pickles work at any time."""
+        return {**self.__dict__, "_training": None}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        foreign = [c for c in type(trainer).__mro__ if c.__module__.startswith("pytorch_lightning")]
+        if foreign:
+            raise ConfigurationError(
+                f"The trainer is a `{foreign[0].__module__}.{foreign[0].__qualname__}`; expected one of"
+                " `lightning.pytorch`. The two packages do not mix: import `Trainer` with"
+                " `from lightning.pytorch import Trainer`, or leave this callback out."
+            )
+        ours = [callback for callback in trainer.callbacks if isinstance(callback, CUDAGraphCallback)]
+        if len(ours) > 1:
+            raise ConfigurationError(
+                f"The trainer has {len(ours)} `CUDAGraphCallback`s; expected one, since there is one"
+                " training step to capture. Remove the others."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.report, self.counts = None, None
+        if self.backend == "off":
+            return
+        try:
+            check_run(trainer, pl_module)
+            backend = make_backend(self.backend, trainer.strategy.root_device)
+            self._training = GraphedTraining(
+                trainer,
+                pl_module,
+                backend,
+                self.warmup_steps or default_warmup_steps(trainer.world_size),
+                self.on_unsupported == "raise",
+                self.timings,
+            )
+        except UnsupportedError as error:
+            if self.on_unsupported == "raise":
+                raise
+            self.report = f"lightning_cudagraph: all steps eager. {error.reason}"
+            rank_zero_warn(f"{self.report} {error.remedy}")
+            return
+        self._training.install()
+        self.counts = self._training.counts
+        self._description = backend.description
+        rank_zero_info(f"lightning_cudagraph: {backend.description}")
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._training is not None:
+            self._training.suspect()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._training is not None:
+            self._training.suspect()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._training is not None:
+            self._training.suspect()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._training is not None:
+            self.report = self._training.finish(self._description)
+            self._close()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.report is not None:
+            rank_zero_info(self.report)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._close()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        training, self._training = self._training, None
+        if training is not None:
+            training.close()

@@ -1,0 +1,1 @@
+"""How a training step becomes a graph. Knows torch, and nothing of Lightning."""

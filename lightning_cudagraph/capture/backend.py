@@ -1,0 +1,232 @@
+"""What a device must offer so that a training step can be captured on it, and the CUDA one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from lightning_cudagraph.capture.sentry import Sentry, location_of
+from lightning_cudagraph.errors import CaptureError, CUDAGraphError
+
+__all__ = ["Backend", "CudaBackend", "Event", "Graph"]
+
+T = TypeVar("T")
+
+
+class Event(Protocol):
+    """A point in time on the device, set anew by each replay of the graph that holds it."""
+
+    def synchronize(self) -> None:
+        """Block the host until the point has been reached."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this point to `end`."""
+
+
+class Graph(Protocol):
+    """A captured piece of work."""
+
+    def replay(self) -> None:
+        """Run it, on the current stream."""
+
+    def reset(self) -> None:
+        """Let go of it and of its memory."""
+
+
+class Backend(Protocol):
+    """A device on which steps are warmed up, captured and replayed.
+
+    Attributes:
+        device: where the training step runs.
+        description: one line for the user that says what this is.
+        lr_dtype: dtype of the device's mirror of a learning rate.
+        graphs_per_step: how many captures of a timed step take turns, so that the events of one are
+            read while the other runs.
+    """
+
+    device: torch.device
+    description: str
+    lr_dtype: torch.dtype
+    graphs_per_step: int
+
+    def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Run what is inside on the one side stream of warm-up and capture, in order with the rest."""
+
+    def capture(self, body: Callable[[], T]) -> tuple[Graph, T]:
+        """Capture what `body` does, without its taking effect.
+
+        Args:
+            body: the work, run once.
+
+        Returns:
+            The graph, and what `body` returned: its tensors are static, and hold values of the step
+            only after a replay.
+
+        Raises:
+            CaptureError: if `body` did something that no graph can hold.
+            Exception: whatever else `body` raised. In both cases the capture has been ended, and
+                memory and random state are as before.
+        """
+
+    def event(self) -> Event:
+        """A new timing event."""
+
+    def mark(self, event: Any) -> None:
+        """Let `event` say when the work issued so far has finished, without delaying what follows."""
+
+    def synchronize(self) -> None:
+        """Block the host until the device has nothing left to do."""
+
+    def memory_bytes(self) -> int:
+        """Memory held on the device, in bytes."""
+
+    def close(self) -> None:
+        """Let go of streams and pools. The graphs must be gone."""
+
+
+class CudaBackend:
+    """CUDA graphs through `torch.cuda.CUDAGraph`.
+
+    One side stream serves warm-up and capture, so that autograd's accumulation nodes, cuBLAS
+    workspaces and cuDNN plans made in warm-up are the ones that the capture meets. One memory pool
+    serves all graphs. The capture mode is ``thread_local``: pin-memory threads of dataloaders and the
+    watchdog of NCCL go on making CUDA calls while a capture is under way.
+    """
+
+    description = "CUDA graphs"
+    lr_dtype = torch.float32  # the fused CUDA optimizers read it as a float
+    graphs_per_step = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._side_stream = torch.cuda.Stream(device)
+        self._timing_stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        # Events that a fork off the capture stream waits for; they must live until the capture ends.
+        self._forks: list[torch.cuda.Event] = []
+
+    @contextmanager
+    def on_side_stream(self) -> Iterator[None]:
+        current = torch.cuda.current_stream(self.device)
+        self._side_stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._side_stream):
+                yield
+        finally:
+            current.wait_stream(self._side_stream)
+
+    def capture(self, body: Callable[[], T]) -> tuple[Graph, T]:
+        torch.cuda.synchronize(self.device)
+        # A cycle collected in the middle of a capture may free what CUDA may not free then.
+        gc.collect()
+        gc_was_on = gc.isenabled()
+        gc.disable()
+        torch.cuda.empty_cache()
+        rng_state = torch.cuda.get_rng_state(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self._side_stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                failure: BaseException | None = None
+                result: Any = None
+                try:
+                    with Sentry():
+                        result = body()
+                except BaseException as error:
+                    failure = error
+                end_failure = self._end_capture(graph)
+        finally:
+            self._forks.clear()
+            if gc_was_on:
+                gc.enable()
+        if failure is None and end_failure is None:
+            return graph, result
+        graph.reset()
+        if end_failure is not None:
+            self._repair(rng_state)
+        self._raise(failure, end_failure)
+        raise AssertionError("unreachable")
+
+    def _end_capture(self, graph: torch.cuda.CUDAGraph) -> Exception | None:
+        """End the capture, on the error path too, where nothing may be left open."""
+        try:
+            if self._forks:
+                # A capture that ends with a forked stream not joined is lost.
+                self._side_stream.wait_stream(self._timing_stream)
+            graph.capture_end()
+        except RuntimeError as error:
+            return error
+        return None
+
+    def _repair(self, rng_state: torch.Tensor) -> None:
+        """Bring back what a capture that CUDA itself broke off leaves behind.
+
+        The default generator would stay in capture mode to the end of the process, and torch 2.11's
+        allocator would believe that the capture is still under way (pytorch#180395).
+        """
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        fresh = torch.Generator(device=self.device)
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+        torch.cuda.set_rng_state(rng_state, self.device)
+        with contextlib.suppress(RuntimeError):
+            # Newer versions of torch have done this by themselves, and say so by raising.
+            torch._C._cuda_endAllocateToPool(index, self._pool)  # type: ignore[attr-defined]
+            torch._C._cuda_releasePool(index, self._pool)  # type: ignore[attr-defined]
+        # The streams may have been left in the broken capture, and the pool holds its blocks.
+        self._side_stream = torch.cuda.Stream(self.device)
+        self._timing_stream = torch.cuda.Stream(self.device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @staticmethod
+    def _raise(failure: BaseException | None, end_failure: Exception | None) -> None:
+        if isinstance(failure, CUDAGraphError):
+            raise failure
+        if isinstance(failure, RuntimeError) and _is_refusal(failure):
+            where = location_of(failure)
+            raise CaptureError(
+                f"CUDA refused to capture the training step{f', at {where}' if where else ''}:"
+                f" {str(failure).splitlines()[0]}",
+                "Keep copies between host and GPU, and waits for the GPU, out of the step: make"
+                " constants on the device, or keep them in buffers (`register_buffer`).",
+            ) from failure
+        if failure is not None:
+            raise failure
+        raise CaptureError(
+            f"CUDA gave up the capture of the training step: {str(end_failure).splitlines()[0]}",
+            "Something in it used another stream without joining it, or an extension synchronised.",
+        ) from end_failure
+
+    def event(self) -> torch.cuda.Event:
+        # External: CUDA then makes an event-record node whose time the host can read after a replay.
+        return torch.cuda.Event(enable_timing=True, external=True)
+
+    def mark(self, event: Any) -> None:
+        # Recorded on the capture stream itself, the event would become a node between two kernels
+        # and cost the critical path about 2 us. On a forked branch the next kernel does not wait.
+        fork = torch.cuda.Event()
+        fork.record(torch.cuda.current_stream(self.device))
+        self._forks.append(fork)
+        self._timing_stream.wait_event(fork)
+        with torch.cuda.stream(self._timing_stream):
+            event.record()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def memory_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
+    def close(self) -> None:
+        self._forks.clear()
+
+
+def _is_refusal(error: RuntimeError) -> bool:
+    """Whether CUDA or torch raised `error` because a capture was under way."""
+    text = str(error).lower()
+    return "captur" in text or "cudagraph" in text or "cuda graph" in text

@@ -1,0 +1,261 @@
+"""Batches: what they look like, and the static buffers that a graph reads them from.
+
+A graph reads fixed addresses. The first batch of a signature gives the shape of a set of static
+buffers; every later batch of the same signature is copied into them before the replay. A batch that
+looks different in any way is another signature, and is never copied into the wrong buffers: `copy_`
+would broadcast it without a word.
+
+What can be walked is what Lightning can move to a device: tensors in lists, tuples, named tuples,
+mappings and dataclasses. An object that hides tensors from the walk is refused by its path.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.errors import BatchError
+
+__all__ = ["Signature", "StaticBatch", "flatten_batch"]
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+_Leaves = list[tuple[str, Any]]
+
+
+def _is_namedtuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _children(value: Any, path: str) -> list[tuple[str, Any]] | None:
+    """Path and value of each member of a container, or None for a leaf."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return [(f"{path}[{key!r}]", value[key]) for key in value]
+    if _is_namedtuple(value):
+        return [(f"{path}.{name}", getattr(value, name)) for name in value._fields]
+    if isinstance(value, (list, tuple)):
+        return [(f"{path}[{i}]", member) for i, member in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
+    return None
+
+
+def _rebuild(value: Any, members: list[Any]) -> Any:
+    """A container like `value`, of the same type, with other members."""
+    if isinstance(value, MutableMapping):
+        # A copy keeps what a subclass carries beside its items (defaultdict, BatchEncoding).
+        new = copy.copy(value)
+        for key, member in zip(list(value), members, strict=True):
+            new[key] = member
+        return new
+    if isinstance(value, Mapping):
+        return type(value)(dict(zip(value, members, strict=True)))  # type: ignore[call-arg]
+    if _is_namedtuple(value):
+        return type(value)(*members)
+    if isinstance(value, (list, tuple)):
+        return type(value)(members)
+    new = copy.copy(value)
+    for field, member in zip(dataclasses.fields(value), members, strict=True):
+        object.__setattr__(new, field.name, member)  # frozen dataclasses too
+    return new
+
+
+def flatten_batch(batch: Any) -> _Leaves:
+    """The leaves of a batch with their paths, depth first, in a fixed order.
+
+    Args:
+        batch: any nesting of lists, tuples, named tuples, mappings and dataclasses.
+
+    Returns:
+        Pairs of path (``batch['image'][0]``) and leaf.
+    """
+    leaves: _Leaves = []
+
+    def walk(value: Any, path: str) -> None:
+        children = _children(value, path)
+        if children is None:
+            leaves.append((path, value))
+            return
+        for child_path, child in children:
+            walk(child, child_path)
+
+    walk(batch, "batch")
+    return leaves
+
+
+def _structure(value: Any) -> Any:
+    """The types and keys of the containers of a batch, as one comparable value."""
+    children = _children(value, "")
+    if children is None:
+        return None
+    keys: Any = len(children)
+    if isinstance(value, Mapping):
+        keys = tuple(value)
+    return (type(value), keys, tuple(_structure(child) for _, child in children))
+
+
+def _map_leaves(value: Any, new_leaf: Callable[[Any], Any]) -> Any:
+    children = _children(value, "")
+    if children is None:
+        return new_leaf(value)
+    return _rebuild(value, [_map_leaves(child, new_leaf) for _, child in children])
+
+
+def _hides_tensor(value: Any, depth: int = 3) -> str | None:
+    """The attribute path to a tensor inside an object that cannot be walked, or None."""
+    if depth == 0:
+        return None
+    members = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                members[name] = getattr(value, name)
+    for name, member in members.items():
+        for path, leaf in flatten_batch(member):
+            inner = path.removeprefix("batch")
+            if isinstance(leaf, Tensor):
+                return f".{name}{inner}"
+            if not isinstance(leaf, _PLAIN) and (below := _hides_tensor(leaf, depth - 1)):
+                return f".{name}{inner}{below}"
+    return None
+
+
+class Signature:
+    """All that a graph takes for granted about a batch, as one comparable, hashable value.
+
+    Containers by type and keys, tensors by shape, stride, dtype, device, and by which of them are the
+    same object; other leaves by value, because a capture freezes them.
+
+    Args:
+        batch: the batch to describe.
+        device: the device of the training step; a tensor elsewhere would be read by the host.
+
+    Raises:
+        BatchError: for an object that hides tensors, or a tensor on another device.
+    """
+
+    __slots__ = ("_hash", "_key", "_paths")
+
+    def __init__(self, batch: Any, device: torch.device) -> None:
+        described: list[Any] = []
+        paths: list[str] = []
+        first_seen: dict[int, int] = {}
+        for position, (path, leaf) in enumerate(flatten_batch(batch)):
+            paths.append(path)
+            if isinstance(leaf, Tensor):
+                self._check_tensor(path, leaf, device)
+                same_as = first_seen.setdefault(id(leaf), position)
+                described.append(
+                    (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device.type, same_as)
+                )
+            else:
+                described.append((type(leaf), self._value_of(path, leaf)))
+        self._key = (_structure(batch), tuple(described))
+        self._paths = tuple(paths)
+        try:
+            self._hash = hash(self._key)
+        except TypeError:
+            # A leaf that compares but does not hash (a numpy array is caught above, by its own ==).
+            self._hash = hash(self._key[0])
+
+    @staticmethod
+    def _check_tensor(path: str, leaf: Tensor, device: torch.device) -> None:
+        if leaf.device.type != device.type:
+            raise BatchError(
+                f"`{path}` is on {leaf.device} and the training step on {device}: its values would be"
+                " read by the host, once, at capture.",
+                f"Move it to {device.type} with the batch.",
+            )
+        if leaf.layout is not torch.strided or leaf.is_quantized:
+            raise BatchError(
+                f"`{path}` is a tensor of layout {leaf.layout}, and only strided tensors have static"
+                " buffers.",
+                "Pass its indices and values as strided tensors.",
+            )
+
+    @staticmethod
+    def _value_of(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, _PLAIN):
+            return leaf
+        if hidden := _hides_tensor(leaf):
+            raise BatchError(
+                f"`{path}` is a `{type(leaf).__qualname__}`, which holds a tensor at `{path}{hidden}`;"
+                " expected tensors in lists, tuples, named tuples, mappings or dataclasses.",
+                "Make the class a dataclass, or pass the tensors beside it.",
+            )
+        if hasattr(leaf, "__array__"):
+            # Arrays compare element by element; their bytes compare as one value.
+            return (str(leaf.dtype), leaf.shape, leaf.tobytes())
+        return leaf
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Signature) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def difference(self, other: Signature) -> str:
+        """Where `other` differs from this one, in words: the first leaf, expected and found."""
+        if self._key[0] != other._key[0]:
+            return f"containers changed: expected {len(self._paths)} leaves of the captured structure"
+        for path, mine, theirs in zip(self._paths, self._key[1], other._key[1], strict=True):
+            if mine != theirs:
+                return f"`{path}` changed: expected {_in_words(mine)}, found {_in_words(theirs)}"
+        return "nothing changed"
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{path} {_in_words(leaf)}" for path, leaf in zip(self._paths, self._key[1], strict=True)
+        )
+
+
+def _in_words(described: tuple[Any, ...]) -> str:
+    if len(described) == 2:
+        return repr(described[1])
+    shape, stride, dtype, device, _ = described
+    return f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}"
+
+
+class StaticBatch:
+    """A batch whose tensors stay at the same addresses.
+
+    Args:
+        example: a batch of the signature to hold; its values are copied.
+
+    Attributes:
+        batch: the same containers as `example` around the static buffers.
+    """
+
+    def __init__(self, example: Any) -> None:
+        buffers: dict[int, Tensor] = {}
+
+        def static(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in buffers:
+                # `empty_strided` keeps the layout, so that the same kernels are chosen as in eager.
+                buffers[id(leaf)] = torch.empty_strided(
+                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
+                )
+            return buffers[id(leaf)]
+
+        self.batch = _map_leaves(example, static)
+        self._buffers = list(buffers.values())
+        self.copy_from(example)
+
+    def copy_from(self, batch: Any) -> None:
+        """Copy the tensors of a batch of the same signature into the static buffers."""
+        sources: dict[int, Tensor] = {}
+        for _, leaf in flatten_batch(batch):
+            if isinstance(leaf, Tensor):
+                sources.setdefault(id(leaf), leaf)
+        with torch.no_grad():
+            for buffer, source in zip(self._buffers, sources.values(), strict=True):
+                buffer.copy_(source, non_blocking=True)

@@ -1,0 +1,232 @@
+"""The semantics of a CUDA graph on a CPU.
+
+A capture records every aten op of forward, backward and optimizer with the very tensors it used, and
+then undoes all it did, so that, as on a GPU, a capture executes nothing. A replay runs the ops again
+into the same storage: what was a Python value at capture stays frozen, a tensor that has been
+replaced since is not seen, random numbers are drawn afresh, and what a capture refuses is refused.
+
+It exists so that everything about this package can be tested, and a step be examined, on a machine
+without a GPU. It has a graph's semantics and not its speed. Not emulated: several streams, reuse of
+memory inside a pool, asynchronous execution, and the boundary between host and device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from lightning_cudagraph.capture.backend import Graph
+from lightning_cudagraph.capture.sentry import check
+
+__all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
+
+T = TypeVar("T")
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
+
+
+def _address(tensor: Tensor) -> Tensor:
+    """An alias that goes on pointing at today's storage, whatever becomes of the tensor object."""
+    return tensor.detach()
+
+
+class HostEvent:
+    """A timing event of the host clock, in place of a CUDA event."""
+
+    def __init__(self) -> None:
+        self._time_s: float | None = None
+
+    def record(self) -> None:
+        self._time_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: the emulator works in the calling thread."""
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds from this event to `end`.
+
+        Raises:
+            RuntimeError: if one of them has not been recorded yet.
+        """
+        if self._time_s is None or end._time_s is None:
+            raise RuntimeError("Both events must have been recorded, by a replay of their graph.")
+        return (end._time_s - self._time_s) * 1e3
+
+
+class _Op:
+    """One recorded op: what to call, with which addresses, and where its results belong."""
+
+    __slots__ = ("args", "func", "kwargs", "results")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, results: list[Tensor | None]) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.results = results
+
+    def run(self) -> None:
+        results = self.func(*self.args, **self.kwargs)
+        for target, value in zip(self.results, _tensors_of(results), strict=True):
+            if target is not None:
+                target.copy_(value)
+
+
+class _Undo:
+    """Remembers what the capture finds in memory, to put it back."""
+
+    def __init__(self) -> None:
+        self._rng_state = torch.get_rng_state()
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made_inside: set[int] = set()
+
+    def before(self, tensors: list[Tensor]) -> None:
+        # All inputs and not only those that a schema declares as written: `native_batch_norm` writes
+        # its running statistics without saying so.
+        for tensor in tensors:
+            key = _storage_id(tensor)
+            if key in self._saved or key in self._made_inside:
+                continue
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+            self._saved[key] = (whole, whole.clone())
+
+    def after(self, tensors: list[Tensor]) -> None:
+        self._made_inside.update(
+            key for t in tensors if (key := _storage_id(t)) not in self._saved
+        )
+
+    def roll_back(self) -> None:
+        with torch.no_grad():
+            for whole, saved in self._saved.values():
+                whole.copy_(saved)
+        torch.set_rng_state(self._rng_state)
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs below autograd and autocast, so that what it sees is what a GPU would be launched with."""
+
+    def __init__(self, ops: list[_Op | HostEvent], undo: _Undo) -> None:
+        super().__init__()
+        self._ops = ops
+        self._undo = undo
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        check(func, args, kwargs)
+        inputs = _tensors_of((args, kwargs))
+        self._undo.before(inputs)
+        frozen_args, frozen_kwargs = tree_map_only(Tensor, _address, (args, kwargs))
+        result = func(*args, **kwargs)
+        outputs = _tensors_of(result)
+        self._undo.after(outputs)
+        input_storages = {_storage_id(t) for t in inputs}
+        # A result that shares its storage with an input is a view, or the input itself.
+        results = [None if _storage_id(t) in input_storages else _address(t) for t in outputs]
+        is_only_a_view = (
+            outputs and not func._schema.is_mutable and all(target is None for target in results)
+        )
+        if not is_only_a_view:
+            self._ops.append(_Op(func, frozen_args, frozen_kwargs, results))
+        return result
+
+
+class EmulatedGraph:
+    """A recorded piece of work on the CPU."""
+
+    def __init__(self) -> None:
+        self._ops: list[_Op | HostEvent] = []
+
+    def replay(self) -> None:
+        """Run the recorded ops again, into the storage they used at capture."""
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for op in self._ops:
+                if isinstance(op, HostEvent):
+                    op.record()
+                else:
+                    op.run()
+
+    def reset(self) -> None:
+        """Let go of the recorded ops and of the memory they hold."""
+        self._ops.clear()
+
+    def memory_bytes(self) -> int:
+        """Bytes of the tensors made inside the capture."""
+        storages = {
+            _storage_id(t): t.untyped_storage().nbytes()
+            for op in self._ops
+            if isinstance(op, _Op)
+            for t in op.results
+            if t is not None
+        }
+        return sum(storages.values())
+
+
+class EmulatorBackend:
+    """A CPU in the place of a GPU; see the notes on this module."""
+
+    description = (
+        "CPU emulator: a CUDA graph's semantics without its speed, for tests and for trying things out"
+    )
+    lr_dtype = torch.float64  # exactly the Python float
+    graphs_per_step = 1  # a replay has ended when it returns, so its events can be read at once
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._recording: EmulatedGraph | None = None
+        self._memory_bytes = 0
+
+    @contextmanager
+    def on_side_stream(self) -> Iterator[None]:
+        yield
+
+    def capture(self, body: Callable[[], T]) -> tuple[Graph, T]:
+        graph = EmulatedGraph()
+        undo = _Undo()
+        self._recording = graph
+        try:
+            with _Recorder(graph._ops, undo):
+                result = body()
+        except BaseException:
+            graph.reset()
+            raise
+        finally:
+            self._recording = None
+            undo.roll_back()
+        self._memory_bytes += graph.memory_bytes()
+        return graph, result
+
+    def event(self) -> HostEvent:
+        return HostEvent()
+
+    def mark(self, event: HostEvent) -> None:
+        if self._recording is None:
+            event.record()
+        else:
+            self._recording._ops.append(event)
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def memory_bytes(self) -> int:
+        return self._memory_bytes
+
+    def close(self) -> None:
+        self._memory_bytes = 0

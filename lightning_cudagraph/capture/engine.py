@@ -1,0 +1,230 @@
+"""The life of a batch: warm up, capture, replay, or run eagerly and say why."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.batch import Signature
+from lightning_cudagraph.capture.graph import CapturedStep
+from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.errors import UnsupportedError
+
+__all__ = ["Phase", "Step", "StepCounts", "StepEngine"]
+
+T = TypeVar("T")
+
+# Signatures whose warm-up is remembered. A loader whose batches never look alike (a string in each)
+# would otherwise fill the memory with them.
+_MAX_WARMING_SIGNATURES = 64
+# Captures after which a run that goes on changing under its graph is left to run eagerly.
+_MAX_CAPTURES = 8
+
+
+class Phase(Enum):
+    """What happened to a batch."""
+
+    EAGER = "eager"
+    WARMING = "warming"
+    CAPTURED = "captured"
+
+
+@dataclass
+class StepCounts:
+    """What became of the batches of a run.
+
+    Attributes:
+        warmed_up: steps that ran eagerly to make ready for a capture.
+        captures: captures that succeeded.
+        replayed: steps that were replays.
+        eager: steps that ran eagerly, by reason.
+        capture_ms: host time of the captures together, in milliseconds.
+        memory_bytes: device memory added by the last capture, in bytes.
+        recaptures: why graphs were dropped, in order.
+    """
+
+    warmed_up: int = 0
+    captures: int = 0
+    replayed: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+    capture_ms: float = 0.0
+    memory_bytes: int = 0
+    recaptures: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Step(Generic[T]):
+    """One training step, as the engine needs to know it.
+
+    Attributes:
+        batch: what it is done on.
+        run: does it eagerly.
+        record: does it in a capture, on the static batch it is given; returns the static outputs.
+        transaction: entered around the captures; when left, all that the host did inside is undone.
+    """
+
+    batch: Any
+    run: Callable[[], object]
+    record: Callable[[Any], T]
+    transaction: Callable[[], AbstractContextManager[None]]
+
+
+class StepEngine(Generic[T]):
+    """Takes the batches of a run through their phases.
+
+    Args:
+        backend: where steps run.
+        guards: what a graph bakes in.
+        parameters: what the step computes gradients of.
+        warmup_steps: ordinary training steps on the side stream before a capture.
+        takes: captures of the step that take turns.
+        raise_unsupported: raise when a step cannot be captured, instead of going on eagerly.
+        announce: told, in a sentence, what the user should know once.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        guards: Guards,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        warmup_steps: int,
+        takes: int,
+        raise_unsupported: bool,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._backend = backend
+        self._guards = guards
+        self._parameters = parameters
+        self._warmup_steps = warmup_steps
+        self._takes = takes
+        self._raise_unsupported = raise_unsupported
+        self._announce = announce
+        self._captured: CapturedStep[T] | None = None
+        self._warmups_left: dict[Signature, int] = {}
+        self._given_up: str | None = None
+        self.counts = StepCounts()
+
+    def step(self, step: Step[T], refresh: Callable[[], None]) -> tuple[Phase, T | None]:
+        """Do one training step, in whichever way its phase says.
+
+        Args:
+            step: the step.
+            refresh: called before a replay, to bring device mirrors of host values up to date.
+
+        Returns:
+            The phase, and the static outputs if the step was a replay.
+
+        Raises:
+            UnsupportedError: if it cannot be captured and the engine was made to raise. Nothing of
+                the step has happened then.
+        """
+        if self._given_up is not None:
+            return self._eager(step, self._given_up)
+        if change := self._guards.changed():
+            self.drop(change)
+        try:
+            signature = Signature(step.batch, self._backend.device)
+        except UnsupportedError as error:
+            if self._raise_unsupported:
+                raise
+            return self._eager(step, error.reason)
+        if self._captured is None:
+            left = self._warmups_left.get(signature, self._warmup_steps)
+            if left > 0:
+                return self._warm_up(step, signature, left)
+            try:
+                self._captured = self._capture(step, signature)
+            except UnsupportedError as error:
+                self.unsupported(error)
+                return self._eager(step, error.reason)
+        elif signature != self._captured.signature:
+            return self._eager(
+                step, f"another batch signature: {self._captured.signature.difference(signature)}"
+            )
+        refresh()
+        outputs = self._captured.replay(step.batch)
+        self.counts.replayed += 1
+        return Phase.CAPTURED, outputs
+
+    def drop(self, reason: str) -> None:
+        """Let go of the graph, because `reason`; what comes is warmed up and captured anew."""
+        self._guards.drop()
+        self._warmups_left.clear()
+        if self._captured is None:
+            return
+        self._captured.release()
+        self._captured = None
+        self.counts.recaptures.append(reason)
+        if self.counts.captures >= _MAX_CAPTURES:
+            reason = f"given up after {self.counts.captures} captures; last, {reason}"
+            self.give_up(reason)
+            return
+        self._announce(f"The captured step is stale and is captured anew: {reason}.")
+
+    def unsupported(self, error: UnsupportedError) -> None:
+        """Something showed that no step of this run can be captured: raise, or give up, by policy."""
+        if self._raise_unsupported:
+            raise error
+        self.give_up(error.reason)
+
+    def give_up(self, reason: str) -> None:
+        """Run eagerly from now on, because `reason`."""
+        self._given_up = reason
+        self._announce(f"Training goes on without a graph: {reason}")
+
+    def close(self) -> None:
+        """Let go of the graph and of the backend's streams and pools."""
+        if self._captured is not None:
+            self._captured.release()
+            self._captured = None
+        self._guards.drop()
+        self._warmups_left.clear()
+        self._backend.close()
+
+    def _eager(self, step: Step[T], reason: str) -> tuple[Phase, None]:
+        self.counts.eager[reason] += 1
+        # On the side stream too: autograd's nodes remember the stream they were made on, and a node
+        # of the default stream would break a later capture.
+        with self._backend.on_side_stream():
+            step.run()
+        return Phase.EAGER, None
+
+    def _warm_up(self, step: Step[T], signature: Signature, left: int) -> tuple[Phase, None]:
+        if signature not in self._warmups_left:
+            if len(self._warmups_left) >= _MAX_WARMING_SIGNATURES:
+                del self._warmups_left[next(iter(self._warmups_left))]
+            self._warmups_left[signature] = left
+        self._guards.watch()
+        with self._backend.on_side_stream():
+            step.run()
+        # Only a step that went through counts.
+        self._warmups_left[signature] = left - 1
+        self.counts.warmed_up += 1
+        return Phase.WARMING, None
+
+    def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
+        self._guards.watch()
+        if moving := self._guards.moving():
+            raise UnsupportedError(
+                f"Between any two steps, {moving}: a graph would be stale at once.",
+                "Keep it constant; a scheduler that cycles the momentum has `cycle_momentum=False`.",
+            )
+        memory_before_bytes = self._backend.memory_bytes()
+        started_s = time.perf_counter()
+        with step.transaction():
+            captured = CapturedStep(
+                self._backend, step.batch, signature, step.record, self._parameters(), self._takes
+            )
+        self._guards.take()
+        self.counts.captures += 1
+        self.counts.capture_ms += (time.perf_counter() - started_s) * 1e3
+        self.counts.memory_bytes = self._backend.memory_bytes() - memory_before_bytes
+        return captured

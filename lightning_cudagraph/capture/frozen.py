@@ -1,0 +1,171 @@
+"""Python that a capture would freeze.
+
+Host code in a captured step runs once, at the capture, and never again. A value that it read stays
+what it was; an attribute that it set is not set again; a random number that it drew is drawn for
+good. Found here: any use of the index of the batch, attributes and buffers of the model that the
+step rebinds or lets grow, and draws from the generators of `random`, NumPy and the CPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_cudagraph.capture.sentry import forbid, user_location
+from lightning_cudagraph.errors import CaptureError
+
+__all__ = ["FrozenInt", "frozen_python_audit"]
+
+_HOST_HOOK = (
+    "Do it in a hook that runs on the host at every step, such as `on_train_batch_start` or"
+    " `on_train_batch_end`"
+)
+
+
+def _refuse(name: str) -> Any:
+    def used(self: FrozenInt, *args: Any) -> Any:
+        forbid(
+            f"a use of the value of `{self.name}`, which would stay what it is in this step",
+            f"{_HOST_HOOK}, or pass the number with the batch, as a tensor.",
+            user_location(),
+        )
+
+    used.__name__ = name
+    return used
+
+
+class FrozenInt(int):
+    """An integer that may be handed on, but not looked at.
+
+    Args:
+        value: the integer.
+        name: what the user knows it as.
+    """
+
+    name: str
+
+    def __new__(cls, value: int, name: str) -> FrozenInt:
+        self = super().__new__(cls, value)
+        self.name = name
+        return self
+
+
+for _name in (
+    "abs add and bool ceil divmod eq float floor floordiv format ge gt index int invert le lshift lt"
+    " mod mul ne neg or pos pow radd rand rdivmod repr rfloordiv rlshift rmod rmul ror round rpow"
+    " rrshift rshift rsub rtruediv rxor str sub truediv trunc xor"
+).split():
+    setattr(FrozenInt, f"__{_name}__", _refuse(f"__{_name}__"))
+FrozenInt.__hash__ = int.__hash__  # type: ignore[method-assign]
+
+
+def _contents(value: Any) -> Any:
+    """What a container holds, so that growth is seen; the containers of a module are all built-in."""
+    if type(value) in (list, set):
+        return tuple(value)
+    if isinstance(value, dict):
+        return tuple(value.items())
+    return None
+
+
+class _ModuleState:
+    """The attributes of one module, to be compared and put back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._attributes = dict(module.__dict__)
+        self._held = {
+            name: _contents(value)
+            for name, value in self._attributes.items()
+            if _contents(value) is not None
+        }
+
+    def changed(self) -> str | None:
+        """The name of the first attribute that is another object, or holds others, or None."""
+        now = self._module.__dict__
+        for name, value in now.items():
+            if name not in self._attributes or self._attributes[name] is not value:
+                return name
+        for name, held in self._held.items():
+            holds = _contents(self._attributes[name])
+            if len(holds) != len(held) or any(
+                not _same(a, b) for a, b in zip(holds, held, strict=True)
+            ):
+                if name in ("_buffers", "_parameters", "_modules"):
+                    return next(
+                        (b[0] for a, b in zip(held, holds, strict=False) if not _same(a, b)), name
+                    )
+                return name
+        return next((name for name in self._attributes if name not in now), None)
+
+    def restore(self) -> None:
+        self._module.__dict__.clear()
+        self._module.__dict__.update(self._attributes)
+        for name, held in self._held.items():
+            value = self._attributes[name]
+            value.clear()
+            if isinstance(value, list):
+                value.extend(held)
+            else:
+                value.update(held)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 2:
+        return a[0] == b[0] and a[1] is b[1]
+    return a is b
+
+
+def _host_generators(device: torch.device) -> dict[str, Any]:
+    states: dict[str, Any] = {
+        "`random`": random.getstate(),
+        "`numpy.random`": tuple(map(str, np.random.get_state())),
+    }
+    if device.type != "cpu":
+        states["the CPU generator of torch"] = torch.get_rng_state().numpy().tobytes()
+    return states
+
+
+@contextmanager
+def frozen_python_audit(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Refuse a step that leaves traces on the host which a replay would not leave.
+
+    If it is refused, or fails otherwise, the model's attributes are put back as they were.
+
+    Args:
+        model: the model whose modules are watched.
+        device: where the step runs; the generator of that device is the graph's own.
+
+    Raises:
+        CaptureError: naming the attribute, or the generator that was drawn from.
+    """
+    states = {name: _ModuleState(module) for name, module in model.named_modules()}
+    generators = _host_generators(device)
+    try:
+        yield
+        for path, state in states.items():
+            if (changed := state.changed()) is not None:
+                of = f"`{path}`" if path else f"the `{type(model).__qualname__}`"
+                raise CaptureError(
+                    f"The training step sets or changes `{changed}` of {of}, which a replay would not"
+                    " do: it would keep what this one step left there.",
+                    f"{_HOST_HOOK}, or keep the value in a buffer and write it with `copy_`.",
+                )
+        after = _host_generators(device)
+        for name, before in generators.items():
+            if after[name] != before:
+                raise CaptureError(
+                    f"The training step draws from {name}, on the host: every replay would use the"
+                    " numbers of this one step.",
+                    "Draw on the device (`torch.rand(..., device=x.device)`), or in the dataloader.",
+                )
+    except BaseException:
+        for state in states.values():
+            state.restore()
+        raise

@@ -1,0 +1,111 @@
+"""One captured step: static inputs, outputs, gradients, and the captures that take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from lightning_cudagraph.capture.backend import Backend, Graph
+from lightning_cudagraph.capture.batch import Signature, StaticBatch
+
+__all__ = ["CapturedStep"]
+
+T = TypeVar("T")
+
+
+class _Take(Generic[T]):
+    """One capture of the step, with the gradients that it writes."""
+
+    def __init__(
+        self, graph: Graph, outputs: T, gradients: list[tuple[nn.Parameter, Tensor]]
+    ) -> None:
+        self.graph = graph
+        self.outputs = outputs
+        self.gradients = gradients
+
+    def replay(self) -> T:
+        self.graph.replay()
+        # Validation, or an eager batch, may have dropped the gradients; the graph goes on writing
+        # its own, and who looks at `param.grad` after the step must find those.
+        for parameter, gradient in self.gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        return self.outputs
+
+
+class CapturedStep(Generic[T]):
+    """A training step as graphs that read one set of static buffers.
+
+    A step with timing events is captured more than once, so that the events of one replay can be
+    read while the next one runs. The captures are equal but for their events and gradients.
+
+    Args:
+        backend: where it is captured.
+        batch: a batch of the signature to capture.
+        signature: the signature of `batch`.
+        record: the step, as a function of the static batch. Runs once for each capture.
+        parameters: what the step computes gradients of.
+        takes: how many captures take turns.
+
+    Raises:
+        CaptureError: if the step did something that no graph can hold; gradients, memory and random
+            state are then as before.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        batch: Any,
+        signature: Signature,
+        record: Callable[[Any], T],
+        parameters: Iterable[nn.Parameter],
+        takes: int,
+    ) -> None:
+        self.signature = signature
+        self._static = StaticBatch(batch)
+        self._takes: list[_Take[T]] = []
+        self._turn = 0
+        trained = list(parameters)
+        before = [parameter.grad for parameter in trained]
+        try:
+            for _ in range(takes):
+                # Without a gradient to add to, the backward pass makes new ones in the graph's pool,
+                # at no cost; the ones of the take before are kept by it.
+                for parameter in trained:
+                    parameter.grad = None
+                graph, outputs = backend.capture(lambda: record(self._static.batch))
+                gradients = [(p, p.grad) for p in trained if p.grad is not None]
+                self._takes.append(_Take(graph, outputs, gradients))
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            for parameter, gradient in zip(trained, before, strict=True):
+                parameter.grad = gradient
+
+    def replay(self, batch: Any) -> T:
+        """Run the step on a batch of this signature.
+
+        Args:
+            batch: the batch; its tensors are copied into the static buffers.
+
+        Returns:
+            What `record` returned in the capture whose turn it is. The tensors in it are static, and
+            are overwritten by the next replay.
+        """
+        self._static.copy_from(batch)
+        take = self._takes[self._turn]
+        self._turn = (self._turn + 1) % len(self._takes)
+        return take.replay()
+
+    def release(self) -> None:
+        """Let go of the graphs and their memory."""
+        for take in self._takes:
+            take.graph.reset()
+            for parameter, gradient in take.gradients:
+                # The gradient lives in the graph's memory. Who still needs it gets a copy.
+                if parameter.grad is gradient:
+                    parameter.grad = gradient.clone()
+        self._takes = []

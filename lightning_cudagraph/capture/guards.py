@@ -1,0 +1,110 @@
+"""What a graph has baked in besides the batch, and whether it still holds.
+
+Addresses of parameters, buffers and optimizer state, `requires_grad`, module modes, hyperparameters
+and a few global switches are frozen by a capture. The cheap part is compared before every replay,
+the rest whenever something can have changed: at the start of an epoch, after validation, after a
+state was loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Guards"]
+
+_State = dict[str, Any]
+
+
+def _global_switches() -> _State:
+    return {
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.cuda.matmul.fp32_precision": torch.get_float32_matmul_precision(),
+        "torch.backends.cudnn.enabled": torch.backends.cudnn.enabled,
+        "torch.backends.cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "torch.is_autocast_enabled()": torch.is_autocast_enabled(),
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+    }
+
+
+class Guards:
+    """Compares what a graph has baked in with what is there now.
+
+    Args:
+        model: the model that is trained.
+        cheap: values by name that are compared before every replay (hyperparameters, settings).
+        thorough: more of them, compared only when something can have changed.
+    """
+
+    def __init__(
+        self, model: nn.Module, cheap: Callable[[], _State], thorough: Callable[[], _State]
+    ) -> None:
+        self._model = model
+        self._cheap_now = cheap
+        self._thorough_now = thorough
+        self._cheap: _State | None = None
+        self._thorough: _State = {}
+        self._suspect = False
+        self._watched: _State | None = None
+        self._moves: list[str | None] = []
+
+    def watch(self) -> None:
+        """Note what moves from one warm-up step to the next."""
+        now = self._cheap_now()
+        if self._watched is not None:
+            self._moves.append(_first_difference(self._watched, now))
+        self._watched = now
+
+    def moving(self) -> str | None:
+        """What has moved in every step since `watch` was first called, in words, or None."""
+        return self._moves[-1] if self._moves and all(self._moves) else None
+
+    def take(self) -> None:
+        """Remember what is there now, at a capture."""
+        self._cheap = self._cheap_now()
+        self._thorough = self._thorough_state()
+        self._suspect = False
+
+    def drop(self) -> None:
+        """Forget it, with the graph."""
+        self._cheap = None
+        self._watched = None
+        self._moves.clear()
+
+    def suspect(self) -> None:
+        """Look at everything before the next replay, because something can have changed."""
+        self._suspect = True
+
+    def changed(self) -> str | None:
+        """The first thing that is not as at the capture, in words, or None."""
+        if self._cheap is None:
+            return None
+        now = self._cheap_now()
+        if now != self._cheap:
+            return _first_difference(self._cheap, now)
+        if self._suspect:
+            self._suspect = False
+            return _first_difference(self._thorough, self._thorough_state())
+        return None
+
+    def _thorough_state(self) -> _State:
+        state: _State = {**_global_switches(), **self._thorough_now()}
+        for name, parameter in self._model.named_parameters():
+            state[f"the address of parameter `{name}`"] = parameter.data_ptr()
+            state[f"`requires_grad` of parameter `{name}`"] = parameter.requires_grad
+        for name, buffer in self._model.named_buffers():
+            state[f"the address of buffer `{name}`"] = buffer.data_ptr()
+        for name, module in self._model.named_modules():
+            state[f"`training` of `{name or type(module).__qualname__}`"] = module.training
+        return state
+
+
+def _first_difference(before: _State, now: _State) -> str | None:
+    for name in {**before, **now}:
+        was, is_now = before.get(name), now.get(name)
+        if was != is_now:
+            return f"{name} changed from {was} to {is_now}"
+    return None

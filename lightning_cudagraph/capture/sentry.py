@@ -1,0 +1,239 @@
+"""The guard that stands by during a capture.
+
+A CUDA graph holds launches and nothing else: whatever needs a value on the host, or a size that
+depends on values, cannot be in it. CUDA notices too late, when the capture is already lost and the
+random generator left in a state from which the process does not recover. So every op is looked at
+*before* it runs, and a forbidden one raises in Python; a Python exception ends a capture without harm.
+
+The rules are the same for a GPU and for the emulator. Sources: the op tags of
+``torch/_ops.py`` (`data_dependent_output`, `dynamic_output_shape`), and for ops that synchronise
+without such a tag the CUDA implementations named beside each rule.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_cudagraph.errors import CaptureError
+
+_PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = (
+    "torch",
+    "lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "pytorch_lightning",
+    "torchmetrics",
+)
+
+_HOST_VALUE = (
+    "`.item()`, `float(tensor)`, `int(tensor)`, `bool(tensor)` or a Python branch on a tensor",
+    "Keep the value on the device: log the tensor itself, and use `torch.where` instead of `if`.",
+)
+_MASK = (
+    "indexing with a boolean mask (`x[mask]`)",
+    "Use a form with a fixed size, such as `torch.where(mask, x, 0)` or `x * mask`.",
+)
+_DYNAMIC_SIZE = (
+    "an op whose result has a size that depends on values",
+    "Use a form with a fixed size, or compute it in the dataloader and pass it with the batch.",
+)
+_CROSS_DEVICE = (
+    "a copy between host memory and the GPU",
+    "Make the tensor on the device (`torch.zeros(..., device=x.device)`), keep constants in buffers"
+    " (`register_buffer`), or pass the values with the batch.",
+)
+_STORAGE = (
+    "an op that gives a tensor another storage or size",
+    "Allocate the tensor with its final size, and write into it with `copy_`.",
+)
+_GENERATOR = (
+    "a random op with a generator of its own",
+    "Use the default generator of the device.",
+)
+
+# User's words for ops whose aten name nobody ever typed.
+_WORDS: dict[str, tuple[str, str]] = {
+    "aten::_local_scalar_dense": _HOST_VALUE,
+    "aten::item": _HOST_VALUE,
+    "aten::is_nonzero": _HOST_VALUE,
+    "aten::equal": ("`torch.equal`", _HOST_VALUE[1]),
+    "aten::allclose": ("`torch.allclose`", _HOST_VALUE[1]),
+    "aten::nonzero": ("`nonzero`, `torch.where(condition)` or a boolean mask", _MASK[1]),
+    "aten::masked_select": ("`masked_select` or a boolean mask", _MASK[1]),
+    "aten::bincount": ("`torch.bincount`", _DYNAMIC_SIZE[1]),
+    "aten::set_": _STORAGE,
+    "aten::resize_": _STORAGE,
+    # aten/src/ATen/native/cuda/Embedding.cu: `embedding_renorm_cuda_` reads the count of unique rows.
+    "aten::embedding_renorm_": ("`nn.Embedding(max_norm=...)`", "Leave `max_norm` out."),
+    # aten/src/ATen/native/PackedSequence.cpp works on lengths in host memory.
+    "aten::_pack_padded_sequence": (
+        "`pack_padded_sequence`",
+        "Run the RNN on the padded batch, and mask the outputs.",
+    ),
+    # aten/src/ATen/native/BatchLinearAlgebra.cpp reads the error code on the host.
+    "aten::_linalg_check_errors": (
+        "a `torch.linalg` function that checks for errors on the host",
+        "Use its `_ex` form, such as `torch.linalg.cholesky_ex`.",
+    ),
+}
+_ALWAYS_FORBIDDEN = frozenset(
+    name
+    for name in _WORDS
+    if name not in {"aten::nonzero", "aten::masked_select", "aten::bincount"}
+)
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line of somebody's source."""
+
+    path: str
+    line: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}" + (f" (`{self.source}`)" if self.source else "")
+
+
+def _library_dirs() -> tuple[str, ...]:
+    dirs = []
+    for name in _LIBRARIES:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file:
+            dirs.append(os.path.dirname(os.path.abspath(file)) + os.sep)
+    return tuple(dirs)
+
+
+def _frames_outwards(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def _locate(frames: Iterator[tuple[str, int]]) -> Location | None:
+    """The innermost of `frames` that belongs to neither torch, Lightning nor this package.
+
+    The search ends at the first frame of this package that has other code inside it: that is where
+    the captured step was called from, and what lies further out is the script that called `fit`.
+    """
+    libraries = _library_dirs()
+    own = _PACKAGE_DIR + os.sep
+    left_own_frames = False
+    for filename, line in frames:
+        path = os.path.abspath(filename) if not filename.startswith("<") else filename
+        if path.startswith(own):
+            if left_own_frames:
+                return None
+            continue
+        if path.startswith("<"):
+            continue
+        left_own_frames = True
+        if not path.startswith(libraries):
+            return Location(path, line, linecache.getline(path, line).strip())
+    return None
+
+
+def user_location() -> Location | None:
+    """Where in the user's code the op now being dispatched was called, or None if nowhere there."""
+    return _locate(_frames_outwards(sys._getframe(1)))
+
+
+def location_of(error: BaseException) -> Location | None:
+    """Where in the user's code `error` was raised, or None if nowhere there."""
+    frames: list[tuple[str, int]] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return _locate(reversed(frames))  # type: ignore[arg-type]
+
+
+def forbid(what: str, remedy: str, location: Location | None) -> NoReturn:
+    """Raise the error for something in a captured step that a CUDA graph cannot hold."""
+    where = f"at {location}" if location else "in code called by torch, with no line of yours in it"
+    raise CaptureError(f"A CUDA graph cannot hold {what}: found {where}.", remedy)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _crosses_devices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name == "aten::copy_":
+        target, source = args[0], args[1]
+        if target.device.type == source.device.type:
+            return False
+        non_blocking = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking", False))
+        host = source if source.device.type == "cpu" else target
+    elif name == "aten::_to_copy":
+        source = args[0]
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type == source.device.type:
+            return False
+        non_blocking = bool(kwargs.get("non_blocking", False))
+        if source.device.type != "cpu":
+            return True  # into fresh pageable memory
+        host = source
+    else:
+        return False
+    return not (non_blocking and host.is_pinned())
+
+
+def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `CaptureError` if a CUDA graph cannot hold this op.
+
+    Args:
+        func: the op overload that is about to run.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        CaptureError: naming the user's line, the op in the user's words, and a remedy.
+    """
+    name: str = func._schema.name
+    if name in _ALWAYS_FORBIDDEN:
+        forbid(*_WORDS[name], user_location())
+    if name in ("aten::index", "aten::index_put_", "aten::_index_put_impl_"):
+        masks = [index for index in args[1] if _is_mask(index)]
+        # aten/src/ATen/native/IndexingUtils.h, canDispatchToMaskedFill: a mask with one value is a fill.
+        fills = name != "aten::index" and isinstance(args[2], Tensor) and args[2].numel() == 1
+        if masks and not fills:
+            forbid(*_MASK, user_location())
+        return
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
+        return
+    tags = func.tags
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        what, remedy = _WORDS.get(name, (f"`{name.removeprefix('aten::')}`", _DYNAMIC_SIZE[1]))
+        forbid(what, remedy, user_location())
+    if kwargs.get("generator") is not None:
+        forbid(*_GENERATOR, user_location())
+    if _crosses_devices(name, args, kwargs):
+        forbid(*_CROSS_DEVICE, user_location())
+
+
+class Sentry(TorchDispatchMode):
+    """Checks every op of a capture before it runs. Autograd's threads see it too."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this, Dynamo would run compiled frames eagerly while the mode is on."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        check(func, args, kwargs)
+        return func(*args, **kwargs)

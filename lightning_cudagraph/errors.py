@@ -1,0 +1,55 @@
+"""Every error of this package.
+
+Each message answers five questions in this order: what happened, to which object, what was expected
+and what was found, what to do about it, and how to go on without a graph. Code that raises one of
+these writes the first three; the class adds the way out.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BatchError",
+    "CUDAGraphError",
+    "CaptureError",
+    "ConfigurationError",
+    "UnsupportedError",
+]
+
+_RUN_EAGERLY = (
+    'To train on without a graph where this happens, pass `CUDAGraphCallback(on_unsupported="eager")`;'
+    ' to switch graphs off altogether, pass `backend="off"`.'
+)
+
+
+class CUDAGraphError(RuntimeError):
+    """Base class of all errors raised by this package."""
+
+
+class ConfigurationError(CUDAGraphError, ValueError):
+    """An argument, or the way the callback is used, cannot be right for any training run."""
+
+
+class UnsupportedError(CUDAGraphError):
+    """Something about the run cannot be held to the same numbers in a graph, so it is not captured.
+
+    Args:
+        reason: what was found, in which object, and what would be expected.
+        remedy: one thing to do about it.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        self.reason = reason
+        self.remedy = remedy
+        super().__init__(f"{reason} {remedy} {_RUN_EAGERLY}")
+
+
+class CaptureError(UnsupportedError):
+    """The step did something that no CUDA graph can hold.
+
+    The capture has been ended and undone: parameters, gradients, optimizer state, random state and
+    counters are what they were before the step.
+    """
+
+
+class BatchError(UnsupportedError):
+    """A batch holds tensors in a place from which no static copy can be made."""

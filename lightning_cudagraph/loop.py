@@ -1,0 +1,384 @@
+"""The seat in Lightning's training loop.
+
+Lightning's loop stays in charge. One object of it is replaced by a thin subclass, whose closures say
+which batch they belong to, and one method of the strategy, in which the whole optimizer step happens:
+that is where a batch is warmed up, captured or replayed. Everything replaced goes through one
+`ExitStack`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.optimization.automatic import (
+    Closure,
+    ClosureResult,
+    _AutomaticOptimization,
+)
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
+from lightning_cudagraph.capture.frozen import FrozenInt, frozen_python_audit
+from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
+from lightning_cudagraph.logs import TO_TENSOR, LoggedStep, recorded_logs
+from lightning_cudagraph.metrics import metrics_refused
+from lightning_cudagraph.optim.optimizers import PreparedOptimizer
+from lightning_cudagraph.timing.layers import LayerTimings, select_layers
+from lightning_cudagraph.timing.marks import StepMarks
+from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
+from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
+
+__all__ = ["GraphedTraining"]
+
+
+class _GraphClosure(Closure):
+    """A closure that remembers its batch, so that it can be captured or replayed instead of called."""
+
+    def __init__(self, closure: Closure, kwargs: OrderedDict[str, Any], batch_idx: int) -> None:
+        super().__init__(closure._step_fn, closure._backward_fn, closure._zero_grad_fn)
+        self.kwargs = kwargs
+        self.batch_idx = batch_idx
+
+    @property
+    def batch(self) -> Any:
+        return next(iter(self.kwargs.values()))
+
+
+class _GraphedOptimization(_AutomaticOptimization):
+    """Lightning's automatic optimization, with closures that can be captured."""
+
+    def _make_closure(
+        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
+    ) -> Closure:
+        closure = super()._make_closure(kwargs, optimizer, batch_idx)
+        if self._skip_backward or self.trainer.accumulate_grad_batches != 1:
+            return closure  # StochasticWeightAveraging, updating batch norm in its last epoch
+        return _GraphClosure(closure, kwargs, batch_idx)
+
+    def closure_for_capture(
+        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
+    ) -> Closure:
+        return super()._make_closure(kwargs, optimizer, batch_idx)
+
+
+@dataclass
+class _StepOutputs:
+    """The static outputs of a captured step."""
+
+    loss: Tensor
+    extra: dict[str, Any]
+    logs: LoggedStep
+    marks: StepMarks | None
+
+
+def _check_lightning(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Lightning's private names that are relied on, tested before any of them is touched."""
+    loop = trainer.fit_loop.epoch_loop
+    needed = {
+        "fit_loop.epoch_loop": (loop, ("automatic_optimization", "_results", "_batches_that_stepped")),
+        "fit_loop.epoch_loop.automatic_optimization": (
+            loop.automatic_optimization,
+            ("_make_closure", "_skip_backward", "optim_progress"),
+        ),
+        "_logger_connector": (
+            trainer._logger_connector,
+            ("should_reset_tensors", "_current_fx"),
+        ),
+        "fit_loop.epoch_loop._results": (
+            loop._results,
+            ("log", "reset", "update_metrics", "_extract_batch_size"),
+        ),
+        "lightning_module": (module, ("_current_fx_name", TO_TENSOR)),
+    }
+    for owner, (value, names) in needed.items():
+        for name in names:
+            if not hasattr(value, name):
+                raise CUDAGraphError(
+                    f"`trainer.{owner}.{name}` is gone from lightning {pl.__version__}, and the captured"
+                    " step is built on it. Use lightning 2.6, or pass"
+                    ' `CUDAGraphCallback(backend="off")`.'
+                )
+
+
+class GraphedTraining:
+    """One `fit` whose steps are captured.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it trains.
+        backend: where steps are captured.
+        warmup_steps: training steps before a capture.
+        raise_unsupported: raise when a step cannot be captured, instead of going on eagerly.
+        timings: which layers are timed, or None for no events in the graph.
+
+    Raises:
+        UnsupportedError: if the optimizer is not known to be right in a graph.
+        ConfigurationError: if `timings` names a layer that is not there.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        warmup_steps: int,
+        raise_unsupported: bool,
+        timings: LayerTimings | None,
+    ) -> None:
+        _check_lightning(trainer, module)
+        self._trainer = trainer
+        self._module = module
+        self._backend = backend
+        self._layers: dict[str, nn.Module] | None = (
+            select_layers(module, timings) if timings is not None else None
+        )
+        self._pace = StepPace()
+        self._times = LayerTimes()
+        self._tensorboard = TensorBoardWriter(trainer.loggers)
+        # The replay whose events have not been read yet, with its step.
+        self._unread: tuple[StepMarks, int] | None = None
+        self._patches = ExitStack()
+        # Last, because it changes the optimizer: nothing after it may fail.
+        self._optimizer = PreparedOptimizer(
+            trainer.optimizers[0], backend.device, backend.lr_dtype, self._forget
+        )
+        self._guards = Guards(module, self._cheap_state, self._optimizer.addresses)
+        self._engine: StepEngine[_StepOutputs] = StepEngine(
+            backend,
+            self._guards,
+            self._trained_parameters,
+            warmup_steps,
+            backend.graphs_per_step if timings is not None else 1,
+            raise_unsupported,
+            lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
+        )
+
+    @property
+    def counts(self) -> StepCounts:
+        """What became of the steps so far."""
+        return self._engine.counts
+
+    def install(self) -> None:
+        """Take the seat."""
+        loop = self._trainer.fit_loop.epoch_loop
+        strategy = self._trainer.strategy
+        original = loop.automatic_optimization
+        graphed = _GraphedOptimization.__new__(_GraphedOptimization)
+        graphed.__dict__.update(original.__dict__)
+        self._optimization = graphed
+
+        def give_back() -> None:
+            original.__dict__.update(graphed.__dict__)
+            loop.automatic_optimization = original
+
+        loop.automatic_optimization = graphed
+        self._patches.callback(give_back)
+
+        self._eager_step: Callable[..., Any] = strategy.optimizer_step
+        had = strategy.__dict__.get("optimizer_step")
+
+        def put_back() -> None:
+            if had is None:
+                del strategy.__dict__["optimizer_step"]
+            else:
+                strategy.__dict__["optimizer_step"] = had
+
+        strategy.__dict__["optimizer_step"] = self._optimizer_step
+        self._patches.callback(put_back)
+
+    def close(self) -> None:
+        """Leave the seat: put everything back, and let go of graphs and their memory."""
+        self._patches.close()
+        self._optimizer.restore()
+        self._unread = None
+        self._engine.close()
+
+    def suspect(self) -> None:
+        """Something other than training steps has happened, and can have changed what is baked in."""
+        self._guards.suspect()
+        self._pace.pause()
+
+    def finish(self, description: str) -> str:
+        """Read what is left to read, and write the report.
+
+        Args:
+            description: what the graphs ran on.
+
+        Returns:
+            The report.
+        """
+        self._read_times()
+        self._tensorboard.flush()
+        text = fit_report(
+            description, self._engine.counts, self._pace, self._times, self._optimizer.notes
+        )
+        self._tensorboard.add_text("cudagraph/report", text, self._step_number())
+        return text
+
+    def _step_number(self) -> int:
+        return self._trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def _forget(self, reason: str) -> None:
+        self._engine.drop(reason)
+
+    def _trained_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+
+    def _cheap_state(self) -> dict[str, Any]:
+        return {
+            **self._optimizer.hyperparameters(),
+            "`gradient_clip_val` of the trainer": self._trainer.gradient_clip_val,
+            "`gradient_clip_algorithm` of the trainer": self._trainer.gradient_clip_algorithm,
+        }
+
+    def _optimizer_step(
+        self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
+    ) -> Any:
+        """In the place of `Strategy.optimizer_step`: the whole training step happens in here."""
+        if not isinstance(closure, _GraphClosure):
+            reason = "the optimizer was stepped with a closure that is not Lightning's own"
+            self._engine.counts.eager[reason] += 1
+            with self._backend.on_side_stream():
+                return self._run(optimizer, closure, model, kwargs)
+        returned: list[Any] = []
+
+        def run() -> None:
+            returned.append(self._run(optimizer, closure, model, kwargs))
+
+        step = Step(
+            closure.batch,
+            run,
+            lambda batch: self._record(batch, closure, optimizer, model, kwargs),
+            self._undone,
+        )
+        phase, outputs = self._engine.step(step, self._optimizer.refresh)
+        if outputs is None:
+            self._check_result(closure, phase)
+        else:
+            returned.append(self._take_outputs(outputs, closure))
+        self._pace.tick(phase)
+        return returned[0]
+
+    def _run(self, optimizer: Optimizer, closure: Any, model: Any, kwargs: dict[str, Any]) -> Any:
+        """The training step, eagerly, in the arithmetic of the captured one."""
+        self._optimizer.refresh()
+        with self._optimizer.step_arithmetic():
+            return self._eager_step(optimizer, closure, model, **kwargs)
+
+    def _check_result(self, closure: _GraphClosure, phase: Phase) -> None:
+        if phase is Phase.WARMING:
+            # An eager step that is compared in time must have ended.
+            self._backend.synchronize()
+            if closure._result is not None and closure._result.closure_loss is None:
+                self._engine.unsupported(self._returned_none())
+
+    def _returned_none(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"`{type(self._module).__qualname__}.training_step` returned None to skip the batch; a"
+            " graph cannot skip.",
+            "Return a loss for every batch, such as one multiplied with zero.",
+        )
+
+    def _record(
+        self,
+        batch: Any,
+        closure: _GraphClosure,
+        optimizer: Optimizer,
+        model: Any,
+        kwargs: dict[str, Any],
+    ) -> _StepOutputs:
+        """The training step, as it is captured: Lightning's own code, on the static batch."""
+        names = list(closure.kwargs)
+        step_kwargs = OrderedDict(closure.kwargs)
+        step_kwargs[names[0]] = batch
+        if "batch_idx" in step_kwargs:
+            step_kwargs["batch_idx"] = FrozenInt(closure.batch_idx, "batch_idx")
+        inner = self._optimization.closure_for_capture(step_kwargs, optimizer, closure.batch_idx)
+        marks = StepMarks(self._backend, self._layers) if self._layers is not None else None
+        if marks is not None:
+            inner._step_fn = _then(inner._step_fn, marks.forward_ended)
+            if inner._backward_fn is not None:
+                inner._backward_fn = _then(inner._backward_fn, marks.backward_ended)
+        before = self._optimizer.addresses()
+        with ExitStack() as stack:
+            logs = stack.enter_context(recorded_logs(self._trainer, self._module))
+            stack.enter_context(metrics_refused(self._module))
+            stack.enter_context(frozen_python_audit(self._module, self._backend.device))
+            stack.enter_context(self._optimizer.step_arithmetic())
+            if marks is not None:
+                stack.enter_context(marks.recording())
+            self._eager_step(optimizer, inner, model, **kwargs)
+            result = inner.consume_result()
+            logged = LoggedStep(logs)
+        if result.loss is None:
+            raise self._returned_none()
+        if self._optimizer.addresses() != before:
+            raise UnsupportedError(
+                f"`{type(optimizer).__qualname__}` makes state in this step that it did not have after"
+                " warm-up, because a parameter has its first gradient only now.",
+                "Raise `warmup_steps` until every parameter has had a gradient.",
+            )
+        # The result still holds autograd's graph, and with it the memory of all activations.
+        extra = tree_map_only(Tensor, Tensor.detach, result.extra)
+        return _StepOutputs(result.loss, extra, logged, marks)
+
+    def _take_outputs(self, outputs: _StepOutputs, closure: _GraphClosure) -> Tensor:
+        """After a replay: hand on what Lightning would have had from an eager step."""
+        # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
+        result = ClosureResult(None, extra=tree_map_only(Tensor, Tensor.clone, outputs.extra))
+        result.loss = outputs.loss.clone()
+        closure._result = result
+        zero_grad = self._optimization.optim_progress.optimizer.zero_grad
+        zero_grad.increment_ready()
+        zero_grad.increment_started()
+        zero_grad.increment_completed()
+        outputs.logs.hand_over(self._trainer)
+        if outputs.marks is not None:
+            if self._backend.graphs_per_step > 1:
+                self._read_times()
+            self._unread = (outputs.marks, self._step_number())
+            if self._backend.graphs_per_step == 1:
+                self._read_times()
+        return result.loss
+
+    def _read_times(self) -> None:
+        """Read the events of the replay before this one, while this one runs."""
+        if self._unread is None:
+            return
+        marks, step_number = self._unread
+        self._unread = None
+        times_ms = marks.read()
+        self._times.add(times_ms)
+        self._tensorboard.add(times_ms, step_number)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Undo what Lightning's own code does on the host in a capture: counters and names."""
+        progress = self._optimization.optim_progress
+        saved = deepcopy(progress.state_dict())
+        fx_name = self._module._current_fx_name
+        try:
+            yield
+        finally:
+            progress.load_state_dict(saved)
+            self._module._current_fx_name = fx_name
+
+
+def _then(function: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+    def both(*args: Any) -> Any:
+        result = function(*args)
+        after()
+        return result
+
+    return both

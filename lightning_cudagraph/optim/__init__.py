@@ -1,0 +1,1 @@
+"""The optimizer without host synchronisation. Knows torch, and nothing of Lightning."""

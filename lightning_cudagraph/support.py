@@ -1,0 +1,186 @@
+"""What is captured, and what is refused before the first step.
+
+Everything here is decided from the configuration of a run. What only the step itself can show (a
+host value in `forward`, say) is found by the capture.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+from lightning_cudagraph.capture.backend import Backend, CudaBackend
+from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+
+__all__ = ["BackendName", "check_run", "default_warmup_steps", "make_backend"]
+
+BackendName = Literal["auto", "cuda", "emulator", "off"]
+
+# Hooks that Lightning calls between the start of `training_step` and the end of the optimizer's step
+# (loops/optimization/automatic.py, plugins/precision/precision.py). The module's own are captured and
+# audited with its `training_step`; a callback keeps its state where no audit looks.
+_CALLBACK_HOOKS_INSIDE = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+
+
+def default_warmup_steps(world_size: int) -> int:
+    """Training steps before a capture: 3, or 11 where processes work together.
+
+    Three settle lazily made state, library handles and the allocator. DistributedDataParallel
+    collects statistics in its first ten iterations, with events that no capture can hold
+    (torch/nn/parallel/distributed.py, `_set_ddp_runtime_logging_sample_rate`).
+    """
+    return 11 if world_size > 1 else 3
+
+
+def make_backend(name: BackendName, device: torch.device) -> Backend:
+    """The backend for a device.
+
+    Args:
+        name: ``"auto"`` takes CUDA on a GPU and the emulator on a CPU.
+        device: where the run trains.
+
+    Raises:
+        ConfigurationError: if a backend was asked for that is not this device's.
+        UnsupportedError: if there is none for this kind of device.
+    """
+    kinds = {"cuda": "cuda", "emulator": "cpu"}
+    if name in kinds and device.type != kinds[name]:
+        raise ConfigurationError(
+            f"`CUDAGraphCallback(backend={name!r})` needs a {kinds[name]} device, and the trainer uses"
+            f' {device}. Pass `backend="auto"`, or choose another accelerator in the Trainer.'
+        )
+    if device.type == "cuda":
+        return CudaBackend(device)
+    if device.type == "cpu":
+        return EmulatorBackend()
+    raise UnsupportedError(
+        f"The trainer uses {device}, which has no CUDA graphs.", "Train on a CUDA GPU."
+    )
+
+
+def _is_overridden(name: str, instance: Any, base: type) -> bool:
+    """By identity: Lightning's own test stumbles over partials, mocks and wrapped functions."""
+    method = getattr(instance, name)
+    return getattr(method, "__func__", method) is not getattr(base, name)
+
+
+def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse a run whose steps are not known to come out the same from a graph.
+
+    Raises:
+        UnsupportedError: naming what was found, and what to do about it.
+    """
+    _check_placement(trainer)
+    _check_precision(trainer)
+    _check_loop(trainer, module)
+    _check_hooks(trainer)
+    _check_modules(module)
+
+
+def _check_placement(trainer: pl.Trainer) -> None:
+    strategy = trainer.strategy
+    if trainer.world_size > 1 or not isinstance(strategy, SingleDeviceStrategy):
+        raise UnsupportedError(
+            f"The strategy is `{type(strategy).__qualname__}` on {trainer.world_size} device(s);"
+            " captured so far are runs on a single device.",
+            "Pass `Trainer(devices=1)`.",
+        )
+
+
+def _check_precision(trainer: pl.Trainer) -> None:
+    plugin = trainer.precision_plugin
+    if type(plugin) is MixedPrecision and plugin.scaler is not None:
+        raise UnsupportedError(
+            "The precision is 16-mixed, whose gradient scaler reads a value back to the host in every"
+            " step.",
+            "Use `precision='bf16-mixed'`, which needs no scaler.",
+        )
+    bf16_true = type(plugin) is HalfPrecision and plugin.precision == "bf16-true"
+    if not (bf16_true or type(plugin) in (Precision, MixedPrecision)):
+        raise UnsupportedError(
+            f"The precision plugin is `{type(plugin).__qualname__}` (precision {plugin.precision!r});"
+            " captured so far are 32-true, bf16-mixed and bf16-true.",
+            "Use one of these.",
+        )
+
+
+def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    name = type(module).__qualname__
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            f"`{name}` uses manual optimization: its step calls optimizers by itself, in an order that"
+            " may change.",
+            "Use automatic optimization.",
+        )
+    if len(trainer.optimizers) != 1:
+        raise UnsupportedError(
+            f"`{name}.configure_optimizers` gives {len(trainer.optimizers)} optimizers; expected one.",
+            "Use one optimizer, with several param groups if need be.",
+        )
+    if trainer.accumulate_grad_batches != 1 or any(
+        isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
+    ):
+        raise UnsupportedError(
+            f"Gradients are accumulated over {trainer.accumulate_grad_batches} batch(es), or a"
+            " GradientAccumulationScheduler changes over how many; expected one batch a step.",
+            "Pass `Trainer(accumulate_grad_batches=1)` and larger batches.",
+        )
+    if trainer._detect_anomaly:
+        raise UnsupportedError(
+            "`Trainer(detect_anomaly=True)` reads values back to the host in every backward pass.",
+            "Leave `detect_anomaly` out.",
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UnsupportedError(
+            f"`{name}.training_step` takes `dataloader_iter`, and fetches batches inside the step.",
+            "Take `batch` instead.",
+        )
+
+
+def _check_hooks(trainer: pl.Trainer) -> None:
+    found = [
+        f"`{type(callback).__qualname__}.{hook}`"
+        for callback in trainer.callbacks
+        for hook in _CALLBACK_HOOKS_INSIDE
+        if _is_overridden(hook, callback, Callback)
+    ]
+    if found:
+        raise UnsupportedError(
+            f"{', '.join(found)} is called between the forward pass and the end of the optimizer's"
+            " step: in a graph, its host code would run once, at the capture.",
+            "Move it to `on_train_batch_start` or `on_train_batch_end`.",
+        )
+
+
+def _check_modules(module: pl.LightningModule) -> None:
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise UnsupportedError(
+            f"`{type(module).__qualname__}` is compiled; a capture around compiled code is not"
+            " supported yet.",
+            "Leave out `torch.compile`.",
+        )
+    for name, child in module.named_modules():
+        if isinstance(child, torch._dynamo.OptimizedModule):
+            raise UnsupportedError(
+                f"The module `{name}` is compiled; a capture around compiled code is not supported yet.",
+                "Leave out `torch.compile`.",
+            )
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise UnsupportedError(
+                f"The module `{name}` is a `{type(child).__name__}(sparse=True)`, whose gradients have"
+                " a size that depends on values.",
+                "Pass `sparse=False`.",
+            )

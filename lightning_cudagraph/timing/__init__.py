@@ -1,0 +1,1 @@
+"""The clock inside a graph, and where its times are shown."""

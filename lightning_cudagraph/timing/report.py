@@ -1,0 +1,139 @@
+"""The report at the end of `fit`: what became of the steps, what it gained, where the time goes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict, deque
+
+from lightning_cudagraph.capture.engine import Phase, StepCounts
+from lightning_cudagraph.timing.marks import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
+
+__all__ = ["LayerTimes", "StepPace", "fit_report"]
+
+_WINDOW_STEPS = 200
+_SLOWEST_LAYERS = 10
+_BAR_WIDTH = 24
+
+
+class StepPace:
+    """How long steps take from end to end, as the host sees them, by phase.
+
+    The first warm-up step is not counted: it pays for what is made lazily.
+    """
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None
+        self._last_phase: Phase | None = None
+        self._warm_ms: list[float] = []
+        self._replay_total_ms = 0.0
+        self._replays = 0
+
+    def tick(self, phase: Phase) -> None:
+        """A step of `phase` has ended."""
+        now_s = time.perf_counter()
+        if self._last_s is not None and phase is self._last_phase:
+            elapsed_ms = (now_s - self._last_s) * 1e3
+            if phase is Phase.WARMING:
+                self._warm_ms.append(elapsed_ms)
+            elif phase is Phase.CAPTURED:
+                self._replay_total_ms += elapsed_ms
+                self._replays += 1
+        self._last_s, self._last_phase = now_s, phase
+
+    def pause(self) -> None:
+        """Something that is not a training step comes now (validation, a checkpoint)."""
+        self._last_s = None
+
+    @property
+    def eager_ms(self) -> float | None:
+        """Milliseconds of an eager step: the median of the warm-up steps but the first."""
+        return statistics.median(self._warm_ms) if self._warm_ms else None
+
+    @property
+    def replayed_ms(self) -> float | None:
+        """Milliseconds of a replayed step: the mean, in which running ahead evens out."""
+        return self._replay_total_ms / self._replays if self._replays else None
+
+
+class LayerTimes:
+    """The times of the last replays, by tag."""
+
+    def __init__(self) -> None:
+        self._times_ms: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW_STEPS))
+
+    def add(self, times_ms: dict[str, float]) -> None:
+        """Take the times of one replay: tag and milliseconds."""
+        for tag, value_ms in times_ms.items():
+            self._times_ms[tag].append(value_ms)
+
+    def median_ms(self, tag: str) -> float | None:
+        """The median over the last replays, in milliseconds, or None if the tag was never timed."""
+        values = self._times_ms.get(tag)
+        return statistics.median(values) if values else None
+
+    def slowest(self) -> list[tuple[str, float, float | None]]:
+        """Name, forward and backward milliseconds of each layer, the slowest first."""
+        rows = []
+        for tag in self._times_ms:
+            if tag.startswith(FORWARD_TAG):
+                name = tag.removeprefix(FORWARD_TAG)
+                rows.append((name, self.median_ms(tag) or 0.0, self.median_ms(BACKWARD_TAG + name)))
+        return sorted(rows, key=lambda row: -(row[1] + (row[2] or 0.0)))
+
+
+def _layer_table(times: LayerTimes) -> list[str]:
+    rows = times.slowest()[:_SLOWEST_LAYERS]
+    if not rows:
+        return []
+    total_ms = times.median_ms(f"{STEP_TAG}total") or 0.0
+    width = max(len(name) for name, _, _ in rows)
+    lines = [
+        f"slowest layers, median of up to {_WINDOW_STEPS} replays (containers include their members)",
+        f"  {'layer':<{width}}  forward ms  backward ms  share of step",
+    ]
+    for name, forward_ms, backward_ms in rows:
+        share = (forward_ms + (backward_ms or 0.0)) / total_ms if total_ms else 0.0
+        backward = "-" if backward_ms is None else f"{backward_ms:.3f}"
+        bar = "#" * round(min(share, 1.0) * _BAR_WIDTH)
+        lines.append(f"  {name:<{width}}  {forward_ms:>10.3f}  {backward:>11}  {share:>5.0%} {bar}")
+    return lines
+
+
+def fit_report(
+    backend: str, counts: StepCounts, pace: StepPace, times: LayerTimes, notes: list[str]
+) -> str:
+    """The report as plain text with aligned columns.
+
+    Args:
+        backend: what the graphs ran on.
+        counts: what became of the steps.
+        pace: how long they took.
+        times: the times inside the graph.
+        notes: what the user should know besides.
+
+    Returns:
+        A few lines, without a trailing newline.
+    """
+    eager_steps = sum(counts.eager.values())
+    lines = [
+        f"lightning_cudagraph: {backend}",
+        f"  steps     {counts.warmed_up} warmed up, {counts.captures} captured,"
+        f" {counts.replayed} replayed, {eager_steps} eager",
+    ]
+    lines += [f"            {n} eager: {reason}" for reason, n in counts.eager.most_common()]
+    lines += [f"            captured anew: {reason}" for reason in counts.recaptures]
+    if counts.captures:
+        lines.append(
+            f"  capture   {counts.capture_ms:.0f} ms, {counts.memory_bytes / 2**20:.1f} MiB added"
+        )
+    if pace.eager_ms is not None and pace.replayed_ms is not None:
+        lines.append(
+            f"  step      {pace.eager_ms:.2f} ms eager (in warm-up), {pace.replayed_ms:.2f} ms"
+            f" replayed: {pace.eager_ms / pace.replayed_ms:.2f} times as fast"
+        )
+    parts = [(part, times.median_ms(STEP_TAG + part)) for part in ("forward", "backward", "optimizer")]
+    if all(value_ms is not None for _, value_ms in parts):
+        lines.append("  graph     " + ", ".join(f"{part} {ms:.3f} ms" for part, ms in parts))
+    lines += [f"  note      {note}" for note in notes]
+    return "\n".join(lines + [f"  {line}" for line in _layer_table(times)])

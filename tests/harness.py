@@ -1,0 +1,246 @@
+"""One training run, and everything about it that must not depend on the callback.
+
+`train` runs a `Trainer` and returns a `Trace`; `assert_same` compares two of them bit for bit. The
+same functions serve the tests on the emulator and, under `tests/gpu`, those on CUDA.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cudagraph import CUDAGraphCallback
+
+BATCH_SIZE = 8
+FULL_BATCHES = 7
+
+
+class Net(pl.LightningModule):
+    """Everything that is easily lost in a graph: dropout, batch norm, in-place ops, logs, a schedule."""
+
+    def __init__(
+        self,
+        make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.make_optimizer = make_optimizer or (
+            lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+        )
+        self.make_scheduler = make_scheduler or (
+            lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+        )
+        self.features = nn.Sequential(
+            nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(inplace=True), nn.Dropout(0.3)
+        )
+        self.head = nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("peak", logits.detach().max(), on_step=True, on_epoch=True, reduce_fx="max")
+        self.log_dict({"spread": logits.detach().std(), "step_only": loss * 2}, on_epoch=False)
+        return {"loss": loss, "logits": logits.detach()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        scheduler = self.make_scheduler(optimizer)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+def loader(ragged: bool = True, seed: int = 0, batches: int = FULL_BATCHES) -> DataLoader[Any]:
+    """Batches that differ from one another; with `ragged`, the last one is smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    n = BATCH_SIZE * batches + (3 if ragged else 0)
+    data = TensorDataset(
+        torch.randn(n, 12, generator=generator), torch.randint(0, 4, (n,), generator=generator)
+    )
+    return DataLoader(data, batch_size=BATCH_SIZE)
+
+
+@dataclass
+class Trace:
+    """What a run left behind. Tensors of steps are kept as they were handed out, not copied."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    hooks: list[tuple[Any, ...]] = field(default_factory=list)
+    final: dict[str, Any] = field(default_factory=dict)
+    checkpoints: dict[str, Any] = field(default_factory=dict)
+    csv: str = ""
+    callback: CUDAGraphCallback | None = None
+    trainer: pl.Trainer | None = None
+    module: pl.LightningModule | None = None
+
+    @property
+    def counts(self) -> Any:
+        """What the callback did with the steps."""
+        assert self.callback is not None
+        return self.callback.counts
+
+
+class _Watcher(Callback):
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.trace.hooks.append(("batch_start", batch_idx, trainer.global_step))
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.trace.hooks.append(("batch_end", batch_idx, trainer.global_step))
+        optimizer = trainer.optimizers[0]
+        self.trace.steps.append(
+            {
+                "outputs": outputs,
+                "batch": batch,
+                "callback_metrics": dict(trainer.callback_metrics),
+                "logged_metrics": dict(trainer.logged_metrics),
+                "progress_bar_metrics": dict(trainer.progress_bar_metrics),
+                "lr": [float(group["lr"]) for group in optimizer.param_groups],
+                "gradients": [
+                    None if p.grad is None else p.grad.clone() for p in pl_module.parameters()
+                ],
+            }
+        )
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.trace.hooks.append(("validation_end", trainer.global_step))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        device = pl_module.device
+        self.trace.final = copy.deepcopy(
+            {
+                "weights": pl_module.state_dict(),
+                "optimizer": trainer.optimizers[0].state_dict(),
+                "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+                "rng_cpu": torch.get_rng_state(),
+                "rng_device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+                "loops": trainer.fit_loop.state_dict(),
+                "global_step": trainer.global_step,
+                "callback_metrics": dict(trainer.callback_metrics),
+            }
+        )
+
+
+def train(
+    module: pl.LightningModule,
+    tmp_path: Path,
+    callback: CUDAGraphCallback | None = None,
+    *,
+    accelerator: str = "cpu",
+    train_loader: Any = None,
+    val_loader: Any = None,
+    seed: int = 7,
+    callbacks: tuple[Callback, ...] = (),
+    ckpt_path: str | None = None,
+    **trainer_kwargs: Any,
+) -> Trace:
+    """Run a fit and keep what it did.
+
+    Args:
+        module: what is trained; made by the caller after seeding.
+        tmp_path: where logs and checkpoints go.
+        callback: the callback under test, or None for a plain run.
+        accelerator: ``"cpu"`` or ``"gpu"``.
+        train_loader: the training batches; by default seven full ones and a ragged one.
+        val_loader: the validation batches.
+        seed: seeds everything just before the fit.
+        callbacks: others.
+        ckpt_path: checkpoint to resume from.
+        trainer_kwargs: for the `Trainer`.
+    """
+    trace = Trace(callback=callback, module=module)
+    kwargs: dict[str, Any] = {
+        "max_epochs": 3,
+        "accelerator": accelerator,
+        "devices": 1,
+        "logger": CSVLogger(tmp_path, flush_logs_every_n_steps=1),
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        **trainer_kwargs,
+    }
+    saver = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=4, save_top_k=-1, save_last=True)
+    ours = () if callback is None else (callback,)
+    trainer = pl.Trainer(callbacks=[*ours, _Watcher(trace), saver, *callbacks], **kwargs)
+    trace.trainer = trainer
+    pl.seed_everything(seed, verbose=False)
+    trainer.fit(
+        module,
+        loader() if train_loader is None else train_loader,
+        loader(seed=1, batches=2) if val_loader is None else val_loader,
+        ckpt_path=ckpt_path,
+        weights_only=False,
+    )
+    for path in sorted((tmp_path / "ckpt").glob("*.ckpt")):
+        saved = torch.load(path, weights_only=False, map_location="cpu")
+        # What names a folder, or the callbacks that were there, differs by design.
+        saved.pop("callbacks")
+        trace.checkpoints[path.name] = saved
+    for path in tmp_path.rglob("metrics.csv"):
+        trace.csv = path.read_text()
+    return trace
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    leaves, _ = tree_flatten_with_path(tree)
+    return [("".join(map(str, path)), leaf) for path, leaf in leaves]
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    """Paths of the leaves that are not the same, bit for bit."""
+    left, right = _leaves(one), _leaves(other)
+    if [path for path, _ in left] != [path for path, _ in right]:
+        missing = {path for path, _ in left} ^ {path for path, _ in right}
+        return [f"structure: {sorted(missing)[:5]}"]
+    found = []
+    for (path, a), (_, b) in zip(left, right, strict=True):
+        if isinstance(a, Tensor):
+            # A NaN equals nothing, but the same bits are the same.
+            same = isinstance(b, Tensor) and a.dtype == b.dtype and a.device == b.device
+            same = same and torch.equal(a.nan_to_num(1234.5), b.nan_to_num(1234.5))
+        else:
+            same = a == b or (a != a and b != b)
+        if not same:
+            found.append(path)
+    return found
+
+
+def assert_same(one: Trace, other: Trace) -> None:
+    """Fail unless two runs did the same, bit for bit."""
+    for name in ("hooks", "steps", "final", "checkpoints"):
+        found = differences(getattr(one, name), getattr(other, name))
+        assert not found, f"{name} differ at {len(found)} places, the first: {found[:8]}"
+    assert one.csv == other.csv
+    assert one.csv
+
+
+def make(build: Callable[[], pl.LightningModule], seed: int = 3) -> pl.LightningModule:
+    """A module whose weights depend on nothing but the seed."""
+    pl.seed_everything(seed, verbose=False)
+    return build()
