@@ -157,6 +157,7 @@ def train(
     seed: int = 7,
     callbacks: tuple[Callback, ...] = (),
     ckpt_path: str | None = None,
+    checkpoint_every: int = 4,
     **trainer_kwargs: Any,
 ) -> Trace:
     """Run a fit and keep what it did.
@@ -171,6 +172,7 @@ def train(
         seed: seeds everything just before the fit.
         callbacks: others.
         ckpt_path: checkpoint to resume from.
+        checkpoint_every: steps between checkpoints.
         trainer_kwargs: for the `Trainer`.
     """
     trace = Trace(callback=callback, module=module)
@@ -185,7 +187,7 @@ def train(
         "num_sanity_val_steps": 0,
         **trainer_kwargs,
     }
-    saver = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=4, save_top_k=-1, save_last=True)
+    saver = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=checkpoint_every, save_top_k=-1, save_last=True)
     ours = () if callback is None else (callback,)
     trainer = pl.Trainer(callbacks=[*ours, _Watcher(trace), saver, *callbacks], **kwargs)
     trace.trainer = trainer

@@ -1,22 +1,252 @@
-"""The run with the callback is the run without it, bit for bit."""
+"""The run with the callback is the run without it, bit for bit.
+
+`tests/gpu/test_equivalence.py` collects these tests again, on CUDA.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_cudagraph import CUDAGraphCallback
-from tests.harness import Net, assert_same, make, train
+from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+
+O = torch.optim  # noqa: E741
+NEVER = 10**6
+
+# Bit-equal to a run without the callback: the kernels are the same ones.
+SAME_KERNELS: dict[str, Callable[[Any], O.Optimizer]] = {
+    "AdamW-fused": lambda p: O.AdamW(p, lr=1e-2, fused=True),
+    "Adam-fused-amsgrad": lambda p: O.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1, fused=True),
+    "SGD": lambda p: O.SGD(p, lr=0.1),
+    "SGD-momentum": lambda p: O.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "SGD-nesterov": lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD-dampening-maximize": lambda p: O.SGD(
+        p, lr=1e-3, momentum=0.9, dampening=0.1, maximize=True
+    ),
+    "SGD-foreach": lambda p: O.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "SGD-single": lambda p: O.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "SGD-fused": lambda p: O.SGD(p, lr=0.1, momentum=0.9, fused=True),
+}
+# Bit-equal to eager steps with the same arithmetic, which is not that of `capturable=False`.
+CAPTURABLE: dict[str, Callable[[Any], O.Optimizer]] = {
+    "Adam": lambda p: O.Adam(p, lr=1e-2),
+    "AdamW-foreach": lambda p: O.AdamW(p, lr=1e-2, foreach=True),
+    "AdamW-single": lambda p: O.AdamW(p, lr=1e-2, foreach=False),
+    "NAdam": lambda p: O.NAdam(p, lr=1e-2),
+    "RAdam": lambda p: O.RAdam(p, lr=1e-2),
+    "Adamax": lambda p: O.Adamax(p, lr=1e-2),
+    "RMSprop": lambda p: O.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "Adadelta": lambda p: O.Adadelta(p, lr=1.0),
+    "Rprop": lambda p: O.Rprop(p),
+    "ASGD": lambda p: O.ASGD(p, lr=1e-2),
+}
+
+
+def graphed(steps: int = 18, eager: int = 3) -> dict[str, int]:
+    """What must have become of the 24 steps of three epochs."""
+    return {"warmed_up": 3, "captures": 1, "replayed": steps, "eager": eager}
+
+
+def counted(trace: Trace) -> dict[str, int]:
+    counts = trace.counts
+    return {
+        "warmed_up": counts.warmed_up,
+        "captures": counts.captures,
+        "replayed": counts.replayed,
+        "eager": sum(counts.eager.values()),
+    }
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("clip", [None, ("norm", 0.1), ("value", 0.01)])
-def test_same_as_plain(tmp_path: Path, precision: str, clip: tuple[str, float] | None) -> None:
-    kwargs = {"precision": precision}
+@pytest.mark.parametrize("clip", [None, ("norm", 0.1), ("value", 0.01)], ids=str)
+def test_same_as_plain(
+    tmp_path: Path, accelerator: str, precision: str, clip: tuple[str, float] | None
+) -> None:
+    kwargs: dict[str, Any] = {"precision": precision, "accelerator": accelerator}
     if clip is not None:
         kwargs |= {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]}
+
+    def build() -> Net:
+        # Lightning refuses to clip for fused optimizers under mixed precision.
+        return Net(SAME_KERNELS["SGD-momentum"] if clip and "mixed" in precision else None)
+
+    plain = train(make(build), tmp_path / "plain", **kwargs)
+    again = train(make(build), tmp_path / "again", **kwargs)
+    graph = train(make(build), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    assert_same(plain, again)
+    assert_same(plain, graph)
+    assert counted(graph) == graphed()
+
+
+@pytest.mark.parametrize("name", SAME_KERNELS)
+def test_optimizers_with_the_same_kernels(tmp_path: Path, accelerator: str, name: str) -> None:
+    def build() -> Net:
+        return Net(SAME_KERNELS[name])
+
+    plain = train(make(build), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(build), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert counted(graph) == graphed()
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_optimizers_with_capturable_arithmetic(
+    tmp_path: Path, accelerator: str, name: str
+) -> None:
+    def build() -> Net:
+        return Net(CAPTURABLE[name])
+
+    eager = train(
+        make(build), tmp_path / "a", CUDAGraphCallback(warmup_steps=NEVER), accelerator=accelerator
+    )
+    graph = train(make(build), tmp_path / "b", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(eager, graph)
+    assert counted(eager) == {"warmed_up": 24, "captures": 0, "replayed": 0, "eager": 0}
+    assert counted(graph) == graphed()
+    # Checkpoints say what the user's optimizer says, so that they load without us.
+    plain = train(make(build), tmp_path / "plain", accelerator=accelerator)
+    for file, saved in plain.checkpoints.items():
+        ours = graph.checkpoints[file]["optimizer_states"][0]
+        theirs = saved["optimizer_states"][0]
+        assert ours["param_groups"] == theirs["param_groups"]
+        for index, state in theirs["state"].items():
+            for key, value in state.items():
+                mine = ours["state"][index][key]
+                assert (mine.dtype, mine.shape) == (value.dtype, value.shape)
+                if key == "step":
+                    assert torch.equal(mine, value)
+
+
+def test_several_groups_and_a_schedule_by_hand(tmp_path: Path, accelerator: str) -> None:
+    class ByHand(Net):
+        def configure_optimizers(self) -> Any:
+            return O.AdamW(
+                [
+                    {"params": self.features.parameters(), "lr": 1e-2},
+                    {"params": self.head.parameters(), "lr": 1e-3, "weight_decay": 0.0},
+                ],
+                fused=True,
+            )
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            for index, group in enumerate(self.trainer.optimizers[0].param_groups):
+                group["lr"] = 1e-2 / (1 + self.global_step + index)
+
+    plain = train(make(ByHand), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(ByHand), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert counted(graph) == graphed()
+
+
+def test_no_timings(tmp_path: Path, accelerator: str) -> None:
+    plain = train(make(Net), tmp_path / "plain", accelerator=accelerator)
+    graph = train(
+        make(Net), tmp_path / "graph", CUDAGraphCallback(timings=None), accelerator=accelerator
+    )
+    assert_same(plain, graph)
+    assert counted(graph) == graphed()
+
+
+def test_off(tmp_path: Path, accelerator: str) -> None:
+    plain = train(make(Net), tmp_path / "plain", accelerator=accelerator)
+    off = train(
+        make(Net), tmp_path / "off", CUDAGraphCallback(backend="off"), accelerator=accelerator
+    )
+    assert_same(plain, off)
+    assert off.callback is not None
+    assert off.callback.counts is None
+
+
+def test_mid_epoch_validation_and_limits(tmp_path: Path, accelerator: str) -> None:
+    kwargs: dict[str, Any] = {
+        "accelerator": accelerator,
+        "val_check_interval": 3,
+        "max_epochs": -1,
+        "max_steps": 19,
+        "log_every_n_steps": 4,
+    }
     plain = train(make(Net), tmp_path / "plain", **kwargs)
     graph = train(make(Net), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
     assert_same(plain, graph)
-    assert graph.counts.warmed_up == 3
+    assert graph.final["global_step"] == 19
+
+
+def test_module_hooks_inside_the_step(tmp_path: Path, accelerator: str) -> None:
+    class Hooked(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("ema", torch.zeros(24, 12))
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            self.ema.lerp_(self.features[0].weight.detach(), 0.1)
+
+        def on_after_backward(self) -> None:
+            self.log("grad_peak", self.head.weight.grad.abs().max())
+
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+            self.log("grad_norm", norm, on_step=True)
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            optimizer.zero_grad(set_to_none=False)
+
+    plain = train(make(Hooked), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(Hooked), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert counted(graph) == graphed()
+
+
+def test_optimizer_step_override_stays_on_the_host(tmp_path: Path, accelerator: str) -> None:
+    class OwnWarmup(Net):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 * min(1.0, (self.global_step + 1) / 10)
+            optimizer.step(closure=optimizer_closure)
+
+    plain = train(make(OwnWarmup), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(OwnWarmup), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert counted(graph) == graphed()
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_resume_and_second_fit(tmp_path: Path, accelerator: str) -> None:
+    kwargs: dict[str, Any] = {"accelerator": accelerator}
+    first = train(make(Net), tmp_path / "first", CUDAGraphCallback(), max_epochs=2, **kwargs)
+    last = str(tmp_path / "first" / "ckpt" / "last.ckpt")
+    # A file written with the callback is resumed without it, and the other way round.
+    plain = train(make(Net), tmp_path / "plain", ckpt_path=last, max_epochs=4, **kwargs)
+    graph = train(
+        make(Net), tmp_path / "graph", CUDAGraphCallback(), ckpt_path=last, max_epochs=4, **kwargs
+    )
+    assert_same(plain, graph)
+    assert counted(graph)["captures"] == 1
+
+    assert first.trainer is not None
+    assert first.module is not None
+    callback = first.callback
+    assert callback is not None
+    first.trainer.fit_loop.max_epochs = 3
+    first.trainer.fit(first.module, loader(), loader(seed=1, batches=2))
+    assert callback.counts is not None
+    assert callback.counts.captures == 1
+
+
+def test_a_stale_graph_would_be_caught(tmp_path: Path, accelerator: str) -> None:
+    """The comparison means something: a graph that misses one change of weights is seen."""
+
+    class Swapped(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 13:
+                self.head.weight.data = self.head.weight.data.clone()
+
+    plain = train(make(Swapped), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(Swapped), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert differences(plain.final["weights"], graph.final["weights"])

@@ -122,21 +122,38 @@ def _same(a: Any, b: Any) -> bool:
     return a is b
 
 
-def _host_generators(device: torch.device) -> dict[str, Any]:
-    states: dict[str, Any] = {
-        "`random`": random.getstate(),
-        "`numpy.random`": tuple(map(str, np.random.get_state())),
-    }
-    if device.type != "cpu":
-        states["the CPU generator of torch"] = torch.get_rng_state().numpy().tobytes()
-    return states
+class _HostGenerators:
+    """The states of the random generators on the host, to be compared and put back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        # On a CPU this is the generator of the device, which draws afresh in every replay.
+        self._torch = torch.get_rng_state() if device.type != "cpu" else None
+
+    def drawn_from(self) -> str | None:
+        """The first generator that has been drawn from, or None."""
+        if random.getstate() != self._python:
+            return "`random`"
+        if any(map(np.any, map(np.not_equal, np.random.get_state()[1:], self._numpy[1:]))):
+            return "`numpy.random`"
+        if self._torch is not None and not torch.equal(torch.get_rng_state(), self._torch):
+            return "the CPU generator of torch"
+        return None
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        if self._torch is not None:
+            torch.set_rng_state(self._torch)
 
 
 @contextmanager
 def frozen_python_audit(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Refuse a step that leaves traces on the host which a replay would not leave.
 
-    If it is refused, or fails otherwise, the model's attributes are put back as they were.
+    If it is refused, or fails otherwise, the model's attributes and the generators are put back as
+    they were.
 
     Args:
         model: the model whose modules are watched.
@@ -146,7 +163,7 @@ def frozen_python_audit(model: nn.Module, device: torch.device) -> Iterator[None
         CaptureError: naming the attribute, or the generator that was drawn from.
     """
     states = {name: _ModuleState(module) for name, module in model.named_modules()}
-    generators = _host_generators(device)
+    generators = _HostGenerators(device)
     try:
         yield
         for path, state in states.items():
@@ -157,15 +174,14 @@ def frozen_python_audit(model: nn.Module, device: torch.device) -> Iterator[None
                     " do: it would keep what this one step left there.",
                     f"{_HOST_HOOK}, or keep the value in a buffer and write it with `copy_`.",
                 )
-        after = _host_generators(device)
-        for name, before in generators.items():
-            if after[name] != before:
-                raise CaptureError(
-                    f"The training step draws from {name}, on the host: every replay would use the"
-                    " numbers of this one step.",
-                    "Draw on the device (`torch.rand(..., device=x.device)`), or in the dataloader.",
-                )
+        if (drawn := generators.drawn_from()) is not None:
+            raise CaptureError(
+                f"The training step draws from {drawn}, on the host: every replay would use the"
+                " numbers of this one step.",
+                "Draw on the device (`torch.rand(..., device=x.device)`), or in the dataloader.",
+            )
     except BaseException:
         for state in states.values():
             state.restore()
+        generators.restore()
         raise

@@ -243,11 +243,9 @@ class PreparedOptimizer:
             [
                 (name, f"`{name}` of param group {index}")
                 for name in group
-                if name != "params" and (name != "lr" or mirror is None)
+                if name not in ("params", "lr")
             ]
-            for index, (group, mirror) in enumerate(
-                zip(optimizer.param_groups, self._mirrors, strict=True)
-            )
+            for index, group in enumerate(optimizer.param_groups)
         ]
         self._move_host_state(self._device)
         self.notes = self._describe()
@@ -306,7 +304,7 @@ class PreparedOptimizer:
         self._on_load("a state was loaded into the optimizer")
 
     def hyperparameters(self) -> dict[str, Any]:
-        """All options of all param groups but the mirrored learning rates: a capture freezes them."""
+        """All options of all param groups but the learning rates: a capture freezes them."""
         return {
             label: group[name]
             for group, labels in zip(self._optimizer.param_groups, self._labels, strict=True)
@@ -318,6 +316,10 @@ class PreparedOptimizer:
         return {
             "the parameters in the optimizer's groups": tuple(
                 tuple(id(parameter) for parameter in group["params"])
+                for group in self._optimizer.param_groups
+            ),
+            "the learning rates that are tensors": tuple(
+                group["lr"].data_ptr() if isinstance(group["lr"], Tensor) else None
                 for group in self._optimizer.param_groups
             ),
             "the addresses of the optimizer's state": tuple(

@@ -1,0 +1,55 @@
+"""The bad steps of `tests/test_bad_steps.py` on CUDA, and those that only CUDA can refuse."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_cudagraph import CaptureError, CUDAGraphCallback
+from tests.harness import Net, assert_same, make, train
+from tests.test_bad_steps import *  # noqa: F403
+
+
+class Synchronizes(Net):
+    """No op is dispatched: only CUDA notices, and breaks the capture off."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        torch.cuda.synchronize()
+        return loss
+
+
+class HostConstant(Net):
+    """The copy to the device is hidden from dispatch modes: torch itself refuses it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss * torch.tensor(2.0, device=self.device)
+
+
+class ToHost(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        loss.detach().cpu()
+        return loss
+
+
+@pytest.mark.parametrize("cls", [Synchronizes, HostConstant, ToHost])
+def test_what_only_cuda_refuses(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
+    with pytest.raises(CaptureError, match=r"test_bad_steps\.py:\d+"):
+        train(make(cls), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
+    plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
+    eager = train(
+        make(cls),
+        tmp_path / "eager",
+        CUDAGraphCallback(on_unsupported="eager"),
+        accelerator=accelerator,
+    )
+    assert_same(plain, eager)
+    # The process has survived: random numbers, the allocator, and a capture that succeeds.
+    torch.cuda.empty_cache()
+    plain = train(make(Net), tmp_path / "a", accelerator=accelerator)
+    graph = train(make(Net), tmp_path / "b", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 1
