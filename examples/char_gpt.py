@@ -62,9 +62,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, n_head: int, n_embd: int, dropout: float) -> None:
         super().__init__()
         if n_embd % n_head:
-            raise ValueError(
-                f"`n_embd` must be a multiple of `n_head`, got {n_embd=} and {n_head=}."
-            )
+            raise ValueError(f"`n_embd` must be a multiple of `n_head`, got {n_embd=} and {n_head=}.")
         self.n_head = n_head
         self.dropout = dropout
         self.qkv_proj = nn.Linear(n_embd, 3 * n_embd)

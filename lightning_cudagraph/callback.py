@@ -13,6 +13,7 @@ from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.loop import GraphedTraining
 from lightning_cudagraph.support import (
     BackendName,
+    callbacks_of,
     check_run,
     default_warmup_steps,
     make_backend,
@@ -87,7 +88,7 @@ class CUDAGraphCallback(Callback):
         self._description = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is bound to a device or a trainer, so that copies and pickles work at any time."""
+        """Without what is bound to a trainer, so that copies and pickles work at any time."""
         return {**self.__dict__, "_training": None}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -98,7 +99,9 @@ class CUDAGraphCallback(Callback):
                 " `lightning.pytorch`. The two packages do not mix: import `Trainer` with"
                 " `from lightning.pytorch import Trainer`, or leave this callback out."
             )
-        ours = [callback for callback in trainer.callbacks if isinstance(callback, CUDAGraphCallback)]
+        ours = [
+            callback for callback in callbacks_of(trainer) if isinstance(callback, CUDAGraphCallback)
+        ]
         if len(ours) > 1:
             raise ConfigurationError(
                 f"The trainer has {len(ours)} `CUDAGraphCallback`s; expected one, since there is one"

@@ -43,7 +43,7 @@ class _Recorder(_ResultCollection):
         self.batch = batch
         self.logs: list[_Log] = []
 
-    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(value, Tensor):
             raise CaptureError(
                 f"`self.log({name!r}, ...)` in `{fx}` was given a `{type(value).__qualname__}`; metric"

@@ -20,7 +20,7 @@ from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["BackendName", "check_run", "default_warmup_steps", "make_backend"]
+__all__ = ["BackendName", "callbacks_of", "check_run", "default_warmup_steps", "make_backend"]
 
 BackendName = Literal["auto", "cuda", "emulator", "off"]
 
@@ -69,6 +69,11 @@ def make_backend(name: BackendName, device: torch.device) -> Backend:
     raise UnsupportedError(
         f"The trainer uses {device}, which has no CUDA graphs.", "Train on a CUDA GPU."
     )
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """All callbacks of a trainer, which sets this attribute without declaring it."""
+    return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
 
 
 def _is_overridden(name: str, instance: Any, base: type) -> bool:
@@ -131,7 +136,7 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "Use one optimizer, with several param groups if need be.",
         )
     if trainer.accumulate_grad_batches != 1 or any(
-        isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
+        isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)
     ):
         raise UnsupportedError(
             f"Gradients are accumulated over {trainer.accumulate_grad_batches} batch(es), or a"
@@ -153,7 +158,7 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 def _check_hooks(trainer: pl.Trainer) -> None:
     found = [
         f"`{type(callback).__qualname__}.{hook}`"
-        for callback in trainer.callbacks
+        for callback in callbacks_of(trainer)
         for hook in _CALLBACK_HOOKS_INSIDE
         if _is_overridden(hook, callback, Callback)
     ]

@@ -187,7 +187,9 @@ def train(
         "num_sanity_val_steps": 0,
         **trainer_kwargs,
     }
-    saver = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=checkpoint_every, save_top_k=-1, save_last=True)
+    saver = ModelCheckpoint(
+        tmp_path / "ckpt", every_n_train_steps=checkpoint_every, save_top_k=-1, save_last=True
+    )
     ours = () if callback is None else (callback,)
     trainer = pl.Trainer(callbacks=[*ours, _Watcher(trace), saver, *callbacks], **kwargs)
     trace.trainer = trainer

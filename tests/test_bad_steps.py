@@ -146,9 +146,7 @@ def test_raises_with_the_users_line(tmp_path: Path, accelerator: str, cls: type[
 
 
 @pytest.mark.parametrize("cls", BAD, ids=lambda cls: cls.__name__)
-def test_goes_on_eagerly_with_the_same_numbers(
-    tmp_path: Path, accelerator: str, cls: type[Net]
-) -> None:
+def test_goes_on_eagerly_with_the_same_numbers(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     callback = CUDAGraphCallback(on_unsupported="eager")
     plain_module, module = make(cls), None
     plain = train(plain_module, tmp_path / "plain", accelerator=accelerator)

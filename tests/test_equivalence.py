@@ -25,9 +25,7 @@ SAME_KERNELS: dict[str, Callable[[Any], O.Optimizer]] = {
     "SGD": lambda p: O.SGD(p, lr=0.1),
     "SGD-momentum": lambda p: O.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "SGD-nesterov": lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "SGD-dampening-maximize": lambda p: O.SGD(
-        p, lr=1e-3, momentum=0.9, dampening=0.1, maximize=True
-    ),
+    "SGD-dampening-maximize": lambda p: O.SGD(p, lr=1e-3, momentum=0.9, dampening=0.1, maximize=True),
     "SGD-foreach": lambda p: O.SGD(p, lr=0.1, momentum=0.9, foreach=True),
     "SGD-single": lambda p: O.SGD(p, lr=0.1, momentum=0.9, foreach=False),
     "SGD-fused": lambda p: O.SGD(p, lr=0.1, momentum=0.9, fused=True),
@@ -95,9 +93,7 @@ def test_optimizers_with_the_same_kernels(tmp_path: Path, accelerator: str, name
 
 
 @pytest.mark.parametrize("name", CAPTURABLE)
-def test_optimizers_with_capturable_arithmetic(
-    tmp_path: Path, accelerator: str, name: str
-) -> None:
+def test_optimizers_with_capturable_arithmetic(tmp_path: Path, accelerator: str, name: str) -> None:
     def build() -> Net:
         return Net(CAPTURABLE[name])
 
@@ -154,9 +150,7 @@ def test_no_timings(tmp_path: Path, accelerator: str) -> None:
 
 def test_off(tmp_path: Path, accelerator: str) -> None:
     plain = train(make(Net), tmp_path / "plain", accelerator=accelerator)
-    off = train(
-        make(Net), tmp_path / "off", CUDAGraphCallback(backend="off"), accelerator=accelerator
-    )
+    off = train(make(Net), tmp_path / "off", CUDAGraphCallback(backend="off"), accelerator=accelerator)
     assert_same(plain, off)
     assert off.callback is not None
     assert off.callback.counts is None
@@ -245,7 +239,8 @@ def test_a_stale_graph_would_be_caught(tmp_path: Path, accelerator: str) -> None
     class Swapped(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if self.global_step == 13:
-                self.head.weight.data = self.head.weight.data.clone()
+                self.kept = self.head.weight.data  # the graph goes on writing here
+                self.head.weight.data = self.kept.clone()
 
     plain = train(make(Swapped), tmp_path / "plain", accelerator=accelerator)
     graph = train(make(Swapped), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)

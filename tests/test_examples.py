@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from examples.char_gpt import CharData, CharGPT
 from examples.digits import DigitsCNN, DigitsData
@@ -39,7 +40,11 @@ def digits(accelerator: str) -> tuple[Callable[[], pl.LightningModule], pl.Light
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("example", [char_gpt, digits])
-def test_example(tmp_path: Path, accelerator: str, example: Any, precision: str) -> None:
+def test_example(
+    tmp_path: Path, accelerator: str, example: Any, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # cuDNN's default gradients of convolutions differ from run to run, with or without a graph.
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     build, data = example(accelerator)
     data.prepare_data()
     data.setup("fit")

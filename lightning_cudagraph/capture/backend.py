@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from lightning_cudagraph.capture.sentry import Sentry, location_of
+from lightning_cudagraph.capture.sentry import Location, Sentry, location_of
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
 __all__ = ["Backend", "CudaBackend", "Event", "Graph"]
@@ -33,9 +34,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Run it, on the current stream."""
-
-    def reset(self) -> None:
-        """Let go of it and of its memory."""
 
 
 class Backend(Protocol):
@@ -73,6 +71,9 @@ class Backend(Protocol):
                 memory and random state are as before.
         """
 
+    def release(self, graph: Graph) -> None:
+        """Let go of a graph and of its memory."""
+
     def event(self) -> Event:
         """A new timing event."""
 
@@ -82,11 +83,8 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Block the host until the device has nothing left to do."""
 
-    def memory_bytes(self) -> int:
-        """Memory held on the device, in bytes."""
-
-    def close(self) -> None:
-        """Let go of streams and pools. The graphs must be gone."""
+    def graph_bytes(self) -> int:
+        """Device memory that the live graphs have taken, in bytes."""
 
 
 class CudaBackend:
@@ -107,6 +105,7 @@ class CudaBackend:
         self._side_stream = torch.cuda.Stream(device)
         self._timing_stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._live: list[tuple[Graph, int]] = []  # with the memory that each has taken
         # Events that a fork off the capture stream waits for; they must live until the capture ends.
         self._forks: list[torch.cuda.Event] = []
 
@@ -127,41 +126,60 @@ class CudaBackend:
         gc_was_on = gc.isenabled()
         gc.disable()
         torch.cuda.empty_cache()
+        if not self._live:
+            # A pool that all graphs have left cannot be entered again (an assertion in torch 2.11).
+            self._pool = torch.cuda.graph_pool_handle()
         rng_state = torch.cuda.get_rng_state(self.device)
+        reserved_bytes = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
+        failure: BaseException | None = None
+        broken: Exception | None = None
+        result: Any = None
         try:
             with torch.cuda.stream(self._side_stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                failure: BaseException | None = None
-                result: Any = None
                 try:
-                    with Sentry():
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    with Sentry(self.device.type):
                         result = body()
                 except BaseException as error:
                     failure = error
-                end_failure = self._end_capture(graph)
+                broken = self._end_capture(graph)
         finally:
             self._forks.clear()
             if gc_was_on:
                 gc.enable()
-        if failure is None and end_failure is None:
+        if failure is None and broken is None:
+            taken_bytes = torch.cuda.memory_reserved(self.device) - reserved_bytes
+            self._live.append((graph, taken_bytes))
             return graph, result
-        graph.reset()
-        if end_failure is not None:
+        if broken is not None:
             self._repair(rng_state)
-        self._raise(failure, end_failure)
-        raise AssertionError("unreachable")
+        graph.reset()
+        if failure is not None:
+            # Its frames hold autograd's graph of the step, and with it nodes that belong to the
+            # broken capture and would be met again by the next step.
+            where = location_of(failure)
+            traceback.clear_frames(failure.__traceback__)
+            raise _explained(failure, where) from failure.__cause__
+        raise CaptureError(
+            f"CUDA gave up the capture of the training step: {str(broken).splitlines()[0]}.",
+            "Something in it used another stream without joining it, or an extension synchronised.",
+        )
 
     def _end_capture(self, graph: torch.cuda.CUDAGraph) -> Exception | None:
         """End the capture, on the error path too, where nothing may be left open."""
+        failure: Exception | None = None
         try:
             if self._forks:
                 # A capture that ends with a forked stream not joined is lost.
                 self._side_stream.wait_stream(self._timing_stream)
+        except RuntimeError as error:
+            failure = error
+        try:
             graph.capture_end()
         except RuntimeError as error:
-            return error
-        return None
+            failure = failure or error
+        return failure
 
     def _repair(self, rng_state: torch.Tensor) -> None:
         """Bring back what a capture that CUDA itself broke off leaves behind.
@@ -176,31 +194,12 @@ class CudaBackend:
         torch.cuda.set_rng_state(rng_state, self.device)
         with contextlib.suppress(RuntimeError):
             # Newer versions of torch have done this by themselves, and say so by raising.
-            torch._C._cuda_endAllocateToPool(index, self._pool)  # type: ignore[attr-defined]
-            torch._C._cuda_releasePool(index, self._pool)  # type: ignore[attr-defined]
-        # The streams may have been left in the broken capture, and the pool holds its blocks.
-        self._side_stream = torch.cuda.Stream(self.device)
-        self._timing_stream = torch.cuda.Stream(self.device)
-        self._pool = torch.cuda.graph_pool_handle()
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
 
-    @staticmethod
-    def _raise(failure: BaseException | None, end_failure: Exception | None) -> None:
-        if isinstance(failure, CUDAGraphError):
-            raise failure
-        if isinstance(failure, RuntimeError) and _is_refusal(failure):
-            where = location_of(failure)
-            raise CaptureError(
-                f"CUDA refused to capture the training step{f', at {where}' if where else ''}:"
-                f" {str(failure).splitlines()[0]}",
-                "Keep copies between host and GPU, and waits for the GPU, out of the step: make"
-                " constants on the device, or keep them in buffers (`register_buffer`).",
-            ) from failure
-        if failure is not None:
-            raise failure
-        raise CaptureError(
-            f"CUDA gave up the capture of the training step: {str(end_failure).splitlines()[0]}",
-            "Something in it used another stream without joining it, or an extension synchronised.",
-        ) from end_failure
+    def release(self, graph: Graph) -> None:
+        self._live = [(live, taken) for live, taken in self._live if live is not graph]
+        cast(torch.cuda.CUDAGraph, graph).reset()
 
     def event(self) -> torch.cuda.Event:
         # External: CUDA then makes an event-record node whose time the host can read after a replay.
@@ -219,14 +218,19 @@ class CudaBackend:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def memory_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.device)
-
-    def close(self) -> None:
-        self._forks.clear()
+    def graph_bytes(self) -> int:
+        return sum(taken_bytes for _, taken_bytes in self._live)
 
 
-def _is_refusal(error: RuntimeError) -> bool:
-    """Whether CUDA or torch raised `error` because a capture was under way."""
-    text = str(error).lower()
-    return "captur" in text or "cudagraph" in text or "cuda graph" in text
+def _explained(error: BaseException, where: Location | None) -> BaseException:
+    """`error`, or what it means if CUDA or torch raised it because a capture was under way."""
+    text = str(error)
+    refused = any(word in text.lower() for word in ("captur", "cudagraph", "cuda graph"))
+    if isinstance(error, CUDAGraphError) or not (isinstance(error, RuntimeError) and refused):
+        return error
+    return CaptureError(
+        f"CUDA refused to capture the training step{f', at {where}' if where else ''}:"
+        f" {text.splitlines()[0]}.",
+        "Keep copies between host and GPU, and waits for the GPU, out of the step: make constants on"
+        " the device, or keep them in buffers (`register_buffer`).",
+    )

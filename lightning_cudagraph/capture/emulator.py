@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def _storage_id(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:
@@ -99,13 +99,11 @@ class _Undo:
             key = _storage_id(tensor)
             if key in self._saved or key in self._made_inside:
                 continue
-            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self._saved[key] = (whole, whole.clone())
 
     def after(self, tensors: list[Tensor]) -> None:
-        self._made_inside.update(
-            key for t in tensors if (key := _storage_id(t)) not in self._saved
-        )
+        self._made_inside.update(key for t in tensors if (key := _storage_id(t)) not in self._saved)
 
     def roll_back(self) -> None:
         with torch.no_grad():
@@ -118,7 +116,7 @@ class _Recorder(TorchDispatchMode):
     """Runs below autograd and autocast, so that what it sees is what a GPU would be launched with."""
 
     def __init__(self, ops: list[_Op | HostEvent], undo: _Undo) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ops = ops
         self._undo = undo
 
@@ -130,7 +128,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        check(func, args, kwargs)
+        check(func, args, kwargs, "cpu")
         inputs = _tensors_of((args, kwargs))
         self._undo.before(inputs)
         frozen_args, frozen_kwargs = tree_map_only(Tensor, _address, (args, kwargs))
@@ -191,7 +189,7 @@ class EmulatorBackend:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._recording: EmulatedGraph | None = None
-        self._memory_bytes = 0
+        self._live: list[EmulatedGraph] = []
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
@@ -210,8 +208,12 @@ class EmulatorBackend:
         finally:
             self._recording = None
             undo.roll_back()
-        self._memory_bytes += graph.memory_bytes()
+        self._live.append(graph)
         return graph, result
+
+    def release(self, graph: Graph) -> None:
+        self._live = [live for live in self._live if live is not graph]
+        cast(EmulatedGraph, graph).reset()
 
     def event(self) -> HostEvent:
         return HostEvent()
@@ -225,8 +227,5 @@ class EmulatorBackend:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def memory_bytes(self) -> int:
-        return self._memory_bytes
-
-    def close(self) -> None:
-        self._memory_bytes = 0
+    def graph_bytes(self) -> int:
+        return sum(graph.memory_bytes() for graph in self._live)

@@ -47,7 +47,7 @@ class StepCounts:
         replayed: steps that were replays.
         eager: steps that ran eagerly, by reason.
         capture_ms: host time of the captures together, in milliseconds.
-        memory_bytes: device memory added by the last capture, in bytes.
+        memory_bytes: device memory that the graphs have taken, in bytes.
         recaptures: why graphs were dropped, in order.
     """
 
@@ -140,11 +140,15 @@ class StepEngine(Generic[T]):
             left = self._warmups_left.get(signature, self._warmup_steps)
             if left > 0:
                 return self._warm_up(step, signature, left)
+            reason = ""
             try:
                 self._captured = self._capture(step, signature)
             except UnsupportedError as error:
                 self.unsupported(error)
-                return self._eager(step, error.reason)
+                reason = error.reason
+            if self._captured is None:
+                # Out of the handler, so that the error is gone, with all that its frames hold.
+                return self._eager(step, reason)
         elif signature != self._captured.signature:
             return self._eager(
                 step, f"another batch signature: {self._captured.signature.difference(signature)}"
@@ -181,13 +185,12 @@ class StepEngine(Generic[T]):
         self._announce(f"Training goes on without a graph: {reason}")
 
     def close(self) -> None:
-        """Let go of the graph and of the backend's streams and pools."""
+        """Let go of the graph."""
         if self._captured is not None:
             self._captured.release()
             self._captured = None
         self._guards.drop()
         self._warmups_left.clear()
-        self._backend.close()
 
     def _eager(self, step: Step[T], reason: str) -> tuple[Phase, None]:
         self.counts.eager[reason] += 1
@@ -217,7 +220,6 @@ class StepEngine(Generic[T]):
                 f"Between any two steps, {moving}: a graph would be stale at once.",
                 "Keep it constant; a scheduler that cycles the momentum has `cycle_momentum=False`.",
             )
-        memory_before_bytes = self._backend.memory_bytes()
         started_s = time.perf_counter()
         with step.transaction():
             captured = CapturedStep(
@@ -226,5 +228,5 @@ class StepEngine(Generic[T]):
         self._guards.take()
         self.counts.captures += 1
         self.counts.capture_ms += (time.perf_counter() - started_s) * 1e3
-        self.counts.memory_bytes = self._backend.memory_bytes() - memory_before_bytes
+        self.counts.memory_bytes = self._backend.graph_bytes()
         return captured

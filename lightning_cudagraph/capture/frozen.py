@@ -56,11 +56,55 @@ class FrozenInt(int):
         return self
 
 
-for _name in (
-    "abs add and bool ceil divmod eq float floor floordiv format ge gt index int invert le lshift lt"
-    " mod mul ne neg or pos pow radd rand rdivmod repr rfloordiv rlshift rmod rmul ror round rpow"
-    " rrshift rshift rsub rtruediv rxor str sub truediv trunc xor"
-).split():
+for _name in [
+    "abs",
+    "add",
+    "and",
+    "bool",
+    "ceil",
+    "divmod",
+    "eq",
+    "float",
+    "floor",
+    "floordiv",
+    "format",
+    "ge",
+    "gt",
+    "index",
+    "int",
+    "invert",
+    "le",
+    "lshift",
+    "lt",
+    "mod",
+    "mul",
+    "ne",
+    "neg",
+    "or",
+    "pos",
+    "pow",
+    "radd",
+    "rand",
+    "rdivmod",
+    "repr",
+    "rfloordiv",
+    "rlshift",
+    "rmod",
+    "rmul",
+    "ror",
+    "round",
+    "rpow",
+    "rrshift",
+    "rshift",
+    "rsub",
+    "rtruediv",
+    "rxor",
+    "str",
+    "sub",
+    "truediv",
+    "trunc",
+    "xor",
+]:
     setattr(FrozenInt, f"__{_name}__", _refuse(f"__{_name}__"))
 FrozenInt.__hash__ = int.__hash__  # type: ignore[method-assign]
 
@@ -94,9 +138,7 @@ class _ModuleState:
                 return name
         for name, held in self._held.items():
             holds = _contents(self._attributes[name])
-            if len(holds) != len(held) or any(
-                not _same(a, b) for a, b in zip(holds, held, strict=True)
-            ):
+            if len(holds) != len(held) or any(not _same(a, b) for a, b in zip(holds, held, strict=True)):
                 if name in ("_buffers", "_parameters", "_modules"):
                     return next(
                         (b[0] for a, b in zip(held, holds, strict=False) if not _same(a, b)), name
@@ -127,17 +169,19 @@ class _HostGenerators:
 
     def __init__(self, device: torch.device) -> None:
         self._python = random.getstate()
-        self._numpy = np.random.get_state()
+        self._numpy: Any = np.random.get_state(legacy=True)
         # On a CPU this is the generator of the device, which draws afresh in every replay.
         self._torch = torch.get_rng_state() if device.type != "cpu" else None
+        self._torch_bytes = _bytes_of(self._torch)
 
     def drawn_from(self) -> str | None:
         """The first generator that has been drawn from, or None."""
         if random.getstate() != self._python:
             return "`random`"
-        if any(map(np.any, map(np.not_equal, np.random.get_state()[1:], self._numpy[1:]))):
+        numpy_now: Any = np.random.get_state(legacy=True)
+        if any(map(np.any, map(np.not_equal, numpy_now[1:], self._numpy[1:]))):
             return "`numpy.random`"
-        if self._torch is not None and not torch.equal(torch.get_rng_state(), self._torch):
+        if self._torch is not None and _bytes_of(torch.get_rng_state()) != self._torch_bytes:
             return "the CPU generator of torch"
         return None
 
@@ -146,6 +190,11 @@ class _HostGenerators:
         np.random.set_state(self._numpy)
         if self._torch is not None:
             torch.set_rng_state(self._torch)
+
+
+def _bytes_of(state: torch.Tensor | None) -> bytes:
+    # Not `torch.equal`: a capture is under way when this is compared.
+    return b"" if state is None else state.numpy().tobytes()
 
 
 @contextmanager

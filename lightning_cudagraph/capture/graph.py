@@ -18,9 +18,7 @@ T = TypeVar("T")
 class _Take(Generic[T]):
     """One capture of the step, with the gradients that it writes."""
 
-    def __init__(
-        self, graph: Graph, outputs: T, gradients: list[tuple[nn.Parameter, Tensor]]
-    ) -> None:
+    def __init__(self, graph: Graph, outputs: T, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         self.graph = graph
         self.outputs = outputs
         self.gradients = gradients
@@ -64,6 +62,7 @@ class CapturedStep(Generic[T]):
         takes: int,
     ) -> None:
         self.signature = signature
+        self._backend = backend
         self._static = StaticBatch(batch)
         self._takes: list[_Take[T]] = []
         self._turn = 0
@@ -103,7 +102,7 @@ class CapturedStep(Generic[T]):
     def release(self) -> None:
         """Let go of the graphs and their memory."""
         for take in self._takes:
-            take.graph.reset()
+            self._backend.release(take.graph)
             for parameter, gradient in take.gradients:
                 # The gradient lives in the graph's memory. Who still needs it gets a copy.
                 if parameter.grad is gradient:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.errors import CaptureError
 
@@ -50,8 +51,10 @@ _DYNAMIC_SIZE = (
 )
 _CROSS_DEVICE = (
     "a copy between host memory and the GPU",
-    "Make the tensor on the device (`torch.zeros(..., device=x.device)`), keep constants in buffers"
-    " (`register_buffer`), or pass the values with the batch.",
+    (
+        "Make the tensor on the device (`torch.zeros(..., device=x.device)`), keep constants in"
+        " buffers (`register_buffer`), or pass the values with the batch."
+    ),
 )
 _STORAGE = (
     "an op that gives a tensor another storage or size",
@@ -88,9 +91,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
 }
 _ALWAYS_FORBIDDEN = frozenset(
-    name
-    for name in _WORDS
-    if name not in {"aten::nonzero", "aten::masked_select", "aten::bincount"}
+    name for name in _WORDS if name not in {"aten::nonzero", "aten::masked_select", "aten::bincount"}
 )
 
 
@@ -156,7 +157,7 @@ def location_of(error: BaseException) -> Location | None:
     while traceback is not None:
         frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return _locate(reversed(frames))  # type: ignore[arg-type]
+    return _locate(reversed(frames))
 
 
 def forbid(what: str, remedy: str, location: Location | None) -> NoReturn:
@@ -190,41 +191,63 @@ def _crosses_devices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return not (non_blocking and host.is_pinned())
 
 
-def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _works_on(device_type: str, args: Any, kwargs: Any) -> bool:
+    """Whether an op has a tensor on the device; host arithmetic may go on during a capture."""
+    return any(
+        leaf.device.type == device_type for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)
+    )
+
+
+def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> None:
     """Raise `CaptureError` if a CUDA graph cannot hold this op.
 
     Args:
         func: the op overload that is about to run.
         args: its positional arguments.
         kwargs: its keyword arguments.
+        device_type: the type of the device that is captured.
 
     Raises:
         CaptureError: naming the user's line, the op in the user's words, and a remedy.
     """
     name: str = func._schema.name
-    if name in _ALWAYS_FORBIDDEN:
-        forbid(*_WORDS[name], user_location())
-    if name in ("aten::index", "aten::index_put_", "aten::_index_put_impl_"):
-        masks = [index for index in args[1] if _is_mask(index)]
-        # aten/src/ATen/native/IndexingUtils.h, canDispatchToMaskedFill: a mask with one value is a fill.
-        fills = name != "aten::index" and isinstance(args[2], Tensor) and args[2].numel() == 1
-        if masks and not fills:
-            forbid(*_MASK, user_location())
-        return
-    if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
-        return
-    tags = func.tags
-    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-        what, remedy = _WORDS.get(name, (f"`{name.removeprefix('aten::')}`", _DYNAMIC_SIZE[1]))
-        forbid(what, remedy, user_location())
-    if kwargs.get("generator") is not None:
+    generator = kwargs.get("generator")
+    if generator is not None and generator.device.type == device_type:
         forbid(*_GENERATOR, user_location())
     if _crosses_devices(name, args, kwargs):
         forbid(*_CROSS_DEVICE, user_location())
+    refusal = _refusal(func, name, args, kwargs)
+    if refusal is not None and _works_on(device_type, args, kwargs):
+        forbid(*refusal, user_location())
+
+
+def _refusal(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, str] | None:
+    """What the op is to the user, and the remedy, if it synchronises or has no fixed size."""
+    if name in _ALWAYS_FORBIDDEN:
+        return _WORDS[name]
+    if name in ("aten::index", "aten::index_put_", "aten::_index_put_impl_"):
+        # aten/src/ATen/native/IndexingUtils.h, canDispatchToMaskedFill: a mask with one value is a fill.
+        fills = name != "aten::index" and isinstance(args[2], Tensor) and args[2].numel() == 1
+        return _MASK if any(map(_is_mask, args[1])) and not fills else None
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
+        return None
+    if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+        return _WORDS.get(name, (f"`{name.removeprefix('aten::')}`", _DYNAMIC_SIZE[1]))
+    return None
 
 
 class Sentry(TorchDispatchMode):
-    """Checks every op of a capture before it runs. Autograd's threads see it too."""
+    """Checks every op of a capture before it runs. Autograd's threads see it too.
+
+    Args:
+        device_type: the type of the device that is captured.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -235,5 +258,5 @@ class Sentry(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        check(func, args, kwargs)
+        check(func, args, kwargs, self._device_type)
         return func(*args, **kwargs)

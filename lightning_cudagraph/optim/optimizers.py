@@ -262,8 +262,10 @@ class PreparedOptimizer:
         if type(self._optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             remedy = "; with fused=True it is bit-equal to a run without graphs, and faster"
         return [
-            f"{text}: bias corrections are computed on the device, which rounds differently from"
-            f" the host (about one unit in the last place a step){remedy}"
+            (
+                f"{text}: bias corrections are computed on the device, which rounds differently from"
+                f" the host (about one unit in the last place a step){remedy}"
+            )
         ]
 
     def _new_mirror(self, group: dict[str, Any]) -> Tensor | None:

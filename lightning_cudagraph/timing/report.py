@@ -118,14 +118,16 @@ def fit_report(
     eager_steps = sum(counts.eager.values())
     lines = [
         f"lightning_cudagraph: {backend}",
-        f"  steps     {counts.warmed_up} warmed up, {counts.captures} captured,"
-        f" {counts.replayed} replayed, {eager_steps} eager",
+        (
+            f"  steps     {counts.warmed_up} warmed up, {counts.captures} captured,"
+            f" {counts.replayed} replayed, {eager_steps} eager"
+        ),
     ]
     lines += [f"            {n} eager: {reason}" for reason, n in counts.eager.most_common()]
     lines += [f"            captured anew: {reason}" for reason in counts.recaptures]
     if counts.captures:
         lines.append(
-            f"  capture   {counts.capture_ms:.0f} ms, {counts.memory_bytes / 2**20:.1f} MiB added"
+            f"  capture   {counts.capture_ms:.0f} ms, {counts.memory_bytes / 2**20:.1f} MiB taken"
         )
     if pace.eager_ms is not None and pace.replayed_ms is not None:
         lines.append(

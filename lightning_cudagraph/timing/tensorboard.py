@@ -49,7 +49,7 @@ class TensorBoardWriter:
     @staticmethod
     def _write_row(writer: Any, step: int, walltime_s: float, times_ms: dict[str, float]) -> None:
         try:
-            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
             file_writer = writer.file_writer
             add_summary = file_writer.add_summary
@@ -58,9 +58,7 @@ class TensorBoardWriter:
             for tag, value_ms in times_ms.items():
                 writer.add_scalar(tag, value_ms, step, walltime=walltime_s)
             return
-        values = [
-            Summary.Value(tag=tag, simple_value=value_ms) for tag, value_ms in times_ms.items()
-        ]
+        values = [Summary.Value(tag=tag, simple_value=value_ms) for tag, value_ms in times_ms.items()]
         add_summary(Summary(value=values), step, walltime_s)
 
     def add_text(self, tag: str, text: str, step: int) -> None:

@@ -41,7 +41,10 @@ class ResNet18(pl.LightningModule):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_resnet18(tmp_path: Path, accelerator: str, precision: str) -> None:
+def test_resnet18(
+    tmp_path: Path, accelerator: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(
         torch.randn(330, 3, 64, 64, generator=generator),
