@@ -202,6 +202,7 @@ class GraphedTraining:
         self._patches.close()
         self._optimizer.restore()
         self._unread = None
+        self._tensorboard.close()
         self._engine.close()
 
     def suspect(self) -> None:
@@ -219,7 +220,6 @@ class GraphedTraining:
             The report.
         """
         self._read_times()
-        self._tensorboard.flush()
         text = fit_report(
             description, self._engine.counts, self._pace, self._times, self._optimizer.notes
         )
@@ -359,8 +359,8 @@ class GraphedTraining:
         marks, step_number = self._unread
         self._unread = None
         times_ms = marks.read()
-        self._times.add(times_ms)
-        self._tensorboard.add(times_ms, step_number)
+        self._times.add(marks.tags, times_ms)
+        self._tensorboard.add(marks.tags, times_ms, step_number)
 
     @contextmanager
     def _undone(self) -> Iterator[None]:

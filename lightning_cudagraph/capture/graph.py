@@ -28,8 +28,7 @@ class _Take(Generic[T]):
         # Validation, or an eager batch, may have dropped the gradients; the graph goes on writing
         # its own, and who looks at `param.grad` after the step must find those.
         for parameter, gradient in self.gradients:
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+            parameter.grad = gradient
         return self.outputs
 
 

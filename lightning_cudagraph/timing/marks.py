@@ -37,11 +37,17 @@ class StepMarks:
     Args:
         backend: where the step runs.
         layers: the modules to time, by name.
+
+    Attributes:
+        tags: what is timed, after `recording`: ``step_ms/{forward,backward,optimizer,total}``,
+            ``layer_forward_ms/{module}`` and ``layer_backward_ms/{module}``.
     """
 
     def __init__(self, backend: Backend, layers: Mapping[str, nn.Module]) -> None:
         self._backend = backend
         self._layers = layers
+        self.tags: tuple[str, ...] = ()
+        self._spans: tuple[list[tuple[Event, Event]], ...] = ()
         self._start = backend.event()
         self._forward_end = backend.event()
         self._backward_end = backend.event()
@@ -62,6 +68,7 @@ class StepMarks:
             yield
             self._backend.mark(self._end)
         self._at_node.clear()
+        self._flatten()
 
     def forward_ended(self) -> None:
         """Mark the end of the forward pass, which is the beginning of the backward pass."""
@@ -103,25 +110,33 @@ class StepMarks:
             node.register_prehook(lambda gradients: self._backend.mark(event))
         return self._at_node[node]
 
-    def read(self) -> dict[str, float]:
+    def _flatten(self) -> None:
+        """Lay out what `read` goes through after every replay."""
+        spans: dict[str, list[tuple[Event, Event]]] = {
+            f"{STEP_TAG}forward": [(self._start, self._forward_end)],
+            f"{STEP_TAG}backward": [(self._forward_end, self._backward_end)],
+            f"{STEP_TAG}optimizer": [(self._backward_end, self._end)],
+            f"{STEP_TAG}total": [(self._start, self._end)],
+        }
+        for name in self._layers:
+            if name in self._forward_spans:
+                spans[FORWARD_TAG + name] = self._forward_spans[name]
+            if name in self._backward_spans:
+                spans[BACKWARD_TAG + name] = self._backward_spans[name]
+        self.tags = tuple(spans)
+        self._spans = tuple(spans.values())
+
+    def read(self) -> list[float]:
         """The times of the last replay, waiting for its end if need be.
 
         Returns:
-            Tag and milliseconds: ``step_ms/{forward,backward,optimizer,total}``,
-            ``layer_forward_ms/{module}`` and ``layer_backward_ms/{module}``. Layers called several
-            times in a step have the sum of their calls.
+            Milliseconds, one for each of `tags`. Layers called several times in a step have the sum
+            of their calls.
         """
         self._end.synchronize()
-        times_ms = {
-            f"{STEP_TAG}forward": self._start.elapsed_time(self._forward_end),
-            f"{STEP_TAG}backward": self._forward_end.elapsed_time(self._backward_end),
-            f"{STEP_TAG}optimizer": self._backward_end.elapsed_time(self._end),
-            f"{STEP_TAG}total": self._start.elapsed_time(self._end),
-        }
-        for tag, spans_of in (
-            (FORWARD_TAG, self._forward_spans),
-            (BACKWARD_TAG, self._backward_spans),
-        ):
-            for name, spans in spans_of.items():
-                times_ms[tag + name] = sum(start.elapsed_time(end) for start, end in spans)
-        return times_ms
+        return [
+            spans[0][0].elapsed_time(spans[0][1])
+            if len(spans) == 1
+            else sum(start.elapsed_time(end) for start, end in spans)
+            for spans in self._spans
+        ]

@@ -60,33 +60,36 @@ class LayerTimes:
     """The times of the last replays, by tag."""
 
     def __init__(self) -> None:
-        self._times_ms: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW_STEPS))
+        self._rows: deque[tuple[tuple[str, ...], list[float]]] = deque(maxlen=_WINDOW_STEPS)
 
-    def add(self, times_ms: dict[str, float]) -> None:
-        """Take the times of one replay: tag and milliseconds."""
-        for tag, value_ms in times_ms.items():
-            self._times_ms[tag].append(value_ms)
+    def add(self, tags: tuple[str, ...], times_ms: list[float]) -> None:
+        """Take the times of one replay: tags, and milliseconds for each."""
+        self._rows.append((tags, times_ms))
 
-    def median_ms(self, tag: str) -> float | None:
-        """The median over the last replays, in milliseconds, or None if the tag was never timed."""
-        values = self._times_ms.get(tag)
-        return statistics.median(values) if values else None
-
-    def slowest(self) -> list[tuple[str, float, float | None]]:
-        """Name, forward and backward milliseconds of each layer, the slowest first."""
-        rows = []
-        for tag in self._times_ms:
-            if tag.startswith(FORWARD_TAG):
-                name = tag.removeprefix(FORWARD_TAG)
-                rows.append((name, self.median_ms(tag) or 0.0, self.median_ms(BACKWARD_TAG + name)))
-        return sorted(rows, key=lambda row: -(row[1] + (row[2] or 0.0)))
+    def medians_ms(self) -> dict[str, float]:
+        """The median over the last replays, in milliseconds, by tag."""
+        by_tag: dict[str, list[float]] = defaultdict(list)
+        for tags, times_ms in self._rows:
+            for tag, value_ms in zip(tags, times_ms, strict=True):
+                by_tag[tag].append(value_ms)
+        return {tag: statistics.median(values) for tag, values in by_tag.items()}
 
 
-def _layer_table(times: LayerTimes) -> list[str]:
-    rows = times.slowest()[:_SLOWEST_LAYERS]
+def _slowest(medians_ms: dict[str, float]) -> list[tuple[str, float, float | None]]:
+    """Name, forward and backward milliseconds of each layer, the slowest first."""
+    rows = [
+        (name, value_ms, medians_ms.get(BACKWARD_TAG + name))
+        for tag, value_ms in medians_ms.items()
+        if (name := tag.removeprefix(FORWARD_TAG)) != tag
+    ]
+    return sorted(rows, key=lambda row: -(row[1] + (row[2] or 0.0)))
+
+
+def _layer_table(medians_ms: dict[str, float]) -> list[str]:
+    rows = _slowest(medians_ms)[:_SLOWEST_LAYERS]
     if not rows:
         return []
-    total_ms = times.median_ms(f"{STEP_TAG}total") or 0.0
+    total_ms = medians_ms.get(f"{STEP_TAG}total", 0.0)
     width = max(len(name) for name, _, _ in rows)
     lines = [
         f"slowest layers, median of up to {_WINDOW_STEPS} replays (containers include their members)",
@@ -134,8 +137,10 @@ def fit_report(
             f"  step      {pace.eager_ms:.2f} ms eager (in warm-up), {pace.replayed_ms:.2f} ms"
             f" replayed: {pace.eager_ms / pace.replayed_ms:.2f} times as fast"
         )
-    parts = [(part, times.median_ms(STEP_TAG + part)) for part in ("forward", "backward", "optimizer")]
-    if all(value_ms is not None for _, value_ms in parts):
-        lines.append("  graph     " + ", ".join(f"{part} {ms:.3f} ms" for part, ms in parts))
+    medians_ms = times.medians_ms()
+    parts = [part for part in ("forward", "backward", "optimizer") if STEP_TAG + part in medians_ms]
+    if parts:
+        shown = ", ".join(f"{part} {medians_ms[STEP_TAG + part]:.3f} ms" for part in parts)
+        lines.append(f"  graph     {shown}")
     lines += [f"  note      {note}" for note in notes]
-    return "\n".join(lines + [f"  {line}" for line in _layer_table(times)])
+    return "\n".join(lines + [f"  {line}" for line in _layer_table(medians_ms)])

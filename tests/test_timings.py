@@ -1,0 +1,129 @@
+"""Layer times in TensorBoard: a value per replay for each timed layer, and the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, LayerTimings
+from lightning_cudagraph.timing.layers import select_layers
+from tests.harness import Net, make, train
+
+LAYERS = ["features", "features.0", "features.1", "features.2", "features.3", "head"]
+
+
+def events(tmp_path: Path) -> EventAccumulator:
+    folder = next(tmp_path.rglob("events.out.tfevents*")).parent
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def run(tmp_path: Path, accelerator: str, callback: CUDAGraphCallback, cls: Any = Net) -> Any:
+    return train(
+        make(cls),
+        tmp_path,
+        callback,
+        accelerator=accelerator,
+        logger=TensorBoardLogger(tmp_path),
+    )
+
+
+def test_a_value_per_replay_for_each_layer(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback()
+    trace = run(tmp_path, accelerator, callback)
+    accumulator = events(tmp_path)
+    tags = set(accumulator.Tags()["scalars"])
+    expected = {f"step_ms/{part}" for part in ("forward", "backward", "optimizer", "total")}
+    for layer in LAYERS:
+        expected |= {f"layer_forward_ms/{layer}", f"layer_backward_ms/{layer}"}
+    assert {tag for tag in tags if tag.startswith(("layer_", "step_ms"))} == expected
+    # Three epochs of eight steps; warm-up takes the first three, the ragged last ones are eager.
+    replayed = [step for step in range(24) if step > 2 and step % 8 != 7]
+    assert len(replayed) == trace.counts.replayed
+    for tag in expected:
+        scalars = accumulator.Scalars(tag)
+        assert [scalar.step for scalar in scalars] == replayed, tag
+        assert all(0 <= scalar.value < 10_000 for scalar in scalars)
+    for parts in zip(
+        *(
+            accumulator.Scalars(f"step_ms/{part}")
+            for part in ("forward", "backward", "optimizer", "total")
+        ),
+        strict=True,
+    ):
+        forward, backward, optimizer, total = (scalar.value for scalar in parts)
+        assert forward + backward + optimizer == pytest.approx(total, rel=0.02, abs=0.01)
+    whole = accumulator.Scalars("layer_forward_ms/features")[-1].value
+    members = [accumulator.Scalars(f"layer_forward_ms/features.{i}")[-1].value for i in range(4)]
+    assert sum(members) <= whole * 1.05 + 0.01
+    text = accumulator.Tensors("cudagraph/report/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert callback.report is not None
+    assert callback.report in text
+
+
+def test_report(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback()
+    run(tmp_path, accelerator, callback)
+    assert callback.report is not None
+    lines = callback.report.splitlines()
+    assert "3 warmed up, 1 captured, 18 replayed, 3 eager" in callback.report
+    assert "3 eager: another batch signature: `batch[0]` changed: expected (8, 12)" in callback.report
+    assert "times as fast" in callback.report
+    assert "MiB taken" in callback.report
+    assert any(line.split()[:1] == ["head"] for line in lines)
+
+
+def test_patterns(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback(timings=LayerTimings(modules=["features.[03]", "head"]))
+    run(tmp_path, accelerator, callback)
+    tags = events(tmp_path).Tags()["scalars"]
+    timed = {tag.split("/")[1] for tag in tags if tag.startswith("layer_forward_ms")}
+    assert timed == {"features.0", "features.3", "head"}
+
+
+def test_a_pattern_that_matches_nothing(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback(timings=LayerTimings(modules=["blocks.*"]))
+    with pytest.raises(ConfigurationError, match=r"'blocks\.\*' matches no module of `Net`.*features"):
+        run(tmp_path, accelerator, callback)
+
+
+def test_a_layer_called_twice_and_one_never_called(tmp_path: Path, accelerator: str) -> None:
+    class Twice(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.square = nn.Linear(12, 12)
+            self.unused = nn.Identity()
+            self.frozen = nn.Linear(12, 12).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.square(self.square(self.frozen(x))))
+
+    trace = run(tmp_path, accelerator, CUDAGraphCallback(), Twice)
+    assert trace.counts.captures == 1
+    accumulator = events(tmp_path)
+    tags = accumulator.Tags()["scalars"]
+    assert "layer_backward_ms/square" in tags
+    assert "layer_forward_ms/frozen" in tags
+    assert "layer_backward_ms/frozen" not in tags
+    assert not any("unused" in tag for tag in tags)
+
+
+def test_automatic_choice_is_bounded() -> None:
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(10)))
+    model = nn.Sequential(deep, nn.Linear(2, 2))
+    assert len(select_layers(model, LayerTimings())) == 2 + 10 + 20
+    assert len(select_layers(model, LayerTimings(max_layers=12))) == 12
+    assert list(select_layers(model, LayerTimings(max_layers=11))) == ["0", "1"]
+
+
+@pytest.mark.parametrize("kwargs", [{"max_layers": 0}, {"modules": "blocks.*"}])
+def test_bad_arguments(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="LayerTimings"):
+        LayerTimings(**kwargs)
