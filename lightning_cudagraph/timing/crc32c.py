@@ -37,7 +37,8 @@ class _Tables:
 
     def _after_a_zero_byte(self, crc: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         shifted: npt.NDArray[np.uint32] = crc >> np.uint32(8)
-        return shifted ^ self._of_last_byte[crc & np.uint32(0xFF)]
+        last: npt.NDArray[np.uint32] = self._of_last_byte[crc & np.uint32(0xFF)]
+        return shifted ^ last
 
     def grow(self, length: int) -> None:
         rows, initial = [self._rows[-1]], [self._initial[-1:]]

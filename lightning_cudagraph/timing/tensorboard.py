@@ -14,7 +14,8 @@ from lightning_cudagraph.timing.crc32c import masked_crc32c
 
 __all__ = ["TensorBoardWriter"]
 
-_ROWS_PER_FLUSH = 64
+# Few, so that writing them fits into the time that the device takes for a step.
+_ROWS_PER_FLUSH = 8
 
 
 class TensorBoardWriter:
