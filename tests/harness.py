@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,14 @@ BATCH_SIZE = 8
 FULL_BATCHES = 7
 
 
+def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+
+
 class Net(pl.LightningModule):
     """Everything that is easily lost in a graph: dropout, batch norm, in-place ops, logs, a schedule."""
 
@@ -35,12 +43,8 @@ class Net(pl.LightningModule):
         make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     ) -> None:
         super().__init__()
-        self.make_optimizer = make_optimizer or (
-            lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)
-        )
-        self.make_scheduler = make_scheduler or (
-            lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
-        )
+        self.make_optimizer = make_optimizer or fused_adamw
+        self.make_scheduler = make_scheduler or cosine
         self.features = nn.Sequential(
             nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(inplace=True), nn.Dropout(0.3)
         )
@@ -213,7 +217,14 @@ def train(
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
     leaves, _ = tree_flatten_with_path(tree)
-    return [("".join(map(str, path)), leaf) for path, leaf in leaves]
+    found: list[tuple[str, Any]] = []
+    for path, leaf in leaves:
+        name = "".join(map(str, path))
+        if is_dataclass(leaf):
+            found += [(name + inner, value) for inner, value in _leaves(dict(vars(leaf)))]
+        else:
+            found.append((name, leaf))
+    return found
 
 
 def differences(one: Any, other: Any) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from lightning_cudagraph.capture.sentry import Location, Sentry, location_of
+from lightning_cudagraph.capture.sentry import HostReads, Location, Sentry, location_of
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
 __all__ = ["Backend", "CudaBackend", "Event", "Graph"]
@@ -139,7 +139,7 @@ class CudaBackend:
             with torch.cuda.stream(self._side_stream):
                 try:
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                    with Sentry(self.device.type):
+                    with HostReads(self.device.type), Sentry(self.device.type):
                         result = body()
                 except BaseException as error:
                     failure = error

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_cudagraph.capture.backend import Graph
-from lightning_cudagraph.capture.sentry import check
+from lightning_cudagraph.capture.sentry import HostReads, check
 
 __all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
 
@@ -200,7 +200,7 @@ class EmulatorBackend:
         undo = _Undo()
         self._recording = graph
         try:
-            with _Recorder(graph._ops, undo):
+            with HostReads("cpu"), _Recorder(graph._ops, undo):
                 result = body()
         except BaseException:
             graph.reset()

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -90,6 +91,7 @@ _WORDS: dict[str, tuple[str, str]] = {
         "Use its `_ex` form, such as `torch.linalg.cholesky_ex`.",
     ),
 }
+_HOST_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 _ALWAYS_FORBIDDEN = frozenset(
     name for name in _WORDS if name not in {"aten::nonzero", "aten::masked_select", "aten::bincount"}
 )
@@ -236,6 +238,25 @@ def _refusal(
     if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
         return _WORDS.get(name, (f"`{name.removeprefix('aten::')}`", _DYNAMIC_SIZE[1]))
     return None
+
+
+class HostReads(TorchFunctionMode):
+    """Refuses the calls that read a tensor's memory without dispatching an op.
+
+    Args:
+        device_type: the type of the device that is captured.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _HOST_READS and args[0].device.type == self._device_type:
+            forbid(f"`.{func.__name__}()`", _HOST_VALUE[1], user_location())
+        return func(*args, **(kwargs or {}))
 
 
 class Sentry(TorchDispatchMode):

@@ -1,0 +1,140 @@
+"""Walking batches, comparing them, and copying them into static buffers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cudagraph import BatchError
+from lightning_cudagraph.capture.batch import Signature, StaticBatch, flatten_batch
+
+CPU = torch.device("cpu")
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Any
+
+
+@dataclass(frozen=True)
+class Item:
+    x: Tensor
+    tag: str
+
+
+def batch(value: float = 0.0, tag: str = "a") -> Any:
+    return {
+        "pair": Pair(torch.full((2, 3), value), [torch.full((4,), value, dtype=torch.int64), None]),
+        "item": Item(torch.full((1,), value), tag),
+        "user": UserDict(z=torch.full((2,), value)),
+        "default": defaultdict(list, {"k": (torch.full((2, 2), value).t(), 3)}),
+        "ordered": OrderedDict(a=torch.full((), value)),
+    }
+
+
+def test_paths() -> None:
+    assert [path for path, _ in flatten_batch(batch())] == [
+        "batch['pair'].left",
+        "batch['pair'].right[0]",
+        "batch['pair'].right[1]",
+        "batch['item'].x",
+        "batch['item'].tag",
+        "batch['user']['z']",
+        "batch['default']['k'][0]",
+        "batch['default']['k'][1]",
+        "batch['ordered']['a']",
+    ]
+
+
+def test_static_batch_keeps_types_and_addresses() -> None:
+    static = StaticBatch(batch(1.0))
+    before = [leaf for _, leaf in flatten_batch(static.batch) if isinstance(leaf, Tensor)]
+    addresses = [leaf.data_ptr() for leaf in before]
+    static.copy_from(batch(2.0))
+    after = [leaf for _, leaf in flatten_batch(static.batch) if isinstance(leaf, Tensor)]
+    assert [leaf.data_ptr() for leaf in after] == addresses
+    assert all(bool((leaf == 2).all()) for leaf in after)
+    assert type(static.batch["pair"]) is Pair
+    assert type(static.batch["item"]) is Item
+    assert type(static.batch["user"]) is UserDict
+    assert static.batch["default"].default_factory is list
+    assert Signature(static.batch, CPU) == Signature(batch(), CPU)
+
+
+def test_the_same_tensor_twice_stays_one() -> None:
+    x = torch.ones(3)
+    static = StaticBatch([x, x, x.clone()]).batch
+    assert static[0] is static[1]
+    assert static[0] is not static[2]
+    assert Signature([x, x, x.clone()], CPU) != Signature([x, x.clone(), x], CPU)
+
+
+def _transposed() -> Any:
+    other = batch()
+    other["pair"] = Pair(torch.zeros(3, 2).t(), other["pair"].right)
+    return other
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: {**b, "item": Item(b["item"].x, "b")}, r"`batch['item'].tag` changed: expected 'a'"),
+        (lambda b: {**b, "item": Item(torch.zeros(2), "a")}, "`batch['item'].x` changed: expected (1,)"),
+        (lambda b: {**b, "item": Item(b["item"].x.double(), "a")}, "found (1,) float64"),
+        (lambda b: _transposed(), "with strides (3, 1), found (2, 3) float32 cpu with strides (1, 2)"),
+        (lambda b: {**b, "new": 1}, "containers changed"),
+        (lambda b: {**b, "pair": list(b["pair"])}, "containers changed"),
+    ],
+)
+def test_what_differs_is_named(change: Any, message: str) -> None:
+    one, other = Signature(batch(), CPU), Signature(change(batch()), CPU)
+    assert one != other
+    assert message in one.difference(other)
+
+
+def test_values_of_tensors_do_not_matter() -> None:
+    assert Signature(batch(1.0), CPU) == Signature(batch(2.0), CPU)
+    assert hash(Signature(batch(1.0), CPU)) == hash(Signature(batch(2.0), CPU))
+
+
+def test_arrays_and_other_leaves_count_by_value() -> None:
+    one = [np.arange(3), {1, 2}, 2.5]
+    assert Signature(one, CPU) == Signature([np.arange(3), {1, 2}, 2.5], CPU)
+    assert Signature(one, CPU) != Signature([np.arange(3) + 1, {1, 2}, 2.5], CPU)
+    assert Signature(one, CPU) != Signature([np.arange(3), {1, 3}, 2.5], CPU)
+    assert Signature([1], CPU) != Signature([True], CPU)
+
+
+class Opaque:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+@pytest.mark.parametrize(
+    ("hidden", "path"),
+    [
+        (Opaque(torch.zeros(1)), "`batch[0].inner`"),
+        (Opaque({"a": [torch.zeros(1)]}), "`batch[0].inner['a'][0]`"),
+        (Opaque(Opaque(torch.zeros(1))), "`batch[0].inner.inner`"),
+    ],
+)
+def test_an_object_that_hides_a_tensor_is_refused_by_its_path(hidden: Any, path: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        Signature([hidden], CPU)
+    assert path in str(caught.value)
+    assert "`Opaque`" in str(caught.value)
+
+
+def test_tensors_elsewhere_and_sparse_ones_are_refused() -> None:
+    with pytest.raises(BatchError, match=r"`batch\[0\]` is on meta"):
+        Signature([torch.zeros(1, device="meta")], CPU)
+    with pytest.raises(BatchError, match=r"`batch\[0\]` is a tensor of layout torch.sparse_coo"):
+        Signature([torch.zeros(2, 2).to_sparse()], CPU)

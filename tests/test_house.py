@@ -1,0 +1,73 @@
+"""Imports go one way, and importing the package does not touch a GPU."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_cudagraph
+
+ROOT = Path(lightning_cudagraph.__file__).parent
+# From the ground up. A file may import from its own floor and from those before it.
+FLOORS = [
+    ["errors"],
+    ["capture"],
+    ["optim"],
+    ["timing"],
+    ["logs", "metrics", "support"],
+    ["loop"],
+    ["callback"],
+    ["__init__"],
+    ["cli"],
+]
+TORCH_ONLY = ["errors", "capture", "optim", "timing"]
+TENSORBOARD = "timing/tensorboard.py"
+
+
+def _files() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def _floor(name: str) -> int:
+    return next(i for i, floor in enumerate(FLOORS) if name in floor)
+
+
+def _imports(path: Path) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            found.append(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    relative = path.relative_to(ROOT)
+    room = relative.parts[0].removesuffix(".py")
+    for module in _imports(path):
+        parts = module.split(".")
+        if parts[0] == "lightning_cudagraph" and len(parts) > 1:
+            assert _floor(parts[1]) <= _floor(room), f"{relative} imports {module}"
+        is_lightning = parts[0] in ("lightning", "lightning_utilities", "torchmetrics")
+        if room in TORCH_ONLY and str(relative) != TENSORBOARD:
+            assert not is_lightning, f"{relative} imports {module}"
+        if parts[0] == "tensorboard":
+            assert str(relative) == TENSORBOARD
+
+
+def test_importing_touches_no_gpu() -> None:
+    code = (
+        "import torch\n"
+        "def fail(*args, **kwargs): raise SystemExit('touched CUDA')\n"
+        "torch.cuda.init = torch.cuda._lazy_init = torch.cuda.current_device = fail\n"
+        "import lightning_cudagraph\n"
+        "lightning_cudagraph.CUDAGraphCallback()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

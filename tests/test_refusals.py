@@ -1,0 +1,360 @@
+"""Runs that are refused before the first step, or go on without a graph, by policy."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_cudagraph import BatchError, ConfigurationError, CUDAGraphCallback, UnsupportedError
+from tests.harness import Net, assert_same, loader, make, train
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+class LBFGSNet(Net):
+    def __init__(self) -> None:
+        super().__init__(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2))
+
+
+class OwnAdam(torch.optim.Adam):
+    """Somebody's subclass: what it does in `step` is not known."""
+
+
+class SubclassNet(Net):
+    def __init__(self) -> None:
+        super().__init__(OwnAdam)
+
+
+class Cycling(Net):
+    def __init__(self) -> None:
+        super().__init__(
+            None, lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.01, total_steps=30)
+        )
+
+
+class SparseNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4, sparse=True)
+
+
+class Iter(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class HookedOptimizer(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(lambda *args: None)
+        return optimizer
+
+
+class CallbackInside(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        pass
+
+
+REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
+    "manual optimization": (Manual, {}, r"`Manual` uses manual optimization"),
+    "LBFGS": (LBFGSNet, {}, r"The optimizer is a `torch.optim.lbfgs.LBFGS`"),
+    "an optimizer's subclass": (SubclassNet, {}, r"`tests.test_refusals.OwnAdam`"),
+    "accumulation": (Net, {"accumulate_grad_batches": 2}, r"accumulated over 2 batch"),
+    "detect_anomaly": (Net, {"detect_anomaly": True}, r"`Trainer\(detect_anomaly=True\)`"),
+    "double precision": (Net, {"precision": "64-true"}, r"`DoublePrecision` \(precision '64-true'\)"),
+    "sparse gradients": (SparseNet, {}, r"`table` is a `Embedding\(sparse=True\)`"),
+    "optimizer hooks": (HookedOptimizer, {}, r"register_step_post_hook"),
+    "a callback's hook inside": (
+        Net,
+        {"callbacks": (CallbackInside(),)},
+        r"`CallbackInside.on_after_backward`",
+    ),
+    "accumulation scheduler": (
+        Net,
+        {"callbacks": (GradientAccumulationScheduler({0: 1}),)},
+        r"GradientAccumulationScheduler",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:You have turned on", "ignore:Using ModelCheckpoint with manual")
+def test_refused_before_the_first_step(tmp_path: Path, accelerator: str, name: str) -> None:
+    build, kwargs, message = REFUSED[name]
+    kwargs = {"accelerator": accelerator, **kwargs}
+    if name == "LBFGS":
+        kwargs["max_epochs"] = 1
+    module = make(build)
+    weights = {k: v.clone() for k, v in module.state_dict().items()}
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        train(module, tmp_path / "raise", CUDAGraphCallback(), **kwargs)
+    assert 'on_unsupported="eager"' in str(caught.value)
+    assert all(torch.equal(weights[k], v.cpu()) for k, v in module.state_dict().items())
+
+    plain = train(make(build), tmp_path / "plain", **kwargs)
+    with pytest.warns(UserWarning, match="all steps eager"):
+        eager = train(
+            make(build), tmp_path / "eager", CUDAGraphCallback(on_unsupported="eager"), **kwargs
+        )
+    assert_same(plain, eager)
+    assert eager.callback is not None
+    assert eager.callback.report is not None
+
+
+@pytest.mark.filterwarnings(
+    "ignore:You are using the `dataloader_iter` step flavor",
+    "ignore:Found `dataloader_iter` argument",
+)
+def test_dataloader_iter_is_refused(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"`Iter.training_step` takes `dataloader_iter`"):
+        train(make(Iter), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
+def test_momentum_that_moves_every_step(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"`betas` of param group 0 changed.*cycle_momentum"):
+        train(make(Cycling), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
+    plain = train(make(Cycling), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    eager = train(make(Cycling), tmp_path / "eager", callback, accelerator=accelerator)
+    assert_same(plain, eager)
+    assert eager.counts.captures == 0
+
+
+def test_weight_decay_changed_once(tmp_path: Path, accelerator: str) -> None:
+    class Decays(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 10:
+                self.trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.3
+
+    plain = train(make(Decays), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(Decays), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 2
+    assert graph.counts.recaptures == ["`weight_decay` of param group 0 changed from 0.01 to 0.3"]
+
+
+def test_parameters_frozen_at_an_epochs_start(tmp_path: Path, accelerator: str) -> None:
+    class Freezes(Net):
+        def on_train_epoch_start(self) -> None:
+            self.head.weight.requires_grad_(self.current_epoch != 1)
+
+    plain = train(make(Freezes), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(Freezes), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 3
+
+
+class Wrapped:
+    """An object that nobody can walk."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, *args: Any, **kwargs: Any) -> Wrapped:
+        return Wrapped(self.x.to(*args, **kwargs))
+
+
+class OfWrapped(Dataset[Any]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return {"inputs": Wrapped(torch.randn(8, 12)), "labels": torch.randint(0, 4, (8,))}
+
+
+class TakesWrapped(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self(batch["inputs"].x), batch["labels"])
+
+
+def test_an_object_that_hides_tensors(tmp_path: Path, accelerator: str) -> None:
+    batches = DataLoader(OfWrapped(), batch_size=None)
+    kwargs: dict[str, Any] = {"train_loader": batches, "accelerator": accelerator}
+    with pytest.raises(BatchError, match=r"`batch\['inputs'\]` is a `Wrapped`.*`batch\['inputs'\].x`"):
+        train(make(TakesWrapped), tmp_path / "raise", CUDAGraphCallback(), **kwargs)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    eager = train(make(TakesWrapped), tmp_path / "eager", callback, **kwargs)
+    assert sum(eager.counts.eager.values()) == eager.final["global_step"]
+
+
+def test_metrics_in_the_step(tmp_path: Path, accelerator: str) -> None:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    class Metered(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(4, average="micro")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)["loss"]
+            self.accuracy(self(batch[0]), batch[1])
+            self.log("accuracy", self.accuracy)
+            return loss
+
+    with pytest.raises(UnsupportedError, match=r"the metric `accuracy` \(`MulticlassAccuracy`\)"):
+        train(make(Metered), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
+    plain = train(make(Metered), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    eager = train(make(Metered), tmp_path / "eager", callback, accelerator=accelerator)
+    assert_same(plain, eager)
+
+
+def test_given_twice(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"2 `CUDAGraphCallback`s; expected one"):
+        train(make(Net), tmp_path, CUDAGraphCallback(), callbacks=(CUDAGraphCallback(),))
+
+
+def test_a_trainer_of_the_other_package(tmp_path: Path) -> None:
+    other = pytest.importorskip("pytorch_lightning")
+    trainer = other.Trainer(
+        callbacks=[CUDAGraphCallback()],
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+
+    class OtherNet(other.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(12, 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.head(batch[0]).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(ConfigurationError, match=r"from lightning\.pytorch import Trainer"):
+        trainer.fit(OtherNet(), loader())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"warmup_steps": 0}, r"warmup_steps=0.*at least 1"),
+        ({"on_unsupported": "ignore"}, r"on_unsupported='ignore'.*'raise', 'eager'"),
+        ({"backend": "tpu"}, r"backend='tpu'.*'auto'"),
+    ],
+)
+def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        CUDAGraphCallback(**kwargs)
+
+
+def test_a_backend_of_another_device(tmp_path: Path, accelerator: str) -> None:
+    other: Any = "cuda" if accelerator == "cpu" else "emulator"
+    with pytest.raises(ConfigurationError, match=rf"backend='{other}'"):
+        train(make(Net), tmp_path, CUDAGraphCallback(backend=other), accelerator=accelerator)
+
+
+def test_warmup_steps_of_many_processes() -> None:
+    from lightning_cudagraph.support import default_warmup_steps
+
+    assert default_warmup_steps(1) == 3
+    assert default_warmup_steps(2) == 11
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+    name: str
+
+
+class OfSamples(Dataset[Any]):
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        return Sample(
+            torch.randn(8, 12, generator=generator),
+            torch.randint(0, 4, (8,), generator=generator),
+            self.names[index],
+        )
+
+
+class TakesSample(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self(batch.x), batch.y)
+        return loss * 2 if batch.name == "double" else loss
+
+
+def test_python_values_in_a_batch_are_part_of_its_signature(tmp_path: Path, accelerator: str) -> None:
+    names = ["single"] * 6 + ["double"] * 2 + ["single"] * 2
+    batches = DataLoader(OfSamples(names), batch_size=None)
+    kwargs: dict[str, Any] = {"train_loader": batches, "accelerator": accelerator, "max_epochs": 2}
+    plain = train(make(TakesSample), tmp_path / "plain", **kwargs)
+    graph = train(make(TakesSample), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 20 - 3 - 4
+    assert list(graph.counts.eager) == [
+        "another batch signature: `batch.name` changed: expected 'single', found 'double'"
+    ]
+
+
+class NoBatchIdx(Net):
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_training_step_without_batch_idx(tmp_path: Path, accelerator: str) -> None:
+    plain = train(make(NoBatchIdx), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(NoBatchIdx), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 1
+
+
+def test_callback_order(tmp_path: Path, accelerator: str) -> None:
+    class Last(CUDAGraphCallback):
+        """The harness puts others behind the callback under test; this one comes behind them."""
+
+    plain = train(make(Net), tmp_path / "plain", accelerator=accelerator)
+    last = Last()
+    graph = train(make(Net), tmp_path / "graph", None, callbacks=(last,), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert last.counts is not None
+    assert last.counts.captures == 1
+
+
+def test_copies_and_pickles_during_a_fit(tmp_path: Path, accelerator: str) -> None:
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            if trainer.global_step == 8:
+                for thing in (ours, pl_module, trainer.optimizers[0]):
+                    pickle.loads(pickle.dumps(thing))
+                    copy.deepcopy(thing)
+
+    ours = CUDAGraphCallback()
+    plain = train(make(Net), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(Net), tmp_path / "graph", ours, callbacks=(Copies(),), accelerator=accelerator)
+    assert_same(plain, graph)
+    pickle.loads(pickle.dumps(ours))
