@@ -15,7 +15,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -91,7 +91,12 @@ _WORDS: dict[str, tuple[str, str]] = {
         "Use its `_ex` form, such as `torch.linalg.cholesky_ex`.",
     ),
 }
-_HOST_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+_HOST_READS = {
+    Tensor.tolist: "`.tolist()`",
+    Tensor.numpy: "`.numpy()`",
+    Tensor.__array__: "`numpy.asarray(tensor)`",
+    Tensor.__repr__: "`print(tensor)` or `str(tensor)`",
+}
 _ALWAYS_FORBIDDEN = frozenset(
     name for name in _WORDS if name not in {"aten::nonzero", "aten::masked_select", "aten::bincount"}
 )
@@ -118,28 +123,32 @@ def _library_dirs() -> tuple[str, ...]:
     return tuple(dirs)
 
 
-def _frames_outwards(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+_Frame = tuple[str, int, str]  # file, line, function
+
+
+def _frames_outwards(frame: FrameType | None) -> Iterator[_Frame]:
     while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
 
 
-def _locate(frames: Iterator[tuple[str, int]]) -> Location | None:
+def _locate(frames: Iterable[_Frame]) -> Location | None:
     """The innermost of `frames` that belongs to neither torch, Lightning nor this package.
 
     The search ends at the first frame of this package that has other code inside it: that is where
     the captured step was called from, and what lies further out is the script that called `fit`.
+    Modes do not count: torch calls them in the middle of everything.
     """
     libraries = _library_dirs()
     own = _PACKAGE_DIR + os.sep
     left_own_frames = False
-    for filename, line in frames:
-        path = os.path.abspath(filename) if not filename.startswith("<") else filename
+    for filename, line, function in frames:
+        if filename.startswith("<") or function in ("__torch_dispatch__", "__torch_function__"):
+            continue
+        path = os.path.abspath(filename)
         if path.startswith(own):
             if left_own_frames:
                 return None
-            continue
-        if path.startswith("<"):
             continue
         left_own_frames = True
         if not path.startswith(libraries):
@@ -154,10 +163,11 @@ def user_location() -> Location | None:
 
 def location_of(error: BaseException) -> Location | None:
     """Where in the user's code `error` was raised, or None if nowhere there."""
-    frames: list[tuple[str, int]] = []
+    frames: list[_Frame] = []
     traceback = error.__traceback__
     while traceback is not None:
-        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        code = traceback.tb_frame.f_code
+        frames.append((code.co_filename, traceback.tb_lineno, code.co_name))
         traceback = traceback.tb_next
     return _locate(reversed(frames))
 
@@ -255,7 +265,7 @@ class HostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _HOST_READS and args[0].device.type == self._device_type:
-            forbid(f"`.{func.__name__}()`", _HOST_VALUE[1], user_location())
+            forbid(_HOST_READS[func], _HOST_VALUE[1], user_location())
         return func(*args, **(kwargs or {}))
 
 
