@@ -82,6 +82,14 @@ class _StepOutputs:
     marks: StepMarks | None
 
 
+# Getters of what moves from step to step, and is frozen in a graph.
+_COUNTERS = {
+    owner.__dict__[name].fget.__code__: f"{label}.{name}"
+    for owner, label in ((pl.LightningModule, "self"), (pl.Trainer, "trainer"))
+    for name in ("global_step", "current_epoch")
+}
+
+
 def _check_lightning(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Lightning's private names that are relied on, tested before any of them is touched."""
     loop = trainer.fit_loop.epoch_loop
@@ -314,7 +322,7 @@ class GraphedTraining:
         with ExitStack() as stack:
             logs = stack.enter_context(recorded_logs(self._trainer, self._module))
             stack.enter_context(metrics_refused(self._module))
-            stack.enter_context(frozen_python_audit(self._module, self._backend.device))
+            stack.enter_context(frozen_python_audit(self._module, self._backend.device, _COUNTERS))
             stack.enter_context(self._optimizer.step_arithmetic())
             if marks is not None:
                 stack.enter_context(marks.recording())

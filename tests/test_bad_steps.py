@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,24 @@ class BatchIdx(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
         return loss * (1 + batch_idx % 2)  # BAD
+
+
+class GlobalStep(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss * (1.0 if self.global_step < 8 else 0.5)  # BAD
+
+
+class CurrentEpoch(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.trainer.current_epoch)  # BAD
+
+
+class Clock(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        started_s = time.perf_counter()  # BAD
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss * (1 if started_s else 0)
 
 
 class Attribute(Net):
@@ -111,6 +130,9 @@ BAD: dict[type[Net], str] = {
     Branch: "Python branch",
     Mask: "boolean mask",
     BatchIdx: "`batch_idx`",
+    GlobalStep: "`self.global_step`",
+    CurrentEpoch: "`trainer.current_epoch`",
+    Clock: "`time.perf_counter()`",
     Attribute: "`calls` of the `Attribute`",
     GrowingList: "`seen` of the `GrowingList`",
     Rebound: "`mean_loss` of the `Rebound`",
@@ -179,7 +201,7 @@ def test_an_error_of_the_users_own_in_the_capture(tmp_path: Path, accelerator: s
     class Fails(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)["loss"]
-            if self.global_step == 3:
+            if self.trainer.fit_loop.epoch_loop.batch_idx == 2:
                 raise ValueError("the fourth step fails")
             return loss
 

@@ -2,22 +2,26 @@
 
 Host code in a captured step runs once, at the capture, and never again. A value that it read stays
 what it was; an attribute that it set is not set again; a random number that it drew is drawn for
-good. Found here: any use of the index of the batch, attributes and buffers of the model that the
-step rebinds or lets grow, and draws from the generators of `random`, NumPy and the CPU.
+good. Found here: any use of the index of the batch, reads of the trainer's counters and of clocks,
+attributes and buffers of the model that the step rebinds or lets grow, and draws from the generators
+of `random`, NumPy and the CPU.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from lightning_cudagraph.capture.sentry import forbid, user_location
+from lightning_cudagraph.capture.sentry import Location, forbid, user_frame, user_location
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["FrozenInt", "frozen_python_audit"]
@@ -26,6 +30,9 @@ _HOST_HOOK = (
     "Do it in a hook that runs on the host at every step, such as `on_train_batch_start` or"
     " `on_train_batch_end`"
 )
+
+
+_CLOCKS = frozenset({time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic})
 
 
 def _refuse(name: str) -> Any:
@@ -197,8 +204,43 @@ def _bytes_of(state: torch.Tensor | None) -> bytes:
     return b"" if state is None else state.numpy().tobytes()
 
 
+class _Reads:
+    """Notes the user's reads of values that move from step to step, while it is on.
+
+    Properties are seen as calls of their getters, by the interpreter's profiling hook. It sees the
+    thread of the training loop, not those of autograd.
+    """
+
+    def __init__(self, moving: Mapping[CodeType, str]) -> None:
+        self._moving = moving
+        self._before: Any = None
+        self.found: tuple[str, Location] | None = None
+
+    def __enter__(self) -> _Reads:
+        self._before = sys.getprofile()
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(self._before)
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        if self.found is not None:
+            return
+        if event == "call" and frame.f_code in self._moving:
+            name, caller = self._moving[frame.f_code], frame.f_back
+        elif event == "c_call" and argument in _CLOCKS:
+            name, caller = f"{argument.__module__}.{argument.__name__}()", frame
+        else:
+            return
+        if (where := user_frame(caller)) is not None:
+            self.found = (name, where)
+
+
 @contextmanager
-def frozen_python_audit(model: nn.Module, device: torch.device) -> Iterator[None]:
+def frozen_python_audit(
+    model: nn.Module, device: torch.device, moving: Mapping[CodeType, str]
+) -> Iterator[None]:
     """Refuse a step that leaves traces on the host which a replay would not leave.
 
     If it is refused, or fails otherwise, the model's attributes and the generators are put back as
@@ -207,14 +249,24 @@ def frozen_python_audit(model: nn.Module, device: torch.device) -> Iterator[None
     Args:
         model: the model whose modules are watched.
         device: where the step runs; the generator of that device is the graph's own.
+        moving: getters of values that move from step to step, with the names the user knows them by.
 
     Raises:
-        CaptureError: naming the attribute, or the generator that was drawn from.
+        CaptureError: naming the attribute, the value that was read with the user's line, or the
+            generator that was drawn from.
     """
     states = {name: _ModuleState(module) for name, module in model.named_modules()}
     generators = _HostGenerators(device)
     try:
-        yield
+        with _Reads(moving) as reads:
+            yield
+        if reads.found is not None:
+            name, where = reads.found
+            forbid(
+                f"a read of `{name}`, which would stay what it is in this step",
+                f"{_HOST_HOOK}, or pass the number with the batch, as a tensor.",
+                where,
+            )
         for path, state in states.items():
             if (changed := state.changed()) is not None:
                 of = f"`{path}`" if path else f"the `{type(model).__qualname__}`"

@@ -132,6 +132,17 @@ def _frames_outwards(frame: FrameType | None) -> Iterator[_Frame]:
         frame = frame.f_back
 
 
+def _is_user_code(path: str) -> bool:
+    return not path.startswith(("<", _PACKAGE_DIR + os.sep, *_library_dirs()))
+
+
+def user_frame(frame: FrameType | None) -> Location | None:
+    """The line that `frame` is at, if it is the user's."""
+    if frame is None or not _is_user_code(path := os.path.abspath(frame.f_code.co_filename)):
+        return None
+    return Location(path, frame.f_lineno, linecache.getline(path, frame.f_lineno).strip())
+
+
 def _locate(frames: Iterable[_Frame]) -> Location | None:
     """The innermost of `frames` that belongs to neither torch, Lightning nor this package.
 
