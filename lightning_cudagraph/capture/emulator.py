@@ -19,11 +19,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_cudagraph.capture.backend import Graph
-from lightning_cudagraph.capture.sentry import HostReads, check
+from lightning_cudagraph.capture.sentry import HostReads, Sentry
 
 __all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
 
@@ -112,23 +111,15 @@ class _Undo:
         torch.set_rng_state(self._rng_state)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Sentry):
     """Runs below autograd and autocast, so that what it sees is what a GPU would be launched with."""
 
     def __init__(self, ops: list[_Op | HostEvent], undo: _Undo) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__("cpu")
         self._ops = ops
         self._undo = undo
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        check(func, args, kwargs, "cpu")
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = _tensors_of((args, kwargs))
         self._undo.before(inputs)
         frozen_args, frozen_kwargs = tree_map_only(Tensor, _address, (args, kwargs))

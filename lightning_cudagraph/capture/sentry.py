@@ -301,4 +301,8 @@ class Sentry(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         check(func, args, kwargs, self._device_type)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op that has passed the check."""
         return func(*args, **kwargs)
