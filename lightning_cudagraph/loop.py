@@ -30,10 +30,11 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.frozen import FrozenInt, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
-from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
-from lightning_cudagraph.logs import TO_TENSOR, LoggedStep, recorded_logs
+from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.logs import LoggedStep, recorded_logs
 from lightning_cudagraph.metrics import metrics_refused
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
+from lightning_cudagraph.support import check_private_names
 from lightning_cudagraph.timing.layers import LayerTimings, select_layers
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
@@ -90,35 +91,6 @@ _COUNTERS = {
 }
 
 
-def _check_lightning(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Lightning's private names that are relied on, tested before any of them is touched."""
-    loop = trainer.fit_loop.epoch_loop
-    needed = {
-        "fit_loop.epoch_loop": (loop, ("automatic_optimization", "_results", "_batches_that_stepped")),
-        "fit_loop.epoch_loop.automatic_optimization": (
-            loop.automatic_optimization,
-            ("_make_closure", "_skip_backward", "optim_progress"),
-        ),
-        "_logger_connector": (
-            trainer._logger_connector,
-            ("should_reset_tensors", "_current_fx"),
-        ),
-        "fit_loop.epoch_loop._results": (
-            loop._results,
-            ("log", "reset", "update_metrics", "_extract_batch_size"),
-        ),
-        "lightning_module": (module, ("_current_fx_name", TO_TENSOR)),
-    }
-    for owner, (value, names) in needed.items():
-        for name in names:
-            if not hasattr(value, name):
-                raise CUDAGraphError(
-                    f"`trainer.{owner}.{name}` is gone from lightning {pl.__version__}, and the captured"
-                    " step is built on it. Use lightning 2.6, or pass"
-                    ' `CUDAGraphCallback(backend="off")`.'
-                )
-
-
 class GraphedTraining:
     """One `fit` whose steps are captured.
 
@@ -144,7 +116,7 @@ class GraphedTraining:
         raise_unsupported: bool,
         timings: LayerTimings | None,
     ) -> None:
-        _check_lightning(trainer, module)
+        check_private_names(trainer, module)
         self._trainer = trainer
         self._module = module
         self._backend = backend

@@ -18,9 +18,17 @@ from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
+from lightning_cudagraph.logs import TO_TENSOR
 
-__all__ = ["BackendName", "callbacks_of", "check_run", "default_warmup_steps", "make_backend"]
+__all__ = [
+    "BackendName",
+    "callbacks_of",
+    "check_private_names",
+    "check_run",
+    "default_warmup_steps",
+    "make_backend",
+]
 
 BackendName = Literal["auto", "cuda", "emulator", "off"]
 
@@ -93,6 +101,35 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _check_loop(trainer, module)
     _check_hooks(trainer)
     _check_modules(module)
+
+
+def check_private_names(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Lightning's private names that are relied on, tested before any of them is touched."""
+    loop = trainer.fit_loop.epoch_loop
+    needed = {
+        "fit_loop.epoch_loop": (loop, ("automatic_optimization", "_results", "_batches_that_stepped")),
+        "fit_loop.epoch_loop.automatic_optimization": (
+            loop.automatic_optimization,
+            ("_make_closure", "_skip_backward", "optim_progress"),
+        ),
+        "_logger_connector": (
+            trainer._logger_connector,
+            ("should_reset_tensors", "_current_fx"),
+        ),
+        "fit_loop.epoch_loop._results": (
+            loop._results,
+            ("log", "reset", "update_metrics", "_extract_batch_size"),
+        ),
+        "lightning_module": (module, ("_current_fx_name", TO_TENSOR)),
+    }
+    for owner, (value, names) in needed.items():
+        for name in names:
+            if not hasattr(value, name):
+                raise CUDAGraphError(
+                    f"`trainer.{owner}.{name}` is gone from lightning {pl.__version__}, and the captured"
+                    " step is built on it. Use lightning 2.6, or pass"
+                    ' `CUDAGraphCallback(backend="off")`.'
+                )
 
 
 def _check_placement(trainer: pl.Trainer) -> None:

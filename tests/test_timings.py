@@ -73,7 +73,7 @@ def test_report(tmp_path: Path, accelerator: str) -> None:
     run(tmp_path, accelerator, callback)
     assert callback.report is not None
     lines = callback.report.splitlines()
-    assert "3 warmed up, 1 captured, 18 replayed, 3 eager" in callback.report
+    assert "3 warmed up, 18 replayed, 3 eager; captured 1 time(s)" in callback.report
     assert "3 eager: another batch signature: `batch[0]` changed: expected (8, 12)" in callback.report
     assert "times as fast" in callback.report
     assert "MiB taken" in callback.report

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.optim.alpha import TensorAlphaMode
 
-__all__ = ["PreparedOptimizer", "TensorAlphaMode"]
+__all__ = ["PreparedOptimizer"]
 
 
 @dataclass(frozen=True)
@@ -68,54 +68,6 @@ _FORMS: dict[type[Optimizer], _Form] = {
     torch.optim.Rprop: _Form(mirror=False),
     torch.optim.SGD: _Form(capturable=False, alpha=True, host_state=()),
 }
-
-
-def _add_scaled_(target: Tensor, other: Tensor, alpha: Tensor) -> Tensor:
-    """``target += alpha * other`` with one rounding, as ``add_(other, alpha=float)`` has."""
-    if target.dtype in (torch.float32, torch.float64):
-        return target.addcmul_(other, alpha)
-    # In 16 bits `addcmul_` would round alpha to the parameter's dtype; `add_` computes in float32.
-    return target.copy_(torch.addcmul(target.float(), other.float(), alpha.float()))
-
-
-def _foreach_add_scaled_(targets: list[Tensor], others: list[Tensor], alpha: Tensor) -> None:
-    if targets[0].is_cuda:
-        # The fused SGD kernel without momentum is this very update, in one launch for the list.
-        torch._fused_sgd_(
-            targets,
-            others,
-            [],
-            weight_decay=0.0,
-            momentum=0.0,
-            lr=-alpha,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
-        return
-    for target, other in zip(targets, others, strict=True):
-        _add_scaled_(target, other, alpha)
-
-
-class TensorAlphaMode(TorchFunctionMode):
-    """Lets ``add_`` and ``_foreach_add_`` take a tensor for ``alpha`` without reading it back.
-
-    Both parse ``alpha`` as a `Scalar`, which calls ``.item()`` on a tensor. Results are bit for bit
-    those of the float form.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        alpha = kwargs.get("alpha")
-        if isinstance(alpha, Tensor):
-            if func is Tensor.add_:
-                return _add_scaled_(args[0], args[1], alpha)
-            if func is torch._foreach_add_:
-                return _foreach_add_scaled_(args[0], args[1], alpha)
-        return func(*args, **kwargs)
 
 
 def _name(optimizer: Optimizer) -> str:

@@ -122,8 +122,8 @@ def fit_report(
     lines = [
         f"lightning_cudagraph: {backend}",
         (
-            f"  steps     {counts.warmed_up} warmed up, {counts.captures} captured,"
-            f" {counts.replayed} replayed, {eager_steps} eager"
+            f"  steps     {counts.warmed_up} warmed up, {counts.replayed} replayed, {eager_steps} eager;"
+            f" captured {counts.captures} time(s)"
         ),
     ]
     lines += [f"            {n} eager: {reason}" for reason, n in counts.eager.most_common()]

@@ -1,0 +1,63 @@
+"""A tensor in the place of `alpha`, which torch would read back to the host.
+
+SGD takes its step as ``add_(gradient, alpha=-lr)``. Torch parses `alpha` as a `Scalar`, and calls
+``.item()`` on a tensor. Here the same update is made with the tensor itself, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["TensorAlphaMode"]
+
+
+def _add_scaled_(target: Tensor, other: Tensor, alpha: Tensor) -> Tensor:
+    """``target += alpha * other`` with one rounding, as ``add_(other, alpha=float)`` has."""
+    if target.dtype in (torch.float32, torch.float64):
+        return target.addcmul_(other, alpha)
+    # In 16 bits `addcmul_` would round alpha to the parameter's dtype; `add_` computes in float32.
+    return target.copy_(torch.addcmul(target.float(), other.float(), alpha.float()))
+
+
+def _foreach_add_scaled_(targets: list[Tensor], others: list[Tensor], alpha: Tensor) -> None:
+    if targets[0].is_cuda:
+        # The fused SGD kernel without momentum is this very update, in one launch for the list.
+        torch._fused_sgd_(
+            targets,
+            others,
+            [],
+            weight_decay=0.0,
+            momentum=0.0,
+            lr=-alpha,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+        return
+    for target, other in zip(targets, others, strict=True):
+        _add_scaled_(target, other, alpha)
+
+
+class TensorAlphaMode(TorchFunctionMode):
+    """Lets ``add_`` and ``_foreach_add_`` take a tensor for ``alpha`` without reading it back.
+
+    Both parse ``alpha`` as a `Scalar`, which calls ``.item()`` on a tensor. Results are bit for bit
+    those of the float form.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        alpha = kwargs.get("alpha")
+        if isinstance(alpha, Tensor):
+            if func is Tensor.add_:
+                return _add_scaled_(args[0], args[1], alpha)
+            if func is torch._foreach_add_:
+                return _foreach_add_scaled_(args[0], args[1], alpha)
+        return func(*args, **kwargs)
