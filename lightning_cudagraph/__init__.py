@@ -8,6 +8,7 @@ from lightning_cudagraph.errors import CaptureError as CaptureError
 from lightning_cudagraph.errors import ConfigurationError as ConfigurationError
 from lightning_cudagraph.errors import CUDAGraphError as CUDAGraphError
 from lightning_cudagraph.errors import UnsupportedError as UnsupportedError
+from lightning_cudagraph.errors import VerificationError as VerificationError
 from lightning_cudagraph.timing.layers import LayerTimings as LayerTimings
 
 __version__ = _version("lightning_cudagraph")

@@ -42,6 +42,10 @@ class CUDAGraphCallback(Callback):
         on_unsupported: ``"raise"`` an error when something cannot be captured, or train on without a
             graph (``"eager"``) and say why in the report.
         timings: which layers are timed by events in the graph; None for none.
+        verify_replays: how many of the first replays of a graph are checked, bit for bit, against an
+            eager step from the same state on the same batch. Each costs about two eager steps, and
+            memory for copies of parameters and optimizer state; 0 for none.
+        verify_every_n_steps: beyond those, check one replay in so many; None for none.
         backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` insist
             on one of them. ``"off"``: a run as without this callback.
 
@@ -62,12 +66,20 @@ class CUDAGraphCallback(Callback):
         warmup_steps: int | None = None,
         on_unsupported: Literal["raise", "eager"] = "raise",
         timings: LayerTimings | None = _AUTOMATIC_LAYERS,
+        verify_replays: int = 2,
+        verify_every_n_steps: int | None = None,
         backend: BackendName = "auto",
     ) -> None:
         if warmup_steps is not None and warmup_steps < 1:
             raise ConfigurationError(
                 f"`CUDAGraphCallback(warmup_steps={warmup_steps})`: expected at least 1, because"
                 " optimizers make their state in their first step. Leave it out for the default."
+            )
+        if verify_replays < 0 or (verify_every_n_steps is not None and verify_every_n_steps < 1):
+            raise ConfigurationError(
+                f"`CUDAGraphCallback(verify_replays={verify_replays},"
+                f" verify_every_n_steps={verify_every_n_steps})`: expected at least 0, and at least 1"
+                " or None."
             )
         for name, value, allowed in (
             ("on_unsupported", on_unsupported, ("raise", "eager")),
@@ -81,6 +93,8 @@ class CUDAGraphCallback(Callback):
         self.warmup_steps = warmup_steps
         self.on_unsupported = on_unsupported
         self.timings = timings
+        self.verify_replays = verify_replays
+        self.verify_every_n_steps = verify_every_n_steps
         self.backend = backend
         self.report: str | None = None
         self.counts: StepCounts | None = None
@@ -122,6 +136,8 @@ class CUDAGraphCallback(Callback):
                 self.warmup_steps or default_warmup_steps(trainer.world_size),
                 self.on_unsupported == "raise",
                 self.timings,
+                self.verify_replays,
+                self.verify_every_n_steps,
             )
         except UnsupportedError as error:
             if self.on_unsupported == "raise":

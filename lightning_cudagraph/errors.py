@@ -13,6 +13,7 @@ __all__ = [
     "CaptureError",
     "ConfigurationError",
     "UnsupportedError",
+    "VerificationError",
 ]
 
 _RUN_EAGERLY = (
@@ -48,6 +49,13 @@ class CaptureError(UnsupportedError):
 
     The capture has been ended and undone: parameters, gradients, optimizer state, random state and
     counters are what they were before the step.
+    """
+
+
+class VerificationError(UnsupportedError):
+    """A replay came to other numbers than an eager step from the same state.
+
+    The state has been put back to what it was before the step.
     """
 
 

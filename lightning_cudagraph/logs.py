@@ -79,6 +79,15 @@ class LoggedStep:
             for indices in by_dtype.values()
         ]
 
+    def values(self) -> dict[str, Tensor]:
+        """The logged values, by what they were logged as."""
+        found: dict[str, Tensor] = {}
+        for packed, indices in self._packed:
+            for index, value in zip(indices, packed.unbind(), strict=True):
+                fx, name, _ = self._calls[index]
+                found[f"`self.log({name!r}, ...)` in `{fx}` (call {index})"] = value
+        return found
+
     def hand_over(self, trainer: pl.Trainer) -> None:
         """Log the values of the last replay, as `LightningModule.log` would have.
 

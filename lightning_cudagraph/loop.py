@@ -9,7 +9,7 @@ that is where a batch is warmed up, captured or replayed. Everything replaced go
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.frozen import FrozenInt, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.logs import LoggedStep, recorded_logs
 from lightning_cudagraph.metrics import metrics_refused
@@ -82,6 +83,10 @@ class _StepOutputs:
     logs: LoggedStep
     marks: StepMarks | None
 
+    def values(self) -> dict[str, Tensor]:
+        """What can be compared, by name."""
+        return {"the loss": self.loss, **self.logs.values()}
+
 
 # Getters of what moves from step to step, and is frozen in a graph.
 _COUNTERS = {
@@ -101,6 +106,8 @@ class GraphedTraining:
         warmup_steps: training steps before a capture.
         raise_unsupported: raise when a step cannot be captured, instead of going on eagerly.
         timings: which layers are timed, or None for no events in the graph.
+        verify_replays: how many of the first replays of a graph are checked against eager steps.
+        verify_every_n_steps: beyond those, check one replay in so many; None for none.
 
     Raises:
         UnsupportedError: if the optimizer is not known to be right in a graph.
@@ -115,6 +122,8 @@ class GraphedTraining:
         warmup_steps: int,
         raise_unsupported: bool,
         timings: LayerTimings | None,
+        verify_replays: int,
+        verify_every_n_steps: int | None,
     ) -> None:
         check_private_names(trainer, module)
         self._trainer = trainer
@@ -134,9 +143,11 @@ class GraphedTraining:
             trainer.optimizers[0], backend.device, backend.lr_dtype, self._forget
         )
         self._guards = Guards(module, self._cheap_state, self._optimizer.addresses)
+        self._verifier = Verifier(backend, self._state, verify_replays, verify_every_n_steps)
         self._engine: StepEngine[_StepOutputs] = StepEngine(
             backend,
             self._guards,
+            self._verifier,
             self._trained_parameters,
             warmup_steps,
             backend.graphs_per_step if timings is not None else 1,
@@ -200,17 +211,27 @@ class GraphedTraining:
             The report.
         """
         self._read_times()
-        text = fit_report(
-            description, self._engine.counts, self._pace, self._times, self._optimizer.notes
-        )
+        text = fit_report(description, self._engine.counts, self._pace, self._times, self._notes())
         self._tensorboard.add_text("cudagraph/report", text, self._step_number())
         return text
+
+    def _notes(self) -> list[str]:
+        verified = [f"{self._verifier.checked} replay(s) verified against eager steps"]
+        return [*verified, *self._verifier.notes, *self._optimizer.notes]
 
     def _step_number(self) -> int:
         return self._trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def _forget(self, reason: str) -> None:
         self._engine.drop(reason)
+
+    def _state(self) -> dict[str, Tensor]:
+        """All tensors that a step changes, by name, in the order of the step."""
+        return {
+            **{f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()},
+            **self._optimizer.state_tensors(),
+            **{f"parameter `{name}`": value for name, value in self._module.named_parameters()},
+        }
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
@@ -239,7 +260,9 @@ class GraphedTraining:
         step = Step(
             closure.batch,
             run,
-            lambda batch: self._record(batch, closure, optimizer, model, kwargs),
+            lambda batch: self._record(batch, closure, optimizer, model, kwargs, self._layers),
+            lambda batch: self._record(batch, closure, optimizer, model, kwargs, None),
+            _StepOutputs.values,
             self._undone,
         )
         phase, outputs = self._engine.step(step, self._optimizer.refresh)
@@ -277,6 +300,7 @@ class GraphedTraining:
         optimizer: Optimizer,
         model: Any,
         kwargs: dict[str, Any],
+        timed: Mapping[str, nn.Module] | None,
     ) -> _StepOutputs:
         """The training step, as it is captured: Lightning's own code, on the static batch."""
         names = list(closure.kwargs)
@@ -285,7 +309,7 @@ class GraphedTraining:
         if "batch_idx" in step_kwargs:
             step_kwargs["batch_idx"] = FrozenInt(closure.batch_idx, "batch_idx")
         inner = self._optimization.closure_for_capture(step_kwargs, optimizer, closure.batch_idx)
-        marks = StepMarks(self._backend, self._layers) if self._layers is not None else None
+        marks = StepMarks(self._backend, timed) if timed is not None else None
         if marks is not None:
             inner._step_fn = _then(inner._step_fn, marks.forward_ended)
             if inner._backward_fn is not None:

@@ -83,6 +83,15 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Block the host until the device has nothing left to do."""
 
+    def rng_state(self) -> torch.Tensor:
+        """The state of the device's default generator, in host memory."""
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Put the device's default generator into a state that `rng_state` returned."""
+
+    def free_bytes(self) -> int:
+        """Device memory that can still be allocated, in bytes."""
+
     def graph_bytes(self) -> int:
         """Device memory that the live graphs have taken, in bytes."""
 
@@ -217,6 +226,17 @@ class CudaBackend:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.device)
+
+    def free_bytes(self) -> int:
+        cached_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        # What the graphs' pool keeps is not free for anybody else.
+        return torch.cuda.mem_get_info(self.device)[0] + max(0, cached_bytes - self.graph_bytes())
 
     def graph_bytes(self) -> int:
         return sum(taken_bytes for _, taken_bytes in self._live)

@@ -12,6 +12,7 @@ memory inside a pool, asynchronous execution, and the boundary between host and 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -217,6 +218,15 @@ class EmulatorBackend:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+
+    def rng_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def free_bytes(self) -> int:
+        return sys.maxsize  # host memory is not the emulator's to judge
 
     def graph_bytes(self) -> int:
         return sum(graph.memory_bytes() for graph in self._live)

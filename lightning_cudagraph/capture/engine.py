@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = ["Phase", "Step", "StepCounts", "StepEngine"]
@@ -68,12 +69,16 @@ class Step(Generic[T]):
         batch: what it is done on.
         run: does it eagerly.
         record: does it in a capture, on the static batch it is given; returns the static outputs.
+        rehearse: does the same without a capture, on the static batch, and without timing events.
+        values: the tensors among the outputs that can be compared, by name.
         transaction: entered around the captures; when left, all that the host did inside is undone.
     """
 
     batch: Any
     run: Callable[[], object]
     record: Callable[[Any], T]
+    rehearse: Callable[[Any], T]
+    values: Callable[[T], dict[str, Tensor]]
     transaction: Callable[[], AbstractContextManager[None]]
 
 
@@ -83,6 +88,7 @@ class StepEngine(Generic[T]):
     Args:
         backend: where steps run.
         guards: what a graph bakes in.
+        verifier: checks replays against eager steps.
         parameters: what the step computes gradients of.
         warmup_steps: ordinary training steps on the side stream before a capture.
         takes: captures of the step that take turns.
@@ -94,6 +100,7 @@ class StepEngine(Generic[T]):
         self,
         backend: Backend,
         guards: Guards,
+        verifier: Verifier,
         parameters: Callable[[], Iterable[nn.Parameter]],
         warmup_steps: int,
         takes: int,
@@ -102,6 +109,7 @@ class StepEngine(Generic[T]):
     ) -> None:
         self._backend = backend
         self._guards = guards
+        self._verifier = verifier
         self._parameters = parameters
         self._warmup_steps = warmup_steps
         self._takes = takes
@@ -154,7 +162,31 @@ class StepEngine(Generic[T]):
                 step, f"another batch signature: {self._captured.signature.difference(signature)}"
             )
         refresh()
+        if self._verifier.due(self._captured.replays) and self._verifier.has_room():
+            return self._verify(step, self._captured)
         outputs = self._captured.replay(step.batch)
+        self.counts.replayed += 1
+        return Phase.CAPTURED, outputs
+
+    def _verify(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T | None]:
+        def eagerly() -> dict[str, Tensor]:
+            with step.transaction(), self._backend.on_side_stream():
+                return step.values(captured.run_eagerly(step.rehearse, step.batch))
+
+        def replay() -> tuple[T, dict[str, Tensor]]:
+            outputs = captured.replay(step.batch)
+            return outputs, step.values(outputs)
+
+        reason = ""
+        try:
+            outputs = self._verifier.check(eagerly, replay)
+        except UnsupportedError as error:
+            self.unsupported(error)
+            reason = error.reason
+        if reason:
+            captured.release()
+            self._captured = None
+            return self._eager(step, reason)
         self.counts.replayed += 1
         return Phase.CAPTURED, outputs
 

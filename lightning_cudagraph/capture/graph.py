@@ -46,6 +46,9 @@ class CapturedStep(Generic[T]):
         parameters: what the step computes gradients of.
         takes: how many captures take turns.
 
+    Attributes:
+        replays: how many replays there have been.
+
     Raises:
         CaptureError: if the step did something that no graph can hold; gradients, memory and random
             state are then as before.
@@ -65,6 +68,7 @@ class CapturedStep(Generic[T]):
         self._static = StaticBatch(batch)
         self._takes: list[_Take[T]] = []
         self._turn = 0
+        self.replays = 0
         trained = list(parameters)
         before = [parameter.grad for parameter in trained]
         try:
@@ -83,6 +87,11 @@ class CapturedStep(Generic[T]):
             for parameter, gradient in zip(trained, before, strict=True):
                 parameter.grad = gradient
 
+    def run_eagerly(self, step: Callable[[Any], T], batch: Any) -> T:
+        """Run a function of the static batch on a batch of this signature, without a graph."""
+        self._static.copy_from(batch)
+        return step(self._static.batch)
+
     def replay(self, batch: Any) -> T:
         """Run the step on a batch of this signature.
 
@@ -96,6 +105,7 @@ class CapturedStep(Generic[T]):
         self._static.copy_from(batch)
         take = self._takes[self._turn]
         self._turn = (self._turn + 1) % len(self._takes)
+        self.replays += 1
         return take.replay()
 
     def release(self) -> None:

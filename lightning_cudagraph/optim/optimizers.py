@@ -265,6 +265,16 @@ class PreparedOptimizer:
             for name, label in labels
         }
 
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All tensors of the optimizer's state, by name."""
+        return {
+            f"`{name}` of parameter {index} in param group {group_idx} of the optimizer": value
+            for group_idx, group in enumerate(self._optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+            for name, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
     def addresses(self) -> dict[str, Any]:
         """What else of the optimizer a capture freezes: which tensors it works on."""
         return {

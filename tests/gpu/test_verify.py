@@ -1,0 +1,3 @@
+"""Verification on CUDA."""
+
+from tests.test_verify import *  # noqa: F403
