@@ -30,8 +30,9 @@ class CUDAGraphCallback(Callback):
 
     The first batches are ordinary training steps on a side stream. Then the step is captured, and
     every later batch of the same shape is copied into the graph's static buffers and replayed. The
-    run comes out as it would without this callback; what cannot be held to that is refused with the
-    reason, or run eagerly. On a CPU an emulator takes the place of the GPU.
+    run comes out as it would without this callback, but for the last place of optimizers that must
+    run with ``capturable=True`` (said when training starts); what is known not to is refused with
+    the reason, or run eagerly. On a CPU an emulator takes the place of the GPU.
 
     Logged to TensorBoard after each replay, in milliseconds: ``layer_forward_ms/{module}``,
     ``layer_backward_ms/{module}``, and ``step_ms/{forward,backward,optimizer,total}``; at the end of
@@ -123,6 +124,7 @@ class CUDAGraphCallback(Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close()  # a fit that another callback's exception ended before our hooks
         self.report, self.counts = None, None
         if self.backend == "off":
             return
@@ -148,7 +150,8 @@ class CUDAGraphCallback(Callback):
         self._training.install()
         self.counts = self._training.counts
         self._description = backend.description
-        rank_zero_info(f"lightning_cudagraph: {backend.description}")
+        for line in (backend.description, *self._training.notes):
+            rank_zero_info(f"lightning_cudagraph: {line}")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._training is not None:

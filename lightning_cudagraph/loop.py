@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +24,14 @@ from lightning.pytorch.loops.optimization.automatic import (
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
-from lightning_cudagraph.capture.frozen import FrozenInt, frozen_python_audit
+from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.verify import Verifier
-from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.logs import LoggedStep, recorded_logs
 from lightning_cudagraph.metrics import metrics_refused
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
@@ -47,10 +47,21 @@ __all__ = ["GraphedTraining"]
 class _GraphClosure(Closure):
     """A closure that remembers its batch, so that it can be captured or replayed instead of called."""
 
-    def __init__(self, closure: Closure, kwargs: OrderedDict[str, Any], batch_idx: int) -> None:
+    def __init__(
+        self,
+        closure: Closure,
+        kwargs: OrderedDict[str, Any],
+        batch_idx: int,
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         super().__init__(closure._step_fn, closure._backward_fn, closure._zero_grad_fn)
         self.kwargs = kwargs
         self.batch_idx = batch_idx
+        self._around = around  # what the optimizer's arithmetic must not show to the user's code
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        with self._around():
+            return super().__call__(*args, **kwargs)
 
     @property
     def batch(self) -> Any:
@@ -60,18 +71,25 @@ class _GraphClosure(Closure):
 class _GraphedOptimization(_AutomaticOptimization):
     """Lightning's automatic optimization, with closures that can be captured."""
 
+    around_eager: Callable[[], AbstractContextManager[None]]
+
     def _make_closure(
         self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
     ) -> Closure:
         closure = super()._make_closure(kwargs, optimizer, batch_idx)
         if self._skip_backward or self.trainer.accumulate_grad_batches != 1:
             return closure  # StochasticWeightAveraging, updating batch norm in its last epoch
-        return _GraphClosure(closure, kwargs, batch_idx)
+        return _GraphClosure(closure, kwargs, batch_idx, self.around_eager)
 
     def closure_for_capture(
-        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
-    ) -> Closure:
-        return super()._make_closure(kwargs, optimizer, batch_idx)
+        self,
+        kwargs: OrderedDict[str, Any],
+        optimizer: Optimizer,
+        batch_idx: int,
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> _GraphClosure:
+        closure = super()._make_closure(kwargs, optimizer, batch_idx)
+        return _GraphClosure(closure, kwargs, batch_idx, around)
 
 
 @dataclass
@@ -138,27 +156,34 @@ class GraphedTraining:
         # The replay whose events have not been read yet, with its step.
         self._unread: tuple[StepMarks, int] | None = None
         self._patches = ExitStack()
+        self._in_step = False
         # Last, because it changes the optimizer: nothing after it may fail.
         self._optimizer = PreparedOptimizer(
             trainer.optimizers[0], backend.device, backend.lr_dtype, self._forget
         )
-        self._guards = Guards(module, self._cheap_state, self._optimizer.addresses)
+        self._guards = Guards(module, self._cheap_state, lambda: self._optimizer.addresses())
         self._verifier = Verifier(backend, self._state, verify_replays, verify_every_n_steps)
         self._engine: StepEngine[_StepOutputs] = StepEngine(
             backend,
             self._guards,
             self._verifier,
-            self._trained_parameters,
+            self._parameters,
             warmup_steps,
             backend.graphs_per_step if timings is not None else 1,
             raise_unsupported,
             lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
+            lambda: self._optimizer.restore(),
         )
 
     @property
     def counts(self) -> StepCounts:
         """What became of the steps so far."""
         return self._engine.counts
+
+    @property
+    def notes(self) -> list[str]:
+        """What was changed for the capture, in words."""
+        return self._optimizer.notes
 
     def install(self) -> None:
         """Take the seat."""
@@ -167,9 +192,11 @@ class GraphedTraining:
         original = loop.automatic_optimization
         graphed = _GraphedOptimization.__new__(_GraphedOptimization)
         graphed.__dict__.update(original.__dict__)
+        graphed.around_eager = self._floats_inside
         self._optimization = graphed
 
         def give_back() -> None:
+            del graphed.around_eager
             original.__dict__.update(graphed.__dict__)
             loop.automatic_optimization = original
 
@@ -190,11 +217,12 @@ class GraphedTraining:
 
     def close(self) -> None:
         """Leave the seat: put everything back, and let go of graphs and their memory."""
-        self._patches.close()
-        self._optimizer.restore()
         self._unread = None
-        self._tensorboard.close()
-        self._engine.close()
+        with ExitStack() as stack:  # every part, also where one of them fails
+            stack.callback(self._engine.close)
+            stack.callback(self._tensorboard.close)
+            stack.callback(self._optimizer.restore)
+            stack.callback(self._patches.close)
 
     def suspect(self) -> None:
         """Something other than training steps has happened, and can have changed what is baked in."""
@@ -233,8 +261,15 @@ class GraphedTraining:
             **{f"parameter `{name}`": value for name, value in self._module.named_parameters()},
         }
 
-    def _trained_parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+    def _parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Those that the optimizer steps, and those of the module that nobody steps."""
+        stepped = self._optimizer.parameters
+        known = {id(parameter) for parameter in stepped}
+        others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in known]
+        return stepped, others
+
+    def _floats_inside(self) -> AbstractContextManager[None]:
+        return self._optimizer.floats_inside() if self._in_step else nullcontext()
 
     def _cheap_state(self) -> dict[str, Any]:
         return {
@@ -247,9 +282,10 @@ class GraphedTraining:
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
     ) -> Any:
         """In the place of `Strategy.optimizer_step`: the whole training step happens in here."""
+        self._adopt(optimizer)
         if not isinstance(closure, _GraphClosure):
-            reason = "the optimizer was stepped with a closure that is not Lightning's own"
-            self._engine.counts.eager[reason] += 1
+            reason = "a step without backward pass, with accumulation, or with a closure of one's own"
+            self._engine.counts.note_eager(reason)
             with self._backend.on_side_stream():
                 return self._run(optimizer, closure, model, kwargs)
         returned: list[Any] = []
@@ -277,7 +313,21 @@ class GraphedTraining:
         """The training step, eagerly, in the arithmetic of the captured one."""
         self._optimizer.refresh()
         with self._optimizer.step_arithmetic():
-            return self._eager_step(optimizer, closure, model, **kwargs)
+            self._in_step = True
+            try:
+                return self._eager_step(optimizer, closure, model, **kwargs)
+            finally:
+                self._in_step = False
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Take over an optimizer that somebody has put in the place of the one before."""
+        if optimizer is self._optimizer.optimizer:
+            return
+        self._optimizer.restore()
+        self._optimizer = PreparedOptimizer(
+            optimizer, self._backend.device, self._backend.lr_dtype, self._forget
+        )
+        self._forget("the trainer has another optimizer")
 
     def _check_result(self, closure: _GraphClosure, phase: Phase) -> None:
         if phase is Phase.WARMING:
@@ -307,8 +357,13 @@ class GraphedTraining:
         step_kwargs = OrderedDict(closure.kwargs)
         step_kwargs[names[0]] = batch
         if "batch_idx" in step_kwargs:
-            step_kwargs["batch_idx"] = FrozenInt(closure.batch_idx, "batch_idx")
-        inner = self._optimization.closure_for_capture(step_kwargs, optimizer, closure.batch_idx)
+            step_kwargs["batch_idx"] = FrozenIndex("batch_idx")
+        inner = self._optimization.closure_for_capture(
+            step_kwargs,
+            optimizer,
+            closure.batch_idx,
+            lambda: self._optimizer.floats_inside(recording=True),
+        )
         marks = StepMarks(self._backend, timed) if timed is not None else None
         if marks is not None:
             inner._step_fn = _then(inner._step_fn, marks.forward_ended)
@@ -319,7 +374,7 @@ class GraphedTraining:
             logs = stack.enter_context(recorded_logs(self._trainer, self._module))
             stack.enter_context(metrics_refused(self._module))
             stack.enter_context(frozen_python_audit(self._module, self._backend.device, _COUNTERS))
-            stack.enter_context(self._optimizer.step_arithmetic())
+            stack.enter_context(self._optimizer.step_arithmetic(recording=True))
             if marks is not None:
                 stack.enter_context(marks.recording())
             self._eager_step(optimizer, inner, model, **kwargs)
@@ -334,13 +389,14 @@ class GraphedTraining:
                 "Raise `warmup_steps` until every parameter has had a gradient.",
             )
         # The result still holds autograd's graph, and with it the memory of all activations.
-        extra = tree_map_only(Tensor, Tensor.detach, result.extra)
+        refuse_hidden_tensors(result.extra, "the output of `training_step`")
+        extra = map_leaves(result.extra, _detached)
         return _StepOutputs(result.loss, extra, logged, marks)
 
     def _take_outputs(self, outputs: _StepOutputs, closure: _GraphClosure) -> Tensor:
         """After a replay: hand on what Lightning would have had from an eager step."""
         # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
-        result = ClosureResult(None, extra=tree_map_only(Tensor, Tensor.clone, outputs.extra))
+        result = ClosureResult(None, extra=map_leaves(outputs.extra, _copied))
         result.loss = outputs.loss.clone()
         closure._result = result
         zero_grad = self._optimization.optim_progress.optimizer.zero_grad
@@ -377,6 +433,19 @@ class GraphedTraining:
         finally:
             progress.load_state_dict(saved)
             self._module._current_fx_name = fx_name
+
+
+def _detached(leaf: Any) -> Any:
+    if isinstance(leaf, FrozenIndex):
+        raise CaptureError(
+            "The output of `training_step` holds `batch_idx`, which would stay what it is in this step.",
+            "Leave it out: `on_train_batch_end` is given it.",
+        )
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _then(function: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:

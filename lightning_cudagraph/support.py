@@ -34,7 +34,10 @@ BackendName = Literal["auto", "cuda", "emulator", "off"]
 
 # Hooks that Lightning calls between the start of `training_step` and the end of the optimizer's step
 # (loops/optimization/automatic.py, plugins/precision/precision.py). The module's own are captured and
-# audited with its `training_step`; a callback keeps its state where no audit looks.
+# audited with its `training_step`, but for those that come before the backward pass: the gradients that
+# they would find are those of the step before, which a capture has dropped. A callback keeps its state
+# where no audit looks.
+_MODULE_HOOKS_BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad")
 _CALLBACK_HOOKS_INSIDE = (
     "on_before_zero_grad",
     "on_before_backward",
@@ -99,7 +102,7 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _check_placement(trainer)
     _check_precision(trainer)
     _check_loop(trainer, module)
-    _check_hooks(trainer)
+    _check_hooks(trainer, module)
     _check_modules(module)
 
 
@@ -192,8 +195,12 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
 
 
-def _check_hooks(trainer: pl.Trainer) -> None:
+def _check_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     found = [
+        f"`{type(module).__qualname__}.{hook}`"
+        for hook in _MODULE_HOOKS_BEFORE_BACKWARD
+        if _is_overridden(hook, module, pl.LightningModule)
+    ] + [
         f"`{type(callback).__qualname__}.{hook}`"
         for callback in callbacks_of(trainer)
         for hook in _CALLBACK_HOOKS_INSIDE
@@ -215,7 +222,8 @@ def _check_modules(module: pl.LightningModule) -> None:
             "Leave out `torch.compile`.",
         )
     for name, child in module.named_modules():
-        if isinstance(child, torch._dynamo.OptimizedModule):
+        compiled_in_place = getattr(child, "_compiled_call_impl", None) is not None
+        if compiled_in_place or isinstance(child, torch._dynamo.OptimizedModule):
             raise UnsupportedError(
                 f"The module `{name}` is compiled; a capture around compiled code is not supported yet.",
                 "Leave out `torch.compile`.",

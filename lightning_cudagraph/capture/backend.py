@@ -132,8 +132,6 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)
         # A cycle collected in the middle of a capture may free what CUDA may not free then.
         gc.collect()
-        gc_was_on = gc.isenabled()
-        gc.disable()
         torch.cuda.empty_cache()
         if not self._live:
             # A pool that all graphs have left cannot be entered again (an assertion in torch 2.11).
@@ -144,6 +142,8 @@ class CudaBackend:
         failure: BaseException | None = None
         broken: Exception | None = None
         result: Any = None
+        gc_was_on = gc.isenabled()
+        gc.disable()
         try:
             with torch.cuda.stream(self._side_stream):
                 try:
@@ -165,11 +165,12 @@ class CudaBackend:
             self._repair(rng_state)
         graph.reset()
         if failure is not None:
-            # Its frames hold autograd's graph of the step, and with it nodes that belong to the
-            # broken capture and would be met again by the next step.
-            where = location_of(failure)
-            traceback.clear_frames(failure.__traceback__)
-            raise _explained(failure, where) from failure.__cause__
+            explained = _explained(failure, location_of(failure))
+            if isinstance(explained, CUDAGraphError):
+                # Training may go on, but the frames of the failure hold autograd's graph of the step,
+                # and with it nodes of the broken capture, which the next step would meet again.
+                traceback.clear_frames(failure.__traceback__)
+            raise explained
         raise CaptureError(
             f"CUDA gave up the capture of the training step: {str(broken).splitlines()[0]}.",
             "Something in it used another stream without joining it, or an extension synchronised.",
@@ -245,6 +246,12 @@ class CudaBackend:
 def _explained(error: BaseException, where: Location | None) -> BaseException:
     """`error`, or what it means if CUDA or torch raised it because a capture was under way."""
     text = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return CaptureError(
+            f"The capture of the training step ran out of memory: {text.splitlines()[0]}",
+            "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use"
+            " smaller batches.",
+        )
     refused = any(word in text.lower() for word in ("captur", "cudagraph", "cuda graph"))
     if isinstance(error, CUDAGraphError) or not (isinstance(error, RuntimeError) and refused):
         return error

@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.errors import BatchError
+from lightning_cudagraph.errors import BatchError, CaptureError
 
-__all__ = ["Signature", "StaticBatch", "flatten_batch"]
+__all__ = ["Signature", "StaticBatch", "flatten_batch", "map_leaves", "refuse_hidden_tensors"]
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
@@ -59,7 +63,13 @@ def _rebuild(value: Any, members: list[Any]) -> Any:
     if _is_namedtuple(value):
         return type(value)(*members)
     if isinstance(value, (list, tuple)):
-        return type(value)(members)
+        if type(value) in (list, tuple):
+            return type(value)(members)
+        raise BatchError(
+            f"The batch holds a `{type(value).__qualname__}`, a subclass of"
+            f" `{'list' if isinstance(value, list) else 'tuple'}` that may be made in its own way.",
+            "Pass a plain list or tuple.",
+        )
     new = copy.copy(value)
     for field, member in zip(dataclasses.fields(value), members, strict=True):
         object.__setattr__(new, field.name, member)  # frozen dataclasses too
@@ -100,15 +110,45 @@ def _structure(value: Any) -> Any:
     return (type(value), keys, tuple(_structure(child) for _, child in children))
 
 
-def _map_leaves(value: Any, new_leaf: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, new_leaf: Callable[[Any], Any]) -> Any:
+    """The same containers around other leaves.
+
+    Args:
+        value: any nesting that `flatten_batch` can walk.
+        new_leaf: gives the new leaf for each leaf.
+    """
     children = _children(value, "")
     if children is None:
         return new_leaf(value)
-    return _rebuild(value, [_map_leaves(child, new_leaf) for _, child in children])
+    return _rebuild(value, [map_leaves(child, new_leaf) for _, child in children])
 
 
-def _hides_tensor(value: Any, depth: int = 3) -> str | None:
-    """The attribute path to a tensor inside an object that cannot be walked, or None."""
+def refuse_hidden_tensors(tree: Any, what: str) -> None:
+    """Refuse a tree whose leaves, or attributes of containers, hold tensors that no walk comes to.
+
+    Raises:
+        BatchError: naming the path, and the type of the object.
+    """
+
+    def walk(value: Any, path: str) -> None:
+        children = _children(value, path)
+        if isinstance(value, (Tensor, *_PLAIN)):
+            return
+        is_plain = type(value) in (list, tuple, dict)
+        if not is_plain and (hidden := _hides_tensor(value, walked=children is not None)):
+            raise BatchError(
+                f"`{path}` is a `{type(value).__qualname__}`, which holds a tensor at `{path}{hidden}`;"
+                " expected tensors in lists, tuples, named tuples, mappings or dataclasses.",
+                "Make the class a dataclass, or pass the tensors beside it.",
+            )
+        for child_path, child in children or ():
+            walk(child, child_path)
+
+    walk(tree, what)
+
+
+def _hides_tensor(value: Any, depth: int = 3, walked: bool = False) -> str | None:
+    """The attribute path to a tensor inside an object, beside what the walk sees of it, or None."""
     if depth == 0:
         return None
     members = dict(getattr(value, "__dict__", {}))
@@ -117,12 +157,17 @@ def _hides_tensor(value: Any, depth: int = 3) -> str | None:
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name):
                 members[name] = getattr(value, name)
+    if walked:
+        seen = {id(leaf) for _, leaf in flatten_batch(value) if isinstance(leaf, Tensor)}
+    else:
+        seen = set()
     for name, member in members.items():
         for path, leaf in flatten_batch(member):
             inner = path.removeprefix("batch")
             if isinstance(leaf, Tensor):
-                return f".{name}{inner}"
-            if not isinstance(leaf, _PLAIN) and (below := _hides_tensor(leaf, depth - 1)):
+                if id(leaf) not in seen:
+                    return f".{name}{inner}"
+            elif not isinstance(leaf, _PLAIN) and (below := _hides_tensor(leaf, depth - 1)):
                 return f".{name}{inner}{below}"
     return None
 
@@ -147,13 +192,21 @@ class Signature:
         described: list[Any] = []
         paths: list[str] = []
         first_seen: dict[int, int] = {}
+        refuse_hidden_tensors(batch, "batch")
         for position, (path, leaf) in enumerate(flatten_batch(batch)):
             paths.append(path)
             if isinstance(leaf, Tensor):
                 self._check_tensor(path, leaf, device)
                 same_as = first_seen.setdefault(id(leaf), position)
                 described.append(
-                    (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device.type, same_as)
+                    (
+                        tuple(leaf.shape),
+                        leaf.stride(),
+                        leaf.dtype,
+                        leaf.device.type,
+                        leaf.requires_grad,
+                        same_as,
+                    )
                 )
             else:
                 described.append((type(leaf), self._value_of(path, leaf)))
@@ -173,6 +226,12 @@ class Signature:
                 " read by the host, once, at capture.",
                 f"Move it to {device.type} with the batch.",
             )
+        if type(leaf) not in (Tensor, torch.nn.Parameter):
+            raise BatchError(
+                f"`{path}` is a `{type(leaf).__qualname__}`, a subclass of `torch.Tensor`; expected a"
+                " plain tensor, since its static buffer would be one.",
+                "Pass `tensor.as_subclass(torch.Tensor)`.",
+            )
         if leaf.layout is not torch.strided or leaf.is_quantized:
             raise BatchError(
                 f"`{path}` is a tensor of layout {leaf.layout}, and only strided tensors have static"
@@ -184,16 +243,18 @@ class Signature:
     def _value_of(path: str, leaf: Any) -> Any:
         if isinstance(leaf, _PLAIN):
             return leaf
-        if hidden := _hides_tensor(leaf):
-            raise BatchError(
-                f"`{path}` is a `{type(leaf).__qualname__}`, which holds a tensor at `{path}{hidden}`;"
-                " expected tensors in lists, tuples, named tuples, mappings or dataclasses.",
-                "Make the class a dataclass, or pass the tensors beside it.",
-            )
-        if hasattr(leaf, "__array__"):
+        if isinstance(leaf, (np.ndarray, np.generic)):
             # Arrays compare element by element; their bytes compare as one value.
             return (str(leaf.dtype), leaf.shape, leaf.tobytes())
-        return leaf
+        if isinstance(leaf, (set, frozenset)) and all(isinstance(x, _PLAIN) for x in leaf):
+            return frozenset(leaf)
+        if isinstance(leaf, (Enum, PurePath, slice, range)):
+            return leaf if not isinstance(leaf, slice) else (leaf.start, leaf.stop, leaf.step)
+        raise BatchError(
+            f"`{path}` is a `{type(leaf).__qualname__}`, whose value cannot be compared from batch to"
+            " batch; a graph would keep the one of the captured batch.",
+            "Pass what the step needs of it as tensors or plain Python values.",
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Signature) and self._key == other._key
@@ -219,8 +280,9 @@ class Signature:
 def _in_words(described: tuple[Any, ...]) -> str:
     if len(described) == 2:
         return repr(described[1])
-    shape, stride, dtype, device, _ = described
-    return f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}"
+    shape, stride, dtype, device, requires_grad, _ = described
+    text = f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}"
+    return f"{text}, requires_grad" if requires_grad else text
 
 
 class StaticBatch:
@@ -241,14 +303,59 @@ class StaticBatch:
                 return leaf
             if id(leaf) not in buffers:
                 # `empty_strided` keeps the layout, so that the same kernels are chosen as in eager.
-                buffers[id(leaf)] = torch.empty_strided(
-                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
-                )
+                buffers[id(leaf)] = self._empty_like(leaf)
             return buffers[id(leaf)]
 
-        self.batch = _map_leaves(example, static)
+        held = flatten_batch(example)  # also keeps alive what a mapping makes on access
+        self.batch = map_leaves(example, static)
+        self._check_copy(held, example)
         self._buffers = list(buffers.values())
         self.copy_from(example)
+        self._structure = _structure(self.batch)
+
+    @staticmethod
+    def _empty_like(leaf: Tensor) -> Tensor:
+        # `empty_strided` keeps the layout, so that the same kernels are chosen as in eager; not that
+        # of an expanded tensor, whose elements share memory and cannot be written.
+        overlaps = any(st == 0 and n > 1 for st, n in zip(leaf.stride(), leaf.shape, strict=True))
+        if overlaps:
+            buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        else:
+            buffer = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return buffer.requires_grad_(leaf.requires_grad)
+
+    def _check_copy(self, held: _Leaves, example: Any) -> None:
+        """A container may copy itself in its own way; what comes out must be a copy all the same."""
+        mine, theirs = flatten_batch(self.batch), flatten_batch(example)
+        for (path, was), (_, now), (_, static) in zip(held, theirs, mine, strict=True):
+            if isinstance(was, Tensor) and (was is not now or static is was):
+                raise BatchError(
+                    f"The container of `{path}` cannot be copied with other tensors in it: its copy"
+                    " shares them with the original.",
+                    "Give its class a `__copy__`, or pass a plain dictionary or list.",
+                )
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Refuse a step that changes the batch: hooks would see another one than in an eager step.
+
+        Raises:
+            CaptureError: naming the tensor that was written, or that the containers changed.
+        """
+        versions = [buffer._version for buffer in self._buffers]
+        yield
+        if _structure(self.batch) != self._structure:
+            raise CaptureError(
+                "The training step adds to the containers of its batch, or takes from them.",
+                "Copy the container first: `batch = dict(batch)`.",
+            )
+        for buffer, version in zip(self._buffers, versions, strict=True):
+            if buffer._version != version:
+                path = next(path for path, leaf in flatten_batch(self.batch) if leaf is buffer)
+                raise CaptureError(
+                    f"The training step writes into `{path}` in place.",
+                    "Write into a copy: `x = x.clone()`.",
+                )
 
     def copy_from(self, batch: Any) -> None:
         """Copy the tensors of a batch of the same signature into the static buffers."""

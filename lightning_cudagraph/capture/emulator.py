@@ -7,7 +7,8 @@ replaced since is not seen, random numbers are drawn afresh, and what a capture 
 
 It exists so that everything about this package can be tested, and a step be examined, on a machine
 without a GPU. It has a graph's semantics and not its speed. Not emulated: several streams, reuse of
-memory inside a pool, asynchronous execution, and the boundary between host and device.
+memory inside a pool, asynchronous execution, the boundary between host and device, and a generator
+whose state is set inside the step, which is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_cudagraph.capture.backend import Graph
-from lightning_cudagraph.capture.sentry import HostReads, Sentry
+from lightning_cudagraph.capture.sentry import HostReads, Sentry, forbid, user_location
 
 __all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
 
@@ -69,16 +70,18 @@ class HostEvent:
 class _Op:
     """One recorded op: what to call, with which addresses, and where its results belong."""
 
-    __slots__ = ("args", "func", "kwargs", "results")
+    __slots__ = ("args", "func", "grad_mode", "kwargs", "results")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, results: list[Tensor | None]) -> None:
         self.func = func
+        self.grad_mode = torch.is_grad_enabled()  # some kernels ask for it (mkldnn's RNN)
         self.args = args
         self.kwargs = kwargs
         self.results = results
 
     def run(self) -> None:
-        results = self.func(*self.args, **self.kwargs)
+        with torch.set_grad_enabled(self.grad_mode), torch._C._AutoDispatchBelowAutograd():
+            results = self.func(*self.args, **self.kwargs)
         for target, value in zip(self.results, _tensors_of(results), strict=True):
             if target is not None:
                 target.copy_(value)
@@ -119,8 +122,10 @@ class _Recorder(Sentry):
         super().__init__("cpu")
         self._ops = ops
         self._undo = undo
+        self._rng_state = torch.get_rng_state()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_generator(func)
         inputs = _tensors_of((args, kwargs))
         self._undo.before(inputs)
         frozen_args, frozen_kwargs = tree_map_only(Tensor, _address, (args, kwargs))
@@ -135,7 +140,21 @@ class _Recorder(Sentry):
         )
         if not is_only_a_view:
             self._ops.append(_Op(func, frozen_args, frozen_kwargs, results))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._rng_state = torch.get_rng_state()
         return result
+
+    def _check_generator(self, func: Any) -> None:
+        """Refuse what a GPU's capture can hold and a tape of ops cannot: a generator that is set."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return
+        if not torch.equal(torch.get_rng_state(), self._rng_state):
+            forbid(
+                "a generator whose state is set inside the step (`manual_seed`, `fork_rng`, activation"
+                " checkpointing with `preserve_rng_state`), on the CPU emulator",
+                "On a GPU this can be captured; on a CPU, pass `preserve_rng_state=False`.",
+                user_location(),
+            )
 
 
 class EmulatedGraph:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 _MAX_WARMING_SIGNATURES = 64
 # Captures after which a run that goes on changing under its graph is left to run eagerly.
 _MAX_CAPTURES = 8
+_MAX_REASONS = 12
 
 
 class Phase(Enum):
@@ -60,6 +61,12 @@ class StepCounts:
     memory_bytes: int = 0
     recaptures: list[str] = field(default_factory=list)
 
+    def note_eager(self, reason: str) -> None:
+        """Count an eager step. Reasons that never repeat are counted together after a while."""
+        if reason not in self.eager and len(self.eager) >= _MAX_REASONS:
+            reason = "other reasons"
+        self.eager[reason] += 1
+
 
 @dataclass
 class Step(Generic[T]):
@@ -89,11 +96,12 @@ class StepEngine(Generic[T]):
         backend: where steps run.
         guards: what a graph bakes in.
         verifier: checks replays against eager steps.
-        parameters: what the step computes gradients of.
+        parameters: the parameters that the optimizer steps, and all others that have gradients.
         warmup_steps: ordinary training steps on the side stream before a capture.
         takes: captures of the step that take turns.
         raise_unsupported: raise when a step cannot be captured, instead of going on eagerly.
         announce: told, in a sentence, what the user should know once.
+        on_give_up: called when the run goes on without graphs.
     """
 
     def __init__(
@@ -101,11 +109,12 @@ class StepEngine(Generic[T]):
         backend: Backend,
         guards: Guards,
         verifier: Verifier,
-        parameters: Callable[[], Iterable[nn.Parameter]],
+        parameters: Callable[[], tuple[Iterable[nn.Parameter], Iterable[nn.Parameter]]],
         warmup_steps: int,
         takes: int,
         raise_unsupported: bool,
         announce: Callable[[str], None],
+        on_give_up: Callable[[], None],
     ) -> None:
         self._backend = backend
         self._guards = guards
@@ -115,6 +124,7 @@ class StepEngine(Generic[T]):
         self._takes = takes
         self._raise_unsupported = raise_unsupported
         self._announce = announce
+        self._on_give_up = on_give_up
         self._captured: CapturedStep[T] | None = None
         self._warmups_left: dict[Signature, int] = {}
         self._given_up: str | None = None
@@ -125,7 +135,7 @@ class StepEngine(Generic[T]):
 
         Args:
             step: the step.
-            refresh: called before a replay, to bring device mirrors of host values up to date.
+            refresh: called before a capture and before a replay, to bring device mirrors of host values up to date.
 
         Returns:
             The phase, and the static outputs if the step was a replay.
@@ -148,6 +158,7 @@ class StepEngine(Generic[T]):
             left = self._warmups_left.get(signature, self._warmup_steps)
             if left > 0:
                 return self._warm_up(step, signature, left)
+            refresh()
             reason = ""
             try:
                 self._captured = self._capture(step, signature)
@@ -214,6 +225,7 @@ class StepEngine(Generic[T]):
     def give_up(self, reason: str) -> None:
         """Run eagerly from now on, because `reason`."""
         self._given_up = reason
+        self._on_give_up()
         self._announce(f"Training goes on without a graph: {reason}")
 
     def close(self) -> None:
@@ -225,7 +237,7 @@ class StepEngine(Generic[T]):
         self._warmups_left.clear()
 
     def _eager(self, step: Step[T], reason: str) -> tuple[Phase, None]:
-        self.counts.eager[reason] += 1
+        self.counts.note_eager(reason)
         # On the side stream too: autograd's nodes remember the stream they were made on, and a node
         # of the default stream would break a later capture.
         with self._backend.on_side_stream():
@@ -255,7 +267,7 @@ class StepEngine(Generic[T]):
         started_s = time.perf_counter()
         with step.transaction():
             captured = CapturedStep(
-                self._backend, step.batch, signature, step.record, self._parameters(), self._takes
+                self._backend, step.batch, signature, step.record, *self._parameters(), self._takes
             )
         self._guards.take()
         self.counts.captures += 1

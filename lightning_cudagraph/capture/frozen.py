@@ -24,7 +24,7 @@ from torch import nn
 from lightning_cudagraph.capture.sentry import Location, forbid, user_frame, user_location
 from lightning_cudagraph.errors import CaptureError
 
-__all__ = ["FrozenInt", "frozen_python_audit"]
+__all__ = ["FrozenIndex", "frozen_python_audit"]
 
 _HOST_HOOK = (
     "Do it in a hook that runs on the host at every step, such as `on_train_batch_start` or"
@@ -36,9 +36,9 @@ _CLOCKS = frozenset({time.time, time.time_ns, time.perf_counter, time.perf_count
 
 
 def _refuse(name: str) -> Any:
-    def used(self: FrozenInt, *args: Any) -> Any:
+    def used(self: FrozenIndex, *args: Any) -> Any:
         forbid(
-            f"a use of the value of `{self.name}`, which would stay what it is in this step",
+            f"a use of the value of `{self._name}`, which would stay what it is in this step",
             f"{_HOST_HOOK}, or pass the number with the batch, as a tensor.",
             user_location(),
         )
@@ -47,73 +47,32 @@ def _refuse(name: str) -> Any:
     return used
 
 
-class FrozenInt(int):
-    """An integer that may be handed on, but not looked at.
+class FrozenIndex:
+    """Stands for an integer, and may be handed on, but not looked at.
+
+    Not a subclass of `int`: C code, such as that of torch, would read its value without asking.
 
     Args:
-        value: the integer.
         name: what the user knows it as.
     """
 
-    name: str
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    def __new__(cls, value: int, name: str) -> FrozenInt:
-        self = super().__new__(cls, value)
-        self.name = name
-        return self
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return int
+
+    __hash__ = object.__hash__
 
 
-for _name in [
-    "abs",
-    "add",
-    "and",
-    "bool",
-    "ceil",
-    "divmod",
-    "eq",
-    "float",
-    "floor",
-    "floordiv",
-    "format",
-    "ge",
-    "gt",
-    "index",
-    "int",
-    "invert",
-    "le",
-    "lshift",
-    "lt",
-    "mod",
-    "mul",
-    "ne",
-    "neg",
-    "or",
-    "pos",
-    "pow",
-    "radd",
-    "rand",
-    "rdivmod",
-    "repr",
-    "rfloordiv",
-    "rlshift",
-    "rmod",
-    "rmul",
-    "ror",
-    "round",
-    "rpow",
-    "rrshift",
-    "rshift",
-    "rsub",
-    "rtruediv",
-    "rxor",
-    "str",
-    "sub",
-    "truediv",
-    "trunc",
-    "xor",
-]:
-    setattr(FrozenInt, f"__{_name}__", _refuse(f"__{_name}__"))
-FrozenInt.__hash__ = int.__hash__  # type: ignore[method-assign]
+_OPERATIONS = """
+    abs add and bool ceil divmod eq float floor floordiv format ge gt index int invert le lshift lt
+    mod mul ne neg or pos pow radd rand rdivmod repr rfloordiv rlshift rmod rmul ror round rpow
+    rrshift rshift rsub rtruediv rxor str sub truediv trunc xor
+"""
+for _name in _OPERATIONS.split():
+    setattr(FrozenIndex, f"__{_name}__", _refuse(f"__{_name}__"))
 
 
 def _contents(value: Any) -> Any:
@@ -212,23 +171,32 @@ class _Reads:
     """
 
     def __init__(self, moving: Mapping[CodeType, str]) -> None:
-        self._moving = moving
+        # By identity: the code objects of compiled frames do not hash.
+        self._moving = {id(code): name for code, name in moving.items()}
         self._before: Any = None
         self.found: tuple[str, Location] | None = None
 
     def __enter__(self) -> _Reads:
         self._before = sys.getprofile()
+        if self._before is not None and not callable(self._before):
+            self._before.disable()  # a profiler written in C (cProfile) cannot be set again as it was
         sys.setprofile(self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.setprofile(self._before)
+        sys.setprofile(None)
+        if self._before is None:
+            return
+        if callable(self._before):
+            sys.setprofile(self._before)
+        else:
+            self._before.enable()
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         if self.found is not None:
             return
-        if event == "call" and frame.f_code in self._moving:
-            name, caller = self._moving[frame.f_code], frame.f_back
+        if event == "call" and id(frame.f_code) in self._moving:
+            name, caller = self._moving[id(frame.f_code)], frame.f_back
         elif event == "c_call" and argument in _CLOCKS:
             name, caller = f"{argument.__module__}.{argument.__name__}()", frame
         else:
@@ -256,6 +224,10 @@ def frozen_python_audit(
             generator that was drawn from.
     """
     states = {name: _ModuleState(module) for name, module in model.named_modules()}
+    storages = {
+        f"`{name}`": (tensor, tensor.detach(), tensor.data_ptr())
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
     generators = _HostGenerators(device)
     try:
         with _Reads(moving) as reads:
@@ -275,6 +247,13 @@ def frozen_python_audit(
                     " do: it would keep what this one step left there.",
                     f"{_HOST_HOOK}, or keep the value in a buffer and write it with `copy_`.",
                 )
+        for name, (tensor, _, address) in storages.items():
+            if tensor.data_ptr() != address:
+                raise CaptureError(
+                    f"The training step gives {name} another storage (`.data = ...`), which a replay"
+                    " would not do.",
+                    "Write into it: `copy_`, `mul_`, under `torch.no_grad()`.",
+                )
         if (drawn := generators.drawn_from()) is not None:
             raise CaptureError(
                 f"The training step draws from {drawn}, on the host: every replay would use the"
@@ -284,5 +263,8 @@ def frozen_python_audit(
     except BaseException:
         for state in states.values():
             state.restore()
+        for tensor, as_it_was, address in storages.values():
+            if tensor.data_ptr() != address:
+                tensor.data = as_it_was
         generators.restore()
         raise

@@ -15,10 +15,13 @@ __all__ = ["CapturedStep"]
 T = TypeVar("T")
 
 
+_Gradients = list[tuple[nn.Parameter, Tensor]]
+
+
 class _Take(Generic[T]):
     """One capture of the step, with the gradients that it writes."""
 
-    def __init__(self, graph: Graph, outputs: T, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+    def __init__(self, graph: Graph, outputs: T, gradients: _Gradients) -> None:
         self.graph = graph
         self.outputs = outputs
         self.gradients = gradients
@@ -32,6 +35,10 @@ class _Take(Generic[T]):
         return self.outputs
 
 
+def _gradients_of(parameters: Iterable[nn.Parameter]) -> _Gradients:
+    return [(p, p.grad) for p in parameters if p.grad is not None]
+
+
 class CapturedStep(Generic[T]):
     """A training step as graphs that read one set of static buffers.
 
@@ -43,7 +50,8 @@ class CapturedStep(Generic[T]):
         batch: a batch of the signature to capture.
         signature: the signature of `batch`.
         record: the step, as a function of the static batch. Runs once for each capture.
-        parameters: what the step computes gradients of.
+        parameters: the parameters whose gradients the step drops and computes anew.
+        others: parameters to whose gradients it only adds, because no optimizer drops them.
         takes: how many captures take turns.
 
     Attributes:
@@ -61,6 +69,7 @@ class CapturedStep(Generic[T]):
         signature: Signature,
         record: Callable[[Any], T],
         parameters: Iterable[nn.Parameter],
+        others: Iterable[nn.Parameter],
         takes: int,
     ) -> None:
         self.signature = signature
@@ -71,15 +80,17 @@ class CapturedStep(Generic[T]):
         self.replays = 0
         trained = list(parameters)
         before = [parameter.grad for parameter in trained]
+        # The graph adds to these in place, where they are; all takes to the same.
+        self._accumulated = _gradients_of(others)
         try:
             for _ in range(takes):
                 # Without a gradient to add to, the backward pass makes new ones in the graph's pool,
                 # at no cost; the ones of the take before are kept by it.
                 for parameter in trained:
                     parameter.grad = None
-                graph, outputs = backend.capture(lambda: record(self._static.batch))
-                gradients = [(p, p.grad) for p in trained if p.grad is not None]
-                self._takes.append(_Take(graph, outputs, gradients))
+                with self._static.unchanged():
+                    graph, outputs = backend.capture(lambda: record(self._static.batch))
+                self._takes.append(_Take(graph, outputs, _gradients_of(trained)))
         except BaseException:
             self.release()
             raise
@@ -103,6 +114,14 @@ class CapturedStep(Generic[T]):
             are overwritten by the next replay.
         """
         self._static.copy_from(batch)
+        for parameter, gradient in self._accumulated:
+            if parameter.grad is not gradient:
+                # Dropped or replaced since: go on from there, in the place that the graph knows.
+                if parameter.grad is None:
+                    gradient.zero_()
+                else:
+                    gradient.copy_(parameter.grad)
+                parameter.grad = gradient
         take = self._takes[self._turn]
         self._turn = (self._turn + 1) % len(self._takes)
         self.replays += 1

@@ -1,9 +1,11 @@
 """What a graph has baked in besides the batch, and whether it still holds.
 
 Addresses of parameters, buffers and optimizer state, `requires_grad`, module modes, hyperparameters
-and a few global switches are frozen by a capture. The cheap part is compared before every replay,
-the rest whenever something can have changed: at the start of an epoch, after validation, after a
-state was loaded.
+and a few global switches are frozen by a capture. Before every replay the hyperparameters are compared,
+and of the parameters, buffers and modules that were there at the capture the addresses, `requires_grad`
+and modes. The rest (the optimizer's state, other objects under the same names, global switches) is
+compared at the start of an epoch, after validation, and after a checkpoint; a loaded optimizer state
+says so itself.
 """
 
 from __future__ import annotations
@@ -30,6 +32,28 @@ def _global_switches() -> _State:
     }
 
 
+class _Objects:
+    """The objects of a model as they were, in a form that is quick to compare."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._modules = list(model.modules())
+        # By name and not by object: code outside the step may rebind a buffer.
+        self._buffers = [(module._buffers, name) for module in self._modules for name in module._buffers]
+        self._was = self._now()
+
+    def _now(self) -> tuple[list[int], list[bool], list[bool]]:
+        return (
+            [parameter.data_ptr() for parameter in self._parameters]
+            + [0 if (b := held.get(name)) is None else b.data_ptr() for held, name in self._buffers],
+            [parameter.requires_grad for parameter in self._parameters],
+            [module.training for module in self._modules],
+        )
+
+    def changed(self) -> bool:
+        return self._now() != self._was
+
+
 class Guards:
     """Compares what a graph has baked in with what is there now.
 
@@ -48,6 +72,7 @@ class Guards:
         self._cheap: _State | None = None
         self._thorough: _State = {}
         self._suspect = False
+        self._objects: _Objects | None = None
         self._watched: _State | None = None
         self._moves: list[str | None] = []
 
@@ -66,6 +91,7 @@ class Guards:
         """Remember what is there now, at a capture."""
         self._cheap = self._cheap_now()
         self._thorough = self._thorough_state()
+        self._objects = _Objects(self._model)
         self._suspect = False
 
     def drop(self) -> None:
@@ -85,6 +111,9 @@ class Guards:
         now = self._cheap_now()
         if now != self._cheap:
             return _first_difference(self._cheap, now)
+        if self._objects is not None and self._objects.changed():
+            # Rarely, and then in words.
+            return _first_difference(self._thorough, self._thorough_state()) or "a module changed"
         if self._suspect:
             self._suspect = False
             return _first_difference(self._thorough, self._thorough_state())

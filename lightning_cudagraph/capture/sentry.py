@@ -15,6 +15,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_iter
 from lightning_cudagraph.errors import CaptureError
 
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STDLIB_DIR = sysconfig.get_paths()["stdlib"] + os.sep
 _LIBRARIES = (
     "torch",
     "lightning",
@@ -132,8 +134,15 @@ def _frames_outwards(frame: FrameType | None) -> Iterator[_Frame]:
         frame = frame.f_back
 
 
+def _is_library(path: str) -> bool:
+    if path.startswith(_library_dirs()):
+        return True
+    # Python's own modules, among which the installed packages usually lie.
+    return path.startswith(_STDLIB_DIR) and "-packages" + os.sep not in path
+
+
 def _is_user_code(path: str) -> bool:
-    return not path.startswith(("<", _PACKAGE_DIR + os.sep, *_library_dirs()))
+    return not path.startswith(("<", _PACKAGE_DIR + os.sep)) and not _is_library(path)
 
 
 def user_frame(frame: FrameType | None) -> Location | None:
@@ -150,7 +159,6 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
     the captured step was called from, and what lies further out is the script that called `fit`.
     Modes do not count: torch calls them in the middle of everything.
     """
-    libraries = _library_dirs()
     own = _PACKAGE_DIR + os.sep
     left_own_frames = False
     for filename, line, function in frames:
@@ -162,7 +170,7 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
                 return None
             continue
         left_own_frames = True
-        if not path.startswith(libraries):
+        if not _is_library(path):
             return Location(path, line, linecache.getline(path, line).strip())
     return None
 

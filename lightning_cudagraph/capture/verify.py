@@ -36,7 +36,7 @@ class _Outcome:
 
 
 def _differing(one: _Values, other: _Values) -> list[str]:
-    """Names of what is not the same bit for bit, in the order of the step. A NaN is the same as a NaN."""
+    """Names of what is not the same bit for bit, in the order of the step; a NaN is like a NaN."""
     with torch.no_grad():
         same = {
             name: ((value == other[name]) | ((value != value) & (other[name] != other[name]))).all()

@@ -1,7 +1,8 @@
 """A tensor in the place of `alpha`, which torch would read back to the host.
 
 SGD takes its step as ``add_(gradient, alpha=-lr)``. Torch parses `alpha` as a `Scalar`, and calls
-``.item()`` on a tensor. Here the same update is made with the tensor itself, bit for bit.
+``.item()`` on a tensor. Here the same update is made with the tensor itself, bit for bit in float32,
+float64, and on a GPU in 16 bits too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
 
 __all__ = ["TensorAlphaMode"]
 
@@ -19,7 +21,11 @@ def _add_scaled_(target: Tensor, other: Tensor, alpha: Tensor) -> Tensor:
     """``target += alpha * other`` with one rounding, as ``add_(other, alpha=float)`` has."""
     if target.dtype in (torch.float32, torch.float64):
         return target.addcmul_(other, alpha)
-    # In 16 bits `addcmul_` would round alpha to the parameter's dtype; `add_` computes in float32.
+    if not target.is_cuda:
+        # In 16 bits the CPU's vectorised `add_` rounds alpha to the parameter's dtype (its tail does
+        # not: there, results can differ in the last place).
+        return target.addcmul_(other, alpha.to(target.dtype))
+    # On a GPU `addcmul_` would round alpha, and `add_` computes in float32.
     return target.copy_(torch.addcmul(target.float(), other.float(), alpha.float()))
 
 
@@ -43,6 +49,12 @@ def _foreach_add_scaled_(targets: list[Tensor], others: list[Tensor], alpha: Ten
         _add_scaled_(target, other, alpha)
 
 
+def _any_sparse(others: Any) -> bool:
+    return any(
+        leaf.layout is not torch.strided for leaf in tree_iter(others) if isinstance(leaf, Tensor)
+    )
+
+
 class TensorAlphaMode(TorchFunctionMode):
     """Lets ``add_`` and ``_foreach_add_`` take a tensor for ``alpha`` without reading it back.
 
@@ -55,7 +67,7 @@ class TensorAlphaMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         alpha = kwargs.get("alpha")
-        if isinstance(alpha, Tensor):
+        if isinstance(alpha, Tensor) and not _any_sparse(args[1:]):
             if func is Tensor.add_:
                 return _add_scaled_(args[0], args[1], alpha)
             if func is torch._foreach_add_:

@@ -89,4 +89,6 @@ def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Modul
         while level and len(chosen) + len(level) <= timings.max_layers:
             chosen |= {name for name, _ in level}
             level = [child for name, module in level for child in _children(name, module)]
+        if not chosen:
+            chosen = {name for name, _ in level[: timings.max_layers]}  # wide and flat
     return {name: module for name, module in named.items() if name in chosen}

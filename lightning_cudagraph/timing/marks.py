@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
@@ -56,12 +57,16 @@ class StepMarks:
         self._backward_spans: dict[str, list[tuple[Event, Event]]] = {}
         # Neighbouring layers meet at the same node, and share its event. Keeps the nodes alive.
         self._at_node: dict[Any, Event] = {}
+        # Nodes need not run: an output may be detached, or recomputed by activation checkpointing.
+        self._reached: set[int] = set()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Mark the beginning and the end of the step, and its layers in between."""
         with ExitStack() as stack:
             for name, layer in self._layers.items():
+                if isinstance(layer, torch.jit.ScriptModule):
+                    continue  # takes no hooks
                 for handle in self._hook(name, layer):
                     stack.callback(handle.remove)
             self._backend.mark(self._start)
@@ -107,7 +112,12 @@ class StepMarks:
         """The event that is marked when `node` is about to run in the backward pass."""
         if node not in self._at_node:
             event = self._at_node[node] = self._backend.event()
-            node.register_prehook(lambda gradients: self._backend.mark(event))
+
+            def about_to_run(gradients: Any) -> None:
+                self._backend.mark(event)
+                self._reached.add(id(event))
+
+            node.register_prehook(about_to_run)
         return self._at_node[node]
 
     def _flatten(self) -> None:
@@ -121,8 +131,14 @@ class StepMarks:
         for name in self._layers:
             if name in self._forward_spans:
                 spans[FORWARD_TAG + name] = self._forward_spans[name]
-            if name in self._backward_spans:
-                spans[BACKWARD_TAG + name] = self._backward_spans[name]
+            backward = [
+                (begins, ends)
+                for begins, ends in self._backward_spans.get(name, [])
+                if id(begins) in self._reached
+                and (ends is self._backward_end or id(ends) in self._reached)
+            ]
+            if backward:
+                spans[BACKWARD_TAG + name] = backward
         self.tags = tuple(spans)
         self._spans = tuple(spans.values())
 

@@ -16,6 +16,9 @@ __all__ = ["TensorBoardWriter"]
 
 # Few, so that writing them fits into the time that the device takes for a step.
 _ROWS_PER_FLUSH = 8
+# The tables of the quick checksum take a kilobyte for each byte of the longest record: enough for the
+# times of several hundred layers, and not for pictures.
+_LONGEST_QUICK_RECORD_BYTES = 16_384
 
 
 class TensorBoardWriter:
@@ -118,7 +121,12 @@ def _quicken(writer: Any) -> Callable[[], None]:
     if not callable(getattr(records, "write", None)) or file is None or "write" in vars(records):
         return lambda: None
 
+    by_tensorboard = records.write
+
     def write(data: bytes) -> None:
+        if len(data) > _LONGEST_QUICK_RECORD_BYTES:
+            by_tensorboard(data)
+            return
         length = struct.pack("<Q", len(data))
         file.write(
             length

@@ -1,0 +1,173 @@
+"""One param group of an optimizer, made fit for capture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_cudagraph.errors import UnsupportedError
+
+__all__ = ["Form", "PreparedGroup", "check_group"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an optimizer class is captured.
+
+    Attributes:
+        capturable: it has a ``capturable`` option, which must be on.
+        foreach: only its foreach form takes a tensor learning rate without reading it back.
+        mirror: its step reads the learning rate.
+        alpha: its step passes the learning rate as ``alpha``.
+        host_state: names of the state tensors that are kept on the host when not capturable.
+    """
+
+    capturable: bool = True
+    foreach: bool = False
+    mirror: bool = True
+    alpha: bool = False
+    host_state: tuple[str, ...] = ("step",)
+
+
+class PreparedGroup:
+    """The flags, the mirror of the learning rate, and the host state of one param group.
+
+    Args:
+        form: how the optimizer is captured.
+        optimizer: the optimizer.
+        index: which of its groups this is.
+        device: where its parameters are.
+        lr_dtype: dtype of the mirror, unless the parameters ask for more.
+
+    Attributes:
+        group: the optimizer's own dictionary.
+        flags: the user's values of the options that were changed.
+        options: name of each option that a capture freezes, with the user's words for it.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        optimizer: Optimizer,
+        index: int,
+        device: torch.device,
+        lr_dtype: torch.dtype,
+    ) -> None:
+        self._form = form
+        self._optimizer = optimizer
+        self._device = device
+        self.group: dict[str, Any] = optimizer.param_groups[index]
+        wanted: dict[str, Any] = {}
+        if form.capturable and not self.group["capturable"]:
+            wanted["capturable"] = True
+        if form.foreach and not self.group["foreach"]:
+            wanted["foreach"] = True
+        self.flags = {name: self.group[name] for name in wanted}
+        self.group.update(wanted)
+        # What schedulers keep in a group (`initial_lr`) is not read by the step.
+        self.options = [
+            (name, f"`{name}` of param group {index}") for name in optimizer.defaults if name != "lr"
+        ]
+        self._lr_label = f"`lr` of param group {index}"
+        self._mirror = self._new_mirror(lr_dtype)
+        self._mirrored: float | None = None
+        self._lr: Any = None
+        self.move_host_state(device)
+
+    def _new_mirror(self, lr_dtype: torch.dtype) -> Tensor | None:
+        if not self._form.mirror or isinstance(self.group["lr"], Tensor):
+            return None
+        wide = any(p.dtype is torch.float64 for p in self.group["params"]) and not self.group.get(
+            "fused"
+        )
+        dtype = torch.float64 if wide else lr_dtype
+        return torch.zeros((), dtype=dtype, device=self._device)
+
+    def fits(self, group: dict[str, Any]) -> bool:
+        """Whether this is still the right preparation of `group`."""
+        if not self._form.mirror:
+            return group is self.group
+        return group is self.group and isinstance(group["lr"], Tensor) == (self._mirror is None)
+
+    def frozen(self) -> dict[str, Any]:
+        """All that a capture freezes of the group's options, by the user's words."""
+        values = {label: self.group.get(name) for name, label in self.options}
+        lr = self.group["lr"]
+        values[self._lr_label] = f"a tensor at {lr.data_ptr()}" if isinstance(lr, Tensor) else "a float"
+        return values
+
+    def refresh(self) -> None:
+        """Bring the mirror up to date with the learning rate, on the current stream."""
+        if self._mirror is not None and self.group["lr"] != self._mirrored:
+            self._mirrored = self.group["lr"]
+            self._mirror.fill_(self.group["lr"])
+
+    def swap_in(self) -> None:
+        """Put the mirror in the place of the learning rate."""
+        if self._mirror is not None:
+            self._lr = self.group["lr"]
+            self.group["lr"] = self._mirror
+
+    def swap_out(self) -> bool:
+        """Put the learning rate back; tells whether somebody has set another one in between."""
+        if self._mirror is None:
+            return False
+        if self.group["lr"] is not self._mirror:
+            return True
+        self.group["lr"] = self._lr
+        return False
+
+    def lr_moved(self) -> bool:
+        """Whether the learning rate is another than the mirror's."""
+        return self._mirror is not None and self.group["lr"] != self._mirrored
+
+    def restore(self) -> None:
+        """Give the group back as the user made it."""
+        self.move_host_state(torch.device("cpu"))
+        self.group.update(self.flags)
+
+    @property
+    def keeps_host_state(self) -> bool:
+        """Whether the user's form of this group keeps state on the host that is on the device now."""
+        return "capturable" in self.flags and not self.group.get("fused")
+
+    def move_host_state(self, device: torch.device) -> None:
+        """Move the state that depends on `capturable` to where it belongs."""
+        if not self.keeps_host_state:
+            return
+        for parameter in self.group["params"]:
+            state = self._optimizer.state.get(parameter, {})
+            for name in self._form.host_state:
+                if isinstance(state.get(name), Tensor):
+                    state[name] = state[name].to(device)
+
+
+def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
+    """Refuse a group with options that have no form that can be captured.
+
+    Raises:
+        UnsupportedError: naming the option.
+    """
+    group, name = optimizer.param_groups[index], type(optimizer).__qualname__
+    if group.get("differentiable"):
+        raise UnsupportedError(
+            f"Param group {index} of `{name}` has `differentiable=True`, which has no capturable form.",
+            "Leave it out.",
+        )
+    for option in optimizer.defaults:
+        if isinstance(group.get(option), Tensor) and option != "lr":
+            raise UnsupportedError(
+                f"`{option}` of param group {index} of `{name}` is a tensor; only `lr` may be one.",
+                f"Pass `{option}` as a float.",
+            )
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device.type != device.type:
+        raise UnsupportedError(
+            f"`lr` of param group {index} of `{name}` is a tensor on {lr.device}; expected a float, or a"
+            f" tensor on {device}.",
+            "Pass a float: it is mirrored on the device.",
+        )
