@@ -257,6 +257,11 @@ class GraphedTraining:
         """All tensors that a step changes, by name, in the order of the step."""
         return {
             **{f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()},
+            **{
+                f"the gradient of a parameter that no optimizer steps ({index})": parameter.grad
+                for index, parameter in enumerate(self._parameters()[1])
+                if parameter.grad is not None
+            },
             **self._optimizer.state_tensors(),
             **{f"parameter `{name}`": value for name, value in self._module.named_parameters()},
         }

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.capture.guards import Guards
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
 O = torch.optim  # noqa: E741
@@ -172,22 +173,12 @@ def test_mid_epoch_validation_and_limits(tmp_path: Path, accelerator: str) -> No
 
 def test_module_hooks_inside_the_step(tmp_path: Path, accelerator: str) -> None:
     class Hooked(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("ema", torch.zeros(24, 12))
-
-        def on_before_zero_grad(self, optimizer: Any) -> None:
-            self.ema.lerp_(self.features[0].weight.detach(), 0.1)
-
         def on_after_backward(self) -> None:
             self.log("grad_peak", self.head.weight.grad.abs().max())
 
         def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
             self.log("grad_norm", norm, on_step=True)
-
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            optimizer.zero_grad(set_to_none=False)
 
     plain = train(make(Hooked), tmp_path / "plain", accelerator=accelerator)
     graph = train(make(Hooked), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
@@ -233,15 +224,28 @@ def test_resume_and_second_fit(tmp_path: Path, accelerator: str) -> None:
     assert callback.counts.captures == 1
 
 
-def test_a_stale_graph_would_be_caught(tmp_path: Path, accelerator: str) -> None:
-    """The comparison means something: a graph that misses one change of weights is seen."""
+class Swapped(Net):
+    """Gives a parameter another storage in the middle of an epoch."""
 
-    class Swapped(Net):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if self.global_step == 13:
-                self.kept = self.head.weight.data  # the graph goes on writing here
-                self.head.weight.data = self.kept.clone()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 13:
+            self.kept = self.head.weight.data  # a stale graph would go on writing here
+            self.head.weight.data = self.kept.clone()
 
+
+def test_another_storage_is_noticed(tmp_path: Path, accelerator: str) -> None:
+    plain = train(make(Swapped), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(Swapped), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 2
+    assert "the address of parameter `head.weight`" in graph.counts.recaptures[0]
+
+
+def test_a_stale_graph_would_be_caught(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison means something: without guards, a graph that misses a change is seen."""
+    monkeypatch.setattr(Guards, "changed", lambda self: None)
     plain = train(make(Swapped), tmp_path / "plain", accelerator=accelerator)
     graph = train(make(Swapped), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
     assert differences(plain.final["weights"], graph.final["weights"])

@@ -56,7 +56,15 @@ def _rebuild(value: Any, members: list[Any]) -> Any:
         # A copy keeps what a subclass carries beside its items (defaultdict, BatchEncoding).
         new = copy.copy(value)
         for key, member in zip(list(value), members, strict=True):
+            original = value[key]
             new[key] = member
+            if value[key] is not original:
+                value[key] = original
+                raise BatchError(
+                    f"The batch holds a `{type(value).__qualname__}` that cannot be copied with other"
+                    " items in it: its shallow copy shares them with the original.",
+                    "Give the class a `__copy__`, or pass a plain dictionary.",
+                )
         return new
     if isinstance(value, Mapping):
         return type(value)(dict(zip(value, members, strict=True)))  # type: ignore[call-arg]
@@ -306,9 +314,7 @@ class StaticBatch:
                 buffers[id(leaf)] = self._empty_like(leaf)
             return buffers[id(leaf)]
 
-        held = flatten_batch(example)  # also keeps alive what a mapping makes on access
         self.batch = map_leaves(example, static)
-        self._check_copy(held, example)
         self._buffers = list(buffers.values())
         self.copy_from(example)
         self._structure = _structure(self.batch)
@@ -323,17 +329,6 @@ class StaticBatch:
         else:
             buffer = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
         return buffer.requires_grad_(leaf.requires_grad)
-
-    def _check_copy(self, held: _Leaves, example: Any) -> None:
-        """A container may copy itself in its own way; what comes out must be a copy all the same."""
-        mine, theirs = flatten_batch(self.batch), flatten_batch(example)
-        for (path, was), (_, now), (_, static) in zip(held, theirs, mine, strict=True):
-            if isinstance(was, Tensor) and (was is not now or static is was):
-                raise BatchError(
-                    f"The container of `{path}` cannot be copied with other tensors in it: its copy"
-                    " shares them with the original.",
-                    "Give its class a `__copy__`, or pass a plain dictionary or list.",
-                )
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

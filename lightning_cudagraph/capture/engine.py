@@ -135,7 +135,8 @@ class StepEngine(Generic[T]):
 
         Args:
             step: the step.
-            refresh: called before a capture and before a replay, to bring device mirrors of host values up to date.
+            refresh: called before a capture and before a replay, to bring device mirrors of host
+                values up to date.
 
         Returns:
             The phase, and the static outputs if the step was a replay.
@@ -188,6 +189,7 @@ class StepEngine(Generic[T]):
             outputs = captured.replay(step.batch)
             return outputs, step.values(outputs)
 
+        captured.adopt_gradients()
         reason = ""
         try:
             outputs = self._verifier.check(eagerly, replay)

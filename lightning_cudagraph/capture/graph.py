@@ -98,6 +98,17 @@ class CapturedStep(Generic[T]):
             for parameter, gradient in zip(trained, before, strict=True):
                 parameter.grad = gradient
 
+    def adopt_gradients(self) -> None:
+        """Bring the gradients that the step only adds to back to the place that the graph knows."""
+        for parameter, gradient in self._accumulated:
+            if parameter.grad is gradient:
+                continue
+            if parameter.grad is None:  # dropped since, by validation
+                gradient.zero_()
+            else:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+
     def run_eagerly(self, step: Callable[[Any], T], batch: Any) -> T:
         """Run a function of the static batch on a batch of this signature, without a graph."""
         self._static.copy_from(batch)
@@ -114,14 +125,7 @@ class CapturedStep(Generic[T]):
             are overwritten by the next replay.
         """
         self._static.copy_from(batch)
-        for parameter, gradient in self._accumulated:
-            if parameter.grad is not gradient:
-                # Dropped or replaced since: go on from there, in the place that the graph knows.
-                if parameter.grad is None:
-                    gradient.zero_()
-                else:
-                    gradient.copy_(parameter.grad)
-                parameter.grad = gradient
+        self.adopt_gradients()
         take = self._takes[self._turn]
         self._turn = (self._turn + 1) % len(self._takes)
         self.replays += 1

@@ -1,0 +1,3 @@
+"""Plausible code on CUDA."""
+
+from tests.test_odd_code import *  # noqa: F403
