@@ -64,6 +64,7 @@ class CUDAGraphCallback(Callback):
 
     def __init__(
         self,
+        *,
         warmup_steps: int | None = None,
         on_unsupported: Literal["raise", "eager"] = "raise",
         timings: LayerTimings | None = _AUTOMATIC_LAYERS,
@@ -71,9 +72,14 @@ class CUDAGraphCallback(Callback):
         verify_every_n_steps: int | None = None,
         backend: BackendName = "auto",
     ) -> None:
-        if warmup_steps is not None and warmup_steps < 1:
+        if not (timings is None or isinstance(timings, LayerTimings)):
             raise ConfigurationError(
-                f"`CUDAGraphCallback(warmup_steps={warmup_steps})`: expected at least 1, because"
+                f"`CUDAGraphCallback(timings={timings!r})`: expected a `LayerTimings`, such as"
+                ' `LayerTimings(modules=["blocks.*"])`, or None for no timings.'
+            )
+        if warmup_steps is not None and (not isinstance(warmup_steps, int) or warmup_steps < 1):
+            raise ConfigurationError(
+                f"`CUDAGraphCallback(warmup_steps={warmup_steps!r})`: expected an int of at least 1, because"
                 " optimizers make their state in their first step. Leave it out for the default."
             )
         if verify_replays < 0 or (verify_every_n_steps is not None and verify_every_n_steps < 1):

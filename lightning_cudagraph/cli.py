@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.cli import ArgsType, LightningCLI
 from lightning_utilities.core.imports import RequirementCache
 
-_CLI_REQUIREMENT = RequirementCache("jsonargparse[signatures]>=4.27.7")
+_CLI_REQUIREMENT = RequirementCache("jsonargparse[signatures]>=4.39")
 
 
 def main(
@@ -35,7 +35,7 @@ def main(
     if not _CLI_REQUIREMENT:
         raise ModuleNotFoundError(
             f"The command line needs `{_CLI_REQUIREMENT.requirement}`. "
-            'Install it with: pip install "lightning-cudagraph[cli]"'
+            f'Install it with: pip install "{_CLI_REQUIREMENT.requirement}"'
         )
     # A console script starts with its own folder first on the path, not with the user's project.
     sys.path.insert(0, os.path.abspath(import_root or os.getcwd()))

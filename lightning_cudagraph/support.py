@@ -175,12 +175,16 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"`{name}.configure_optimizers` gives {len(trainer.optimizers)} optimizers; expected one.",
             "Use one optimizer, with several param groups if need be.",
         )
-    if trainer.accumulate_grad_batches != 1 or any(
-        isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)
-    ):
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
         raise UnsupportedError(
-            f"Gradients are accumulated over {trainer.accumulate_grad_batches} batch(es), or a"
-            " GradientAccumulationScheduler changes over how many; expected one batch a step.",
+            "A `GradientAccumulationScheduler` changes over how many batches gradients are accumulated;"
+            " expected one batch a step.",
+            "Leave it out, and use larger batches.",
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise UnsupportedError(
+            f"Gradients are accumulated over {trainer.accumulate_grad_batches} batches; expected one"
+            " batch a step.",
             "Pass `Trainer(accumulate_grad_batches=1)` and larger batches.",
         )
     if trainer._detect_anomaly:

@@ -257,6 +257,9 @@ def test_a_trainer_of_the_other_package(tmp_path: Path) -> None:
     ("kwargs", "message"),
     [
         ({"warmup_steps": 0}, r"warmup_steps=0.*at least 1"),
+        ({"warmup_steps": "3"}, r"warmup_steps='3'.*an int"),
+        ({"timings": ["head"]}, r"timings=\['head'\].*`LayerTimings`"),
+        ({"timings": False}, r"timings=False.*None for no timings"),
         ({"on_unsupported": "ignore"}, r"on_unsupported='ignore'.*'raise', 'eager'"),
         ({"backend": "tpu"}, r"backend='tpu'.*'auto'"),
     ],

@@ -29,6 +29,8 @@ _MAX_WARMING_SIGNATURES = 64
 # Captures after which a run that goes on changing under its graph is left to run eagerly.
 _MAX_CAPTURES = 8
 _MAX_REASONS = 12
+# Batch signatures without a capture after which the user is told.
+_MANY_SIGNATURES = 5
 
 
 class Phase(Enum):
@@ -51,6 +53,7 @@ class StepCounts:
         capture_ms: host time of the captures together, in milliseconds.
         memory_bytes: device memory that the graphs have taken, in bytes.
         recaptures: why graphs were dropped, in order.
+        variety: why nothing was captured, if batches look too different for it.
     """
 
     warmed_up: int = 0
@@ -60,6 +63,7 @@ class StepCounts:
     capture_ms: float = 0.0
     memory_bytes: int = 0
     recaptures: list[str] = field(default_factory=list)
+    variety: str = ""
 
     def note_eager(self, reason: str) -> None:
         """Count an eager step. Reasons that never repeat are counted together after a while."""
@@ -248,6 +252,7 @@ class StepEngine(Generic[T]):
 
     def _warm_up(self, step: Step[T], signature: Signature, left: int) -> tuple[Phase, None]:
         if signature not in self._warmups_left:
+            self._note_variety(signature)
             if len(self._warmups_left) >= _MAX_WARMING_SIGNATURES:
                 del self._warmups_left[next(iter(self._warmups_left))]
             self._warmups_left[signature] = left
@@ -258,6 +263,17 @@ class StepEngine(Generic[T]):
         self._warmups_left[signature] = left - 1
         self.counts.warmed_up += 1
         return Phase.WARMING, None
+
+    def _note_variety(self, signature: Signature) -> None:
+        """Say once that batches differ so much that none has come up often enough to be captured."""
+        if len(self._warmups_left) == _MANY_SIGNATURES and not self.counts.variety:
+            first = next(iter(self._warmups_left))
+            self.counts.variety = (
+                f"{_MANY_SIGNATURES} different batch signatures and none came up more than"
+                f" {self._warmup_steps} times: {first.difference(signature)}. Pad to one shape, and"
+                " leave out of the batch what differs in each (names, ids), or pass it as a tensor"
+            )
+            self._announce(f"There is no graph yet: {self.counts.variety}.")
 
     def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._guards.watch()

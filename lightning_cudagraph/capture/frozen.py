@@ -27,8 +27,8 @@ from lightning_cudagraph.errors import CaptureError
 __all__ = ["FrozenIndex", "frozen_python_audit"]
 
 _HOST_HOOK = (
-    "Do it in a hook that runs on the host at every step, such as `on_train_batch_start` or"
-    " `on_train_batch_end`"
+    "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
+    " result to the step in a registered buffer, written with `copy_` or `fill_`"
 )
 
 
@@ -245,7 +245,7 @@ def frozen_python_audit(
                 raise CaptureError(
                     f"The training step sets or changes `{changed}` of {of}, which a replay would not"
                     " do: it would keep what this one step left there.",
-                    f"{_HOST_HOOK}, or keep the value in a buffer and write it with `copy_`.",
+                    f"{_HOST_HOOK}.",
                 )
         for name, (tensor, _, address) in storages.items():
             if tensor.data_ptr() != address:

@@ -30,7 +30,7 @@ def _add_scaled_(target: Tensor, other: Tensor, alpha: Tensor) -> Tensor:
 
 
 def _foreach_add_scaled_(targets: list[Tensor], others: list[Tensor], alpha: Tensor) -> None:
-    if targets[0].is_cuda:
+    if targets[0].is_cuda and alpha.dtype is torch.float32:
         # The fused SGD kernel without momentum is this very update, in one launch for the list.
         torch._fused_sgd_(
             targets,

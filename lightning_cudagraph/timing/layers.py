@@ -44,13 +44,18 @@ class LayerTimings:
             )
 
 
+def _is_a_layer(module: nn.Module) -> bool:
+    """Whether a module without parameters is worth timing; torchmetrics are modules too."""
+    return not isinstance(module, nn.Identity) and "torchmetrics" not in type(module).__module__
+
+
 def _children(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     found = []
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             found += _children(path, child)  # never called themselves
-        elif any(True for _ in child.parameters()) or not isinstance(child, nn.Identity):
+        elif any(True for _ in child.parameters()) or _is_a_layer(child):
             found.append((path, child))
     return found
 

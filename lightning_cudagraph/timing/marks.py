@@ -59,6 +59,7 @@ class StepMarks:
         self._at_node: dict[Any, Event] = {}
         # Nodes need not run: an output may be detached, or recomputed by activation checkpointing.
         self._reached: set[int] = set()
+        self._forward_done = False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -77,6 +78,9 @@ class StepMarks:
 
     def forward_ended(self) -> None:
         """Mark the end of the forward pass, which is the beginning of the backward pass."""
+        # What is called after this is recomputed by activation checkpointing, in autograd's thread, and
+        # belongs to the backward pass.
+        self._forward_done = True
         self._backend.mark(self._forward_end)
 
     def backward_ended(self) -> None:
@@ -87,12 +91,16 @@ class StepMarks:
         entries: list[tuple[Event, list[Any]]] = []  # a stack: a layer may be called inside itself
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._forward_done:
+                return
             start = self._backend.event()
             # The nodes of the inputs, taken now: an in-place layer changes its input's node.
             entries.append((start, _gradient_nodes((args, kwargs))))
             self._backend.mark(start)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._forward_done:
+                return
             start, input_nodes = entries.pop()
             end = self._backend.event()
             self._backend.mark(end)

@@ -127,6 +127,9 @@ def fit_report(
         ),
     ]
     lines += [f"            {n} eager: {reason}" for reason, n in counts.eager.most_common()]
+    if not counts.captures and counts.warmed_up:
+        why = counts.variety or "the run ended, or went on eagerly, before a capture"
+        lines.append(f"            nothing was captured: {why}")
     lines += [f"            captured anew: {reason}" for reason in counts.recaptures]
     if counts.captures:
         lines.append(
