@@ -79,8 +79,8 @@ class CUDAGraphCallback(Callback):
             )
         if warmup_steps is not None and (not isinstance(warmup_steps, int) or warmup_steps < 1):
             raise ConfigurationError(
-                f"`CUDAGraphCallback(warmup_steps={warmup_steps!r})`: expected an int of at least 1, because"
-                " optimizers make their state in their first step. Leave it out for the default."
+                f"`CUDAGraphCallback(warmup_steps={warmup_steps!r})`: expected an int of at least 1,"
+                " because optimizers make their state in their first step. Leave it out for the default."
             )
         if verify_replays < 0 or (verify_every_n_steps is not None and verify_every_n_steps < 1):
             raise ConfigurationError(

@@ -92,6 +92,10 @@ class _GraphedOptimization(_AutomaticOptimization):
         return _GraphClosure(closure, kwargs, batch_idx, around)
 
 
+# What torch and Lightning keep for themselves in every module.
+_OWN = frozenset(vars(pl.LightningModule()))
+
+
 @dataclass
 class _StepOutputs:
     """The static outputs of a captured step."""
@@ -161,7 +165,7 @@ class GraphedTraining:
         self._optimizer = PreparedOptimizer(
             trainer.optimizers[0], backend.device, backend.lr_dtype, self._forget
         )
-        self._guards = Guards(module, self._cheap_state, lambda: self._optimizer.addresses())
+        self._guards = Guards(module, self._cheap_state, lambda: self._optimizer.addresses(), _OWN)
         self._verifier = Verifier(backend, self._state, verify_replays, verify_every_n_steps)
         self._engine: StepEngine[_StepOutputs] = StepEngine(
             backend,
@@ -378,7 +382,9 @@ class GraphedTraining:
         with ExitStack() as stack:
             logs = stack.enter_context(recorded_logs(self._trainer, self._module))
             stack.enter_context(metrics_refused(self._module))
-            stack.enter_context(frozen_python_audit(self._module, self._backend.device, _COUNTERS))
+            self._guards.mentioned = stack.enter_context(
+                frozen_python_audit(self._module, self._backend.device, _COUNTERS)
+            )
             stack.enter_context(self._optimizer.step_arithmetic(recording=True))
             if marks is not None:
                 stack.enter_context(marks.recording())

@@ -171,7 +171,88 @@ class DoublePrecisionHead(Net):
         return self.head(self.features(x).double()).float()
 
 
+class ClassAttribute(ChangesAt):
+    weight = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["loss"] * self.weight
+
+    def change(self) -> None:
+        self.weight = 0.5
+
+
+class LossWeightPerEpoch(Net):
+    weight = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.weight = 0.5**self.current_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["loss"] * self.weight
+
+
+class DropoutPerEpoch(Net):
+    def on_train_epoch_start(self) -> None:
+        self.features[3].p = 0.3 - 0.1 * self.current_epoch
+
+
+class TensorAttribute(ChangesAt):
+    def on_fit_start(self) -> None:
+        self.class_weight = torch.ones(4, device=self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1], weight=self.class_weight)
+
+    def change(self) -> None:
+        self.class_weight = torch.tensor([1.0, 2.0, 3.0, 4.0], device=self.device)
+
+
+class SwapsTheLoss(ChangesAt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_fn = nn.functional.cross_entropy
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss_fn(self(batch[0]), batch[1])
+
+    def change(self) -> None:
+        self.loss_fn = nn.functional.multi_margin_loss
+
+
+TEMPERATURE = 1.0
+
+
+class ReadsAModulesGlobal(ChangesAt):
+    def on_fit_start(self) -> None:
+        globals()["TEMPERATURE"] = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / TEMPERATURE
+
+    def change(self) -> None:
+        globals()["TEMPERATURE"] = 2.0
+
+
+class HParams(ChangesAt):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["loss"] * self.hparams.scale
+
+    def change(self) -> None:
+        self.hparams.scale = 0.5
+
+
 SAME: list[type[Net]] = [
+    ClassAttribute,
+    LossWeightPerEpoch,
+    DropoutPerEpoch,
+    TensorAttribute,
+    SwapsTheLoss,
+    ReadsAModulesGlobal,
+    HParams,
     GoesIntoEval,
     Freezes,
     RebindsABuffer,
@@ -198,6 +279,43 @@ def test_same(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     graph = train(make(cls), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
     assert_same(plain, graph)
     assert graph.counts.replayed > 10
+
+
+class LossWeightPerStep(Net):
+    weight = 1.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weight = 0.9**self.global_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["loss"] * self.weight
+
+
+def test_what_changes_every_step_ends_without_a_graph(tmp_path: Path, accelerator: str) -> None:
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 6}
+    plain = train(make(LossWeightPerStep), tmp_path / "plain", **kwargs)
+    graph = train(make(LossWeightPerStep), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    assert_same(plain, graph)
+    assert "`weight` of the `LossWeightPerStep` changed from" in graph.counts.recaptures[0]
+    assert any("given up after 8 captures" in reason for reason in graph.counts.eager)
+
+
+class CountsForItself(Net):
+    """Attributes that change, and that the step does not mention, are nobody's business."""
+
+    seen = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = self.seen + 1
+        self.last_outputs = outputs
+
+
+def test_what_the_step_does_not_mention_may_change(tmp_path: Path, accelerator: str) -> None:
+    plain = train(make(CountsForItself), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback()
+    graph = train(make(CountsForItself), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 1
 
 
 class IndexTimesTensor(Net):

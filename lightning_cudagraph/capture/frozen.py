@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_cudagraph.capture.reads import MentionedNames
 from lightning_cudagraph.capture.sentry import Location, forbid, user_frame, user_location
 from lightning_cudagraph.errors import CaptureError
 
@@ -164,7 +165,7 @@ def _bytes_of(state: torch.Tensor | None) -> bytes:
 
 
 class _Reads:
-    """Notes the user's reads of values that move from step to step, while it is on.
+    """Notes what the step mentions, and its reads of values that move from step to step.
 
     Properties are seen as calls of their getters, by the interpreter's profiling hook. It sees the
     thread of the training loop, not those of autograd.
@@ -174,7 +175,9 @@ class _Reads:
         # By identity: the code objects of compiled frames do not hash.
         self._moving = {id(code): name for code, name in moving.items()}
         self._before: Any = None
+        self._seen: dict[int, CodeType] = {}  # keeps the code objects, so that no number comes twice
         self.found: tuple[str, Location] | None = None
+        self.mentioned = MentionedNames()
 
     def __enter__(self) -> _Reads:
         self._before = sys.getprofile()
@@ -193,22 +196,32 @@ class _Reads:
             self._before.enable()
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
-        if self.found is not None:
-            return
-        if event == "call" and id(frame.f_code) in self._moving:
-            name, caller = self._moving[id(frame.f_code)], frame.f_back
+        if event == "call":
+            code = frame.f_code
+            if id(code) not in self._seen:
+                self._seen[id(code)] = code
+                self._mention(frame)
+            if id(code) in self._moving:
+                self._found(self._moving[id(code)], frame.f_back)
         elif event == "c_call" and argument in _CLOCKS:
-            name, caller = f"{argument.__module__}.{argument.__name__}()", frame
-        else:
-            return
-        if (where := user_frame(caller)) is not None:
+            self._found(f"{argument.__module__}.{argument.__name__}()", frame)
+
+    def _found(self, name: str, caller: FrameType | None) -> None:
+        if self.found is None and (where := user_frame(caller)) is not None:
             self.found = (name, where)
+
+    def _mention(self, frame: FrameType) -> None:
+        names = frame.f_code.co_names
+        self.mentioned.names.update(names)
+        if user_frame(frame) is not None:
+            namespace = frame.f_globals
+            self.mentioned.user_globals += [(namespace, name) for name in names if name in namespace]
 
 
 @contextmanager
 def frozen_python_audit(
     model: nn.Module, device: torch.device, moving: Mapping[CodeType, str]
-) -> Iterator[None]:
+) -> Iterator[MentionedNames]:
     """Refuse a step that leaves traces on the host which a replay would not leave.
 
     If it is refused, or fails otherwise, the model's attributes and the generators are put back as
@@ -218,6 +231,9 @@ def frozen_python_audit(
         model: the model whose modules are watched.
         device: where the step runs; the generator of that device is the graph's own.
         moving: getters of values that move from step to step, with the names the user knows them by.
+
+    Yields:
+        What the step mentions, filled by the time that this is left.
 
     Raises:
         CaptureError: naming the attribute, the value that was read with the user's line, or the
@@ -231,7 +247,7 @@ def frozen_python_audit(
     generators = _HostGenerators(device)
     try:
         with _Reads(moving) as reads:
-            yield
+            yield reads.mentioned
         if reads.found is not None:
             name, where = reads.found
             forbid(

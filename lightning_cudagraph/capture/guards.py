@@ -1,11 +1,11 @@
 """What a graph has baked in besides the batch, and whether it still holds.
 
-Addresses of parameters, buffers and optimizer state, `requires_grad`, module modes, hyperparameters
-and a few global switches are frozen by a capture. Before every replay the hyperparameters are compared,
-and of the parameters, buffers and modules that were there at the capture the addresses, `requires_grad`
-and modes. The rest (the optimizer's state, other objects under the same names, global switches) is
-compared at the start of an epoch, after validation, and after a checkpoint; a loaded optimizer state
-says so itself.
+Addresses of parameters, buffers and optimizer state, `requires_grad`, module modes, hyperparameters, the
+Python values that the step mentions and a few global switches are frozen by a capture. Before every
+replay are compared: hyperparameters, Python values, and of the parameters, buffers and modules that were
+there at the capture the addresses, `requires_grad` and modes. The rest (the optimizer's state, other
+objects under the same names, global switches) is compared at the start of an epoch, after validation,
+and after a checkpoint; a loaded optimizer state says so itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from lightning_cudagraph.capture.reads import MentionedNames, PythonValues
 
 __all__ = ["Guards"]
 
@@ -61,11 +63,17 @@ class Guards:
         model: the model that is trained.
         cheap: values by name that are compared before every replay (hyperparameters, settings).
         thorough: more of them, compared only when something can have changed.
+        frameworks_own: attributes that torch and Lightning keep for themselves in every module.
     """
 
     def __init__(
-        self, model: nn.Module, cheap: Callable[[], _State], thorough: Callable[[], _State]
+        self,
+        model: nn.Module,
+        cheap: Callable[[], _State],
+        thorough: Callable[[], _State],
+        frameworks_own: frozenset[str],
     ) -> None:
+        self._frameworks_own = frameworks_own
         self._model = model
         self._cheap_now = cheap
         self._thorough_now = thorough
@@ -73,6 +81,9 @@ class Guards:
         self._thorough: _State = {}
         self._suspect = False
         self._objects: _Objects | None = None
+        self._values: PythonValues | None = None
+        # What the step last captured mentions; set before `take`.
+        self.mentioned = MentionedNames()
         self._watched: _State | None = None
         self._moves: list[str | None] = []
 
@@ -92,6 +103,7 @@ class Guards:
         self._cheap = self._cheap_now()
         self._thorough = self._thorough_state()
         self._objects = _Objects(self._model)
+        self._values = PythonValues(self._model, self.mentioned, self._frameworks_own)
         self._suspect = False
 
     def drop(self) -> None:
@@ -114,6 +126,8 @@ class Guards:
         if self._objects is not None and self._objects.changed():
             # Rarely, and then in words.
             return _first_difference(self._thorough, self._thorough_state()) or "a module changed"
+        if self._values is not None and (change := self._values.changed()):
+            return change
         if self._suspect:
             self._suspect = False
             return _first_difference(self._thorough, self._thorough_state())
@@ -127,6 +141,7 @@ class Guards:
         for name, buffer in self._model.named_buffers():
             state[f"the address of buffer `{name}`"] = buffer.data_ptr()
         for name, module in self._model.named_modules():
+            state[f"the module `{name}`"] = id(module)
             state[f"`training` of `{name or type(module).__qualname__}`"] = module.training
         return state
 
