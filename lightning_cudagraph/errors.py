@@ -47,8 +47,9 @@ class UnsupportedError(CUDAGraphError):
 class CaptureError(UnsupportedError):
     """The step did something that no CUDA graph can hold.
 
-    The capture has been ended and undone: parameters, gradients, optimizer state, random state and
-    counters are what they were before the step.
+    The capture has been ended and undone: parameters, gradients, optimizer state, random state, the
+    model's attributes and Lightning's counters are what they were before the step. What the step did to
+    other Python objects has been done.
     """
 
 

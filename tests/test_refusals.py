@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cudagraph import BatchError, ConfigurationError, CUDAGraphCallback, UnsupportedError
+from lightning_cudagraph.support import check_run, default_warmup_steps
 from tests.harness import Net, assert_same, loader, make, train
 
 
@@ -275,9 +277,13 @@ def test_a_backend_of_another_device(tmp_path: Path, accelerator: str) -> None:
         train(make(Net), tmp_path, CUDAGraphCallback(backend=other), accelerator=accelerator)
 
 
-def test_warmup_steps_of_many_processes() -> None:
-    from lightning_cudagraph.support import default_warmup_steps
+def test_several_devices_are_refused() -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+    with pytest.raises(UnsupportedError, match=r"`DDPStrategy` on 2 device\(s\)"):
+        check_run(trainer, Net())
 
+
+def test_warmup_steps_of_many_processes() -> None:
     assert default_warmup_steps(1) == 3
     assert default_warmup_steps(2) == 11
 
