@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.optimization.automatic import (
-    Closure,
-    ClosureResult,
-    _AutomaticOptimization,
-)
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,6 +27,7 @@ from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngi
 from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.verify import Verifier
+from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.logs import LoggedStep, recorded_logs
 from lightning_cudagraph.metrics import metrics_refused
@@ -42,54 +39,6 @@ from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 
 __all__ = ["GraphedTraining"]
-
-
-class _GraphClosure(Closure):
-    """A closure that remembers its batch, so that it can be captured or replayed instead of called."""
-
-    def __init__(
-        self,
-        closure: Closure,
-        kwargs: OrderedDict[str, Any],
-        batch_idx: int,
-        around: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        super().__init__(closure._step_fn, closure._backward_fn, closure._zero_grad_fn)
-        self.kwargs = kwargs
-        self.batch_idx = batch_idx
-        self._around = around  # what the optimizer's arithmetic must not show to the user's code
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        with self._around():
-            return super().__call__(*args, **kwargs)
-
-    @property
-    def batch(self) -> Any:
-        return next(iter(self.kwargs.values()))
-
-
-class _GraphedOptimization(_AutomaticOptimization):
-    """Lightning's automatic optimization, with closures that can be captured."""
-
-    around_eager: Callable[[], AbstractContextManager[None]]
-
-    def _make_closure(
-        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
-    ) -> Closure:
-        closure = super()._make_closure(kwargs, optimizer, batch_idx)
-        if self._skip_backward or self.trainer.accumulate_grad_batches != 1:
-            return closure  # StochasticWeightAveraging, updating batch norm in its last epoch
-        return _GraphClosure(closure, kwargs, batch_idx, self.around_eager)
-
-    def closure_for_capture(
-        self,
-        kwargs: OrderedDict[str, Any],
-        optimizer: Optimizer,
-        batch_idx: int,
-        around: Callable[[], AbstractContextManager[None]],
-    ) -> _GraphClosure:
-        closure = super()._make_closure(kwargs, optimizer, batch_idx)
-        return _GraphClosure(closure, kwargs, batch_idx, around)
 
 
 # What torch and Lightning keep for themselves in every module.
@@ -194,7 +143,7 @@ class GraphedTraining:
         loop = self._trainer.fit_loop.epoch_loop
         strategy = self._trainer.strategy
         original = loop.automatic_optimization
-        graphed = _GraphedOptimization.__new__(_GraphedOptimization)
+        graphed = GraphedOptimization.__new__(GraphedOptimization)
         graphed.__dict__.update(original.__dict__)
         graphed.around_eager = self._floats_inside
         self._optimization = graphed
@@ -292,7 +241,7 @@ class GraphedTraining:
     ) -> Any:
         """In the place of `Strategy.optimizer_step`: the whole training step happens in here."""
         self._adopt(optimizer)
-        if not isinstance(closure, _GraphClosure):
+        if not isinstance(closure, GraphClosure):
             reason = "a step without backward pass, with accumulation, or with a closure of one's own"
             self._engine.counts.note_eager(reason)
             with self._backend.on_side_stream():
@@ -338,7 +287,7 @@ class GraphedTraining:
         )
         self._forget("the trainer has another optimizer")
 
-    def _check_result(self, closure: _GraphClosure, phase: Phase) -> None:
+    def _check_result(self, closure: GraphClosure, phase: Phase) -> None:
         if phase is Phase.WARMING:
             # An eager step that is compared in time must have ended.
             self._backend.synchronize()
@@ -355,7 +304,7 @@ class GraphedTraining:
     def _record(
         self,
         batch: Any,
-        closure: _GraphClosure,
+        closure: GraphClosure,
         optimizer: Optimizer,
         model: Any,
         kwargs: dict[str, Any],
@@ -404,7 +353,7 @@ class GraphedTraining:
         extra = map_leaves(result.extra, _detached)
         return _StepOutputs(result.loss, extra, logged, marks)
 
-    def _take_outputs(self, outputs: _StepOutputs, closure: _GraphClosure) -> Tensor:
+    def _take_outputs(self, outputs: _StepOutputs, closure: GraphClosure) -> Tensor:
         """After a replay: hand on what Lightning would have had from an eager step."""
         # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
         result = ClosureResult(None, extra=map_leaves(outputs.extra, _copied))

@@ -18,7 +18,7 @@ FLOORS = [
     ["capture"],
     ["optim"],
     ["timing"],
-    ["logs", "metrics", "support"],
+    ["closures", "logs", "metrics", "support"],
     ["loop"],
     ["callback"],
     ["__init__"],
