@@ -1,8 +1,8 @@
 """A tensor in the place of `alpha`, which torch would read back to the host.
 
 SGD takes its step as ``add_(gradient, alpha=-lr)``. Torch parses `alpha` as a `Scalar`, and calls
-``.item()`` on a tensor. Here the same update is made with the tensor itself, bit for bit in float32,
-float64, and on a GPU in 16 bits too.
+``.item()`` on a tensor. Here the same update is made with the tensor itself, bit for bit in float32 and
+float64; in 16 bits it can differ in the last place.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TensorAlphaMode(TorchFunctionMode):
     """Lets ``add_`` and ``_foreach_add_`` take a tensor for ``alpha`` without reading it back.
 
     Both parse ``alpha`` as a `Scalar`, which calls ``.item()`` on a tensor. Results are bit for bit
-    those of the float form.
+    those of the float form in float32 and float64.
     """
 
     def __torch_function__(
