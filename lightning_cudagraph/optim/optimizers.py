@@ -14,8 +14,9 @@ Three things make an optimizer unfit for a graph as it stands:
 
 Every step of a run that has graphs goes through the same arithmetic, eager or replayed, so that it does
 not matter which steps are replayed. Against a run without this package: the fused forms, and SGD in all
-its forms on 32 and 64 bit parameters, are the same bit for bit; the other classes compute their bias corrections on the device
-instead of the host, which moves a parameter by about one unit in the last place a step.
+its forms on 32 and 64 bit parameters, are the same bit for bit; the other classes compute their bias
+corrections on the device instead of the host, which moves a parameter by about one unit in the last
+place a step.
 """
 
 from __future__ import annotations
