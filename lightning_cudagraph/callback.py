@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.capture.engine import StepCounts
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
-from lightning_cudagraph.loop import GraphedTraining
+from lightning_cudagraph.loop import GraphedTraining, Scope, Settings
 from lightning_cudagraph.support import (
     BackendName,
     callbacks_of,
@@ -39,6 +39,9 @@ class CUDAGraphCallback(Callback):
     `fit`, the text ``cudagraph/report``.
 
     Args:
+        scope: what is captured. ``"step"``: everything from forward to the optimizer's step.
+            ``"forward_backward"``: clipping and the optimizer run eagerly behind the graph.
+            ``"auto"``: the first where it can be, else the second, and the report says why.
         warmup_steps: training steps before the capture. None: 3, or 11 with several processes.
         on_unsupported: ``"raise"`` an error when something cannot be captured, or train on without a
             graph (``"eager"``) and say why in the report.
@@ -65,6 +68,7 @@ class CUDAGraphCallback(Callback):
     def __init__(
         self,
         *,
+        scope: Scope = "auto",
         warmup_steps: int | None = None,
         on_unsupported: Literal["raise", "eager"] = "raise",
         timings: LayerTimings | None = _AUTOMATIC_LAYERS,
@@ -89,6 +93,7 @@ class CUDAGraphCallback(Callback):
                 " or None."
             )
         for name, value, allowed in (
+            ("scope", scope, ("auto", "step", "forward_backward")),
             ("on_unsupported", on_unsupported, ("raise", "eager")),
             ("backend", backend, ("auto", "cuda", "emulator", "off")),
         ):
@@ -97,6 +102,7 @@ class CUDAGraphCallback(Callback):
                     f"`CUDAGraphCallback({name}={value!r})`: expected one of"
                     f" {', '.join(map(repr, allowed))}."
                 )
+        self.scope = scope
         self.warmup_steps = warmup_steps
         self.on_unsupported = on_unsupported
         self.timings = timings
@@ -141,11 +147,14 @@ class CUDAGraphCallback(Callback):
                 trainer,
                 pl_module,
                 backend,
-                self.warmup_steps or default_warmup_steps(trainer.world_size),
-                self.on_unsupported == "raise",
-                self.timings,
-                self.verify_replays,
-                self.verify_every_n_steps,
+                Settings(
+                    self.scope,
+                    self.warmup_steps or default_warmup_steps(trainer.world_size),
+                    self.on_unsupported == "raise",
+                    self.timings,
+                    self.verify_replays,
+                    self.verify_every_n_steps,
+                ),
             )
         except UnsupportedError as error:
             if self.on_unsupported == "raise":

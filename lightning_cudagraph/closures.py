@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
@@ -13,25 +12,29 @@ from torch.optim import Optimizer
 
 __all__ = ["GraphClosure", "GraphedOptimization"]
 
+Call = Callable[["GraphClosure", Callable[[], Tensor | None]], Tensor | None]
+
 
 class GraphClosure(Closure):
-    """A closure that remembers its batch, so that it can be captured or replayed instead of called."""
+    """A closure that remembers its batch, so that it can be captured or replayed instead of called.
+
+    Args:
+        closure: Lightning's own.
+        kwargs: the arguments of `training_step`, the batch first.
+        batch_idx: the index of the batch.
+        call: what a call of this closure does, given the closure and what Lightning's own would do.
+    """
 
     def __init__(
-        self,
-        closure: Closure,
-        kwargs: OrderedDict[str, Any],
-        batch_idx: int,
-        around: Callable[[], AbstractContextManager[None]],
+        self, closure: Closure, kwargs: OrderedDict[str, Any], batch_idx: int, call: Call
     ) -> None:
         super().__init__(closure._step_fn, closure._backward_fn, closure._zero_grad_fn)
         self.kwargs = kwargs
         self.batch_idx = batch_idx
-        self._around = around  # what the optimizer's arithmetic must not show to the user's code
+        self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        with self._around():
-            return super().__call__(*args, **kwargs)
+        return self._call(self, lambda: super(GraphClosure, self).__call__(*args, **kwargs))
 
     @property
     def batch(self) -> Any:
@@ -39,24 +42,24 @@ class GraphClosure(Closure):
 
 
 class GraphedOptimization(_AutomaticOptimization):
-    """Lightning's automatic optimization, with closures that can be captured."""
+    """Lightning's automatic optimization, with closures that can be captured.
 
-    around_eager: Callable[[], AbstractContextManager[None]]
+    Attributes:
+        call: what a call of one of its closures does.
+    """
+
+    call: Call
 
     def _make_closure(
         self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
     ) -> Closure:
-        closure = super()._make_closure(kwargs, optimizer, batch_idx)
         if self._skip_backward or self.trainer.accumulate_grad_batches != 1:
-            return closure  # StochasticWeightAveraging, updating batch norm in its last epoch
-        return GraphClosure(closure, kwargs, batch_idx, self.around_eager)
+            # StochasticWeightAveraging updates batch norm, without training, in its last epoch.
+            return super()._make_closure(kwargs, optimizer, batch_idx)
+        return self.closure_for_capture(kwargs, optimizer, batch_idx, self.call)
 
     def closure_for_capture(
-        self,
-        kwargs: OrderedDict[str, Any],
-        optimizer: Optimizer,
-        batch_idx: int,
-        around: Callable[[], AbstractContextManager[None]],
+        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int, call: Call
     ) -> GraphClosure:
         closure = super()._make_closure(kwargs, optimizer, batch_idx)
-        return GraphClosure(closure, kwargs, batch_idx, around)
+        return GraphClosure(closure, kwargs, batch_idx, call)

@@ -36,11 +36,14 @@ class UnsupportedError(CUDAGraphError):
     Args:
         reason: what was found, in which object, and what would be expected.
         remedy: one thing to do about it.
+        in_optimizer: it concerns only what comes after the backward pass, so that forward and backward
+            can still be captured.
     """
 
-    def __init__(self, reason: str, remedy: str) -> None:
+    def __init__(self, reason: str, remedy: str, *, in_optimizer: bool = False) -> None:
         self.reason = reason
         self.remedy = remedy
+        self.in_optimizer = in_optimizer
         super().__init__(f"{reason} {remedy} {_RUN_EAGERLY}")
 
 

@@ -2,18 +2,17 @@
 
 Lightning's loop stays in charge. One object of it is replaced by a thin subclass, whose closures say
 which batch they belong to, and one method of the strategy, in which the whole optimizer step happens:
-that is where a batch is warmed up, captured or replayed. Everything replaced goes through one
-`ExitStack`.
+that is where a batch is warmed up, captured or replayed. Where the optimizer cannot be captured, the
+call of the closure is that place, and the optimizer steps eagerly behind it. Everything replaced goes
+through one `ExitStack`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import deepcopy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -22,49 +21,40 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
+from lightning_cudagraph.capture.batch import map_leaves
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
-from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
-from lightning_cudagraph.errors import CaptureError, UnsupportedError
-from lightning_cudagraph.logs import LoggedStep, recorded_logs
-from lightning_cudagraph.metrics import metrics_refused
-from lightning_cudagraph.optim.optimizers import PreparedOptimizer
-from lightning_cudagraph.support import check_private_names
+from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.hooks import undisturbed
+from lightning_cudagraph.optim.optimizers import EagerOptimizer, PreparedOptimizer
+from lightning_cudagraph.optim.scaler import PreparedScaler
+from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
+from lightning_cudagraph.support import check_optimizer_part, check_private_names, scaler_of
 from lightning_cudagraph.timing.layers import LayerTimings, select_layers
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 
-__all__ = ["GraphedTraining"]
+__all__ = ["GraphedTraining", "Scope", "Settings"]
 
+Scope = Literal["auto", "step", "forward_backward"]
 
 # What torch and Lightning keep for themselves in every module.
 _OWN = frozenset(vars(pl.LightningModule()))
 
 
-@dataclass
-class _StepOutputs:
-    """The static outputs of a captured step."""
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for; `CUDAGraphCallback` documents each."""
 
-    loss: Tensor
-    extra: dict[str, Any]
-    logs: LoggedStep
-    marks: StepMarks | None
-
-    def values(self) -> dict[str, Tensor]:
-        """What can be compared, by name."""
-        return {"the loss": self.loss, **self.logs.values()}
-
-
-# Getters of what moves from step to step, and is frozen in a graph.
-_COUNTERS = {
-    owner.__dict__[name].fget.__code__: f"{label}.{name}"
-    for owner, label in ((pl.LightningModule, "self"), (pl.Trainer, "trainer"))
-    for name in ("global_step", "current_epoch")
-}
+    scope: Scope
+    warmup_steps: int
+    raise_unsupported: bool
+    timings: LayerTimings | None
+    verify_replays: int
+    verify_every_n_steps: int | None
 
 
 class GraphedTraining:
@@ -74,34 +64,23 @@ class GraphedTraining:
         trainer: the trainer.
         module: the module that it trains.
         backend: where steps are captured.
-        warmup_steps: training steps before a capture.
-        raise_unsupported: raise when a step cannot be captured, instead of going on eagerly.
-        timings: which layers are timed, or None for no events in the graph.
-        verify_replays: how many of the first replays of a graph are checked against eager steps.
-        verify_every_n_steps: beyond those, check one replay in so many; None for none.
+        settings: what the user asked for.
 
     Raises:
-        UnsupportedError: if the optimizer is not known to be right in a graph.
-        ConfigurationError: if `timings` names a layer that is not there.
+        UnsupportedError: if the optimizer can be captured in no form that was asked for.
+        ConfigurationError: if the timings name a layer that is not there.
     """
 
     def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        backend: Backend,
-        warmup_steps: int,
-        raise_unsupported: bool,
-        timings: LayerTimings | None,
-        verify_replays: int,
-        verify_every_n_steps: int | None,
+        self, trainer: pl.Trainer, module: pl.LightningModule, backend: Backend, settings: Settings
     ) -> None:
         check_private_names(trainer, module)
         self._trainer = trainer
         self._module = module
         self._backend = backend
+        self._settings = settings
         self._layers: dict[str, nn.Module] | None = (
-            select_layers(module, timings) if timings is not None else None
+            select_layers(module, settings.timings) if settings.timings is not None else None
         )
         self._pace = StepPace()
         self._times = LayerTimes()
@@ -110,23 +89,43 @@ class GraphedTraining:
         self._unread: tuple[StepMarks, int] | None = None
         self._patches = ExitStack()
         self._in_step = False
-        # Last, because it changes the optimizer: nothing after it may fail.
-        self._optimizer = PreparedOptimizer(
-            trainer.optimizers[0], backend.device, backend.lr_dtype, self._forget
+        self._phase = Phase.EAGER
+        # Why the optimizer steps eagerly behind the graph; None as long as it is in the graph.
+        self._behind: str | None = None
+        self._optimization = GraphedOptimization.__new__(GraphedOptimization)
+        self._guards = Guards(
+            module,
+            self._cheap_state,
+            self._thorough_state,
+            _OWN,
+            self._quick_state,
+            lambda: undisturbed(trainer, module),
         )
-        self._guards = Guards(module, self._cheap_state, lambda: self._optimizer.addresses(), _OWN)
-        self._verifier = Verifier(backend, self._state, verify_replays, verify_every_n_steps)
-        self._engine: StepEngine[_StepOutputs] = StepEngine(
+        self._recorder = Recorder(trainer, module, backend, self._optimization, self._guards)
+        self._verifier = Verifier(
+            backend, self._state, settings.verify_replays, settings.verify_every_n_steps
+        )
+        self._engine: StepEngine[StepOutputs] = StepEngine(
             backend,
             self._guards,
             self._verifier,
             self._parameters,
-            warmup_steps,
-            backend.graphs_per_step if timings is not None else 1,
-            raise_unsupported,
-            lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
-            lambda: self._optimizer.restore(),
+            self._is_settled,
+            settings.warmup_steps,
+            backend.graphs_per_step if settings.timings is not None else 1,
+            settings.raise_unsupported,
+            _announce,
+            self._put_behind,
+            self._give_up,
         )
+        scaler = scaler_of(trainer)
+        self._scaler = (
+            PreparedScaler(scaler, backend.device, lambda: self._optimizer.state_tensors())
+            if scaler is not None
+            else None
+        )
+        # Last, because it changes the optimizer: nothing after it may fail.
+        self._optimizer = self._prepared(trainer.optimizers[0])
 
     @property
     def counts(self) -> StepCounts:
@@ -136,20 +135,24 @@ class GraphedTraining:
     @property
     def notes(self) -> list[str]:
         """What was changed for the capture, in words."""
-        return self._optimizer.notes
+        behind = (
+            [f"forward and backward are captured, and the optimizer steps eagerly: {self._behind}"]
+            if self._behind
+            else []
+        )
+        return [*behind, *self._optimizer.notes]
 
     def install(self) -> None:
         """Take the seat."""
         loop = self._trainer.fit_loop.epoch_loop
         strategy = self._trainer.strategy
         original = loop.automatic_optimization
-        graphed = GraphedOptimization.__new__(GraphedOptimization)
+        graphed = self._optimization
         graphed.__dict__.update(original.__dict__)
-        graphed.around_eager = self._floats_inside
-        self._optimization = graphed
+        graphed.call = self._call_closure
 
         def give_back() -> None:
-            del graphed.around_eager
+            del graphed.call
             original.__dict__.update(graphed.__dict__)
             loop.automatic_optimization = original
 
@@ -197,8 +200,13 @@ class GraphedTraining:
         return text
 
     def _notes(self) -> list[str]:
-        verified = [f"{self._verifier.checked} replay(s) verified against eager steps"]
-        return [*verified, *self._verifier.notes, *self._optimizer.notes]
+        notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
+        notes += [*self._verifier.notes, *self.notes]
+        if self._scaler is not None:
+            notes.append(
+                f"{int(self._scaler.skipped_steps)} step(s) skipped, because a gradient overflowed"
+            )
+        return notes
 
     def _step_number(self) -> int:
         return self._trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -207,14 +215,21 @@ class GraphedTraining:
         self._engine.drop(reason)
 
     def _state(self) -> dict[str, Tensor]:
-        """All tensors that a step changes, by name, in the order of the step."""
-        return {
+        """All tensors that a captured step changes, by name, in the order of the step."""
+        state: dict[str, Tensor] = {
             **{f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()},
             **{
                 f"the gradient of a parameter that no optimizer steps ({index})": parameter.grad
                 for index, parameter in enumerate(self._parameters()[1])
                 if parameter.grad is not None
             },
+        }
+        if self._behind is not None:
+            return state
+        if self._scaler is not None:
+            state |= self._scaler.tensors()
+        return {
+            **state,
             **self._optimizer.state_tensors(),
             **{f"parameter `{name}`": value for name, value in self._module.named_parameters()},
         }
@@ -226,15 +241,89 @@ class GraphedTraining:
         others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in known]
         return stepped, others
 
-    def _floats_inside(self) -> AbstractContextManager[None]:
-        return self._optimizer.floats_inside() if self._in_step else nullcontext()
-
     def _cheap_state(self) -> dict[str, Any]:
-        return {
-            **self._optimizer.hyperparameters(),
-            "`gradient_clip_val` of the trainer": self._trainer.gradient_clip_val,
-            "`gradient_clip_algorithm` of the trainer": self._trainer.gradient_clip_algorithm,
-        }
+        state = self._optimizer.hyperparameters()
+        if self._behind is None:
+            state["`gradient_clip_val` of the trainer"] = self._trainer.gradient_clip_val
+            state["`gradient_clip_algorithm` of the trainer"] = self._trainer.gradient_clip_algorithm
+            if self._scaler is not None:
+                state |= self._scaler.frozen()
+        return state
+
+    def _quick_state(self) -> tuple[Any, ...]:
+        """The values of `_cheap_state` without the words."""
+        values = self._optimizer.frozen_values()
+        if self._behind is not None:
+            return values
+        return (
+            *values,
+            self._trainer.gradient_clip_val,
+            self._trainer.gradient_clip_algorithm,
+            *(() if self._scaler is None else self._scaler.frozen().values()),
+        )
+
+    def _thorough_state(self) -> dict[str, Any]:
+        plugin = self._trainer.precision_plugin
+        described = f"{type(plugin).__qualname__} ({plugin.precision}, {id(plugin)})"
+        return {**self._optimizer.addresses(), "the precision plugin of the trainer": described}
+
+    def _is_settled(self) -> bool:
+        """Whether the optimizer has had a step to make its state in."""
+        return self._behind is not None or self._scaler is None or self._scaler.applied
+
+    def _prepared(self, optimizer: Optimizer) -> EagerOptimizer:
+        """The optimizer as far as it is in the graph.
+
+        Raises:
+            UnsupportedError: if it cannot be in it, and the user asked for that.
+        """
+        scope = self._settings.scope
+        if scope == "forward_backward":
+            self._behind = '`scope="forward_backward"`'
+        if self._behind is None:
+            try:
+                check_optimizer_part(self._trainer, self._module)
+                return PreparedOptimizer(
+                    optimizer, self._backend.device, self._backend.lr_dtype, self._forget
+                )
+            except UnsupportedError as error:
+                if scope == "step" or not error.in_optimizer:
+                    raise
+                self._behind = error.reason
+        return EagerOptimizer(optimizer)
+
+    def _put_behind(self, error: UnsupportedError) -> bool:
+        """Let the optimizer step eagerly behind the graph, if that is what `error` asks for."""
+        if not error.in_optimizer or self._settings.scope != "auto" or self._behind is not None:
+            return False
+        self._behind = error.reason
+        self._let_go_of_optimizer()
+        _announce(
+            "Forward and backward are captured from now on, and the optimizer steps eagerly:"
+            f" {error.reason}"
+        )
+        return True
+
+    def _give_up(self) -> None:
+        self._let_go_of_optimizer()
+
+    def _let_go_of_optimizer(self) -> None:
+        self._optimizer.restore()
+        self._optimizer = EagerOptimizer(self._optimizer.optimizer)
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Take over an optimizer that somebody has put in the place of the one before."""
+        if optimizer is self._optimizer.optimizer:
+            return
+        self._optimizer.restore()
+        self._optimizer = EagerOptimizer(optimizer)
+        if self._engine.given_up:
+            return
+        self._forget("the trainer has another optimizer")
+        try:
+            self._optimizer = self._prepared(optimizer)
+        except UnsupportedError as error:
+            self._engine.unsupported(error)
 
     def _optimizer_step(
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
@@ -246,123 +335,98 @@ class GraphedTraining:
             self._engine.counts.note_eager(reason)
             with self._backend.on_side_stream():
                 return self._run(optimizer, closure, model, kwargs)
+        if self._behind is not None:
+            # The closure is what is captured, wherever the optimizer calls it.
+            with self._arithmetic(optimizer, capturing=False):
+                result = self._eager_step(optimizer, closure, model, **kwargs)
+            self._pace.tick(self._phase)
+            return result
         returned: list[Any] = []
+        body = StepBody(
+            lambda inner: self._eager_step(optimizer, inner, model, **kwargs),
+            self._optimizer,
+            lambda capturing: self._arithmetic(optimizer, capturing),
+            has_optimizer=True,
+        )
+        outputs = self._step(
+            closure, body, lambda: returned.append(self._run(optimizer, closure, model, kwargs))
+        )
+        self._pace.tick(self._phase)
+        return returned[0] if outputs is None else outputs
 
-        def run() -> None:
-            returned.append(self._run(optimizer, closure, model, kwargs))
+    def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
+        """In the place of `Closure.__call__`."""
+        if self._in_step:
+            with self._optimizer.floats_inside():
+                return plain()
+        if self._behind is None:
+            return plain()
+        body = StepBody(lambda inner: inner(), self._optimizer, self._no_arithmetic, has_optimizer=False)
+        loss: list[Tensor | None] = []
+        outputs = self._step(closure, body, lambda: loss.append(plain()))
+        return loss[0] if outputs is None else outputs
 
+    def _step(self, closure: GraphClosure, body: StepBody, run: Callable[[], object]) -> Tensor | None:
+        """Take a batch through its phase; returns the loss if it was replayed."""
         step = Step(
             closure.batch,
             run,
-            lambda batch: self._record(batch, closure, optimizer, model, kwargs, self._layers),
-            lambda batch: self._record(batch, closure, optimizer, model, kwargs, None),
-            _StepOutputs.values,
+            lambda batch: self._recorder.record(batch, closure, body, self._layers, True),
+            lambda batch: self._recorder.record(batch, closure, body, None, False),
+            StepOutputs.values,
             self._undone,
         )
-        phase, outputs = self._engine.step(step, self._optimizer.refresh)
-        if outputs is None:
-            self._check_result(closure, phase)
-        else:
-            returned.append(self._take_outputs(outputs, closure))
-        self._pace.tick(phase)
-        return returned[0]
+        self._phase, outputs = self._engine.step(step, body.optimizer.refresh)
+        if outputs is not None:
+            return self._take_outputs(outputs, closure)
+        if self._phase is Phase.WARMING:
+            # An eager step that is compared in time must have ended.
+            self._backend.synchronize()
+            if closure._result is not None and closure._result.closure_loss is None:
+                self._engine.unsupported(self._recorder.returned_none())
+        return None
 
     def _run(self, optimizer: Optimizer, closure: Any, model: Any, kwargs: dict[str, Any]) -> Any:
         """The training step, eagerly, in the arithmetic of the captured one."""
         self._optimizer.refresh()
-        with self._optimizer.step_arithmetic():
+        with self._arithmetic(optimizer, capturing=False):
             self._in_step = True
             try:
                 return self._eager_step(optimizer, closure, model, **kwargs)
             finally:
                 self._in_step = False
 
-    def _adopt(self, optimizer: Optimizer) -> None:
-        """Take over an optimizer that somebody has put in the place of the one before."""
-        if optimizer is self._optimizer.optimizer:
-            return
-        self._optimizer.restore()
-        self._optimizer = PreparedOptimizer(
-            optimizer, self._backend.device, self._backend.lr_dtype, self._forget
-        )
-        self._forget("the trainer has another optimizer")
-
-    def _check_result(self, closure: GraphClosure, phase: Phase) -> None:
-        if phase is Phase.WARMING:
-            # An eager step that is compared in time must have ended.
-            self._backend.synchronize()
-            if closure._result is not None and closure._result.closure_loss is None:
-                self._engine.unsupported(self._returned_none())
-
-    def _returned_none(self) -> UnsupportedError:
-        return UnsupportedError(
-            f"`{type(self._module).__qualname__}.training_step` returned None to skip the batch; a"
-            " graph cannot skip.",
-            "Return a loss for every batch, such as one multiplied with zero.",
-        )
-
-    def _record(
-        self,
-        batch: Any,
-        closure: GraphClosure,
-        optimizer: Optimizer,
-        model: Any,
-        kwargs: dict[str, Any],
-        timed: Mapping[str, nn.Module] | None,
-    ) -> _StepOutputs:
-        """The training step, as it is captured: Lightning's own code, on the static batch."""
-        names = list(closure.kwargs)
-        step_kwargs = OrderedDict(closure.kwargs)
-        step_kwargs[names[0]] = batch
-        if "batch_idx" in step_kwargs:
-            step_kwargs["batch_idx"] = FrozenIndex("batch_idx")
-        inner = self._optimization.closure_for_capture(
-            step_kwargs,
-            optimizer,
-            closure.batch_idx,
-            lambda: self._optimizer.floats_inside(recording=True),
-        )
-        marks = StepMarks(self._backend, timed) if timed is not None else None
-        if marks is not None:
-            inner._step_fn = _then(inner._step_fn, marks.forward_ended)
-            if inner._backward_fn is not None:
-                inner._backward_fn = _then(inner._backward_fn, marks.backward_ended)
-        before = self._optimizer.addresses()
+    @contextmanager
+    def _arithmetic(self, optimizer: Optimizer, capturing: bool) -> Iterator[None]:
         with ExitStack() as stack:
-            logs = stack.enter_context(recorded_logs(self._trainer, self._module))
-            stack.enter_context(metrics_refused(self._module))
-            self._guards.mentioned = stack.enter_context(
-                frozen_python_audit(self._module, self._backend.device, _COUNTERS)
-            )
-            stack.enter_context(self._optimizer.step_arithmetic(recording=True))
-            if marks is not None:
-                stack.enter_context(marks.recording())
-            self._eager_step(optimizer, inner, model, **kwargs)
-            result = inner.consume_result()
-            logged = LoggedStep(logs)
-        if result.loss is None:
-            raise self._returned_none()
-        if self._optimizer.addresses() != before:
-            raise UnsupportedError(
-                f"`{type(optimizer).__qualname__}` makes state in this step that it did not have after"
-                " warm-up, because a parameter has its first gradient only now.",
-                "Raise `warmup_steps` until every parameter has had a gradient.",
-            )
-        # The result still holds autograd's graph, and with it the memory of all activations.
-        refuse_hidden_tensors(result.extra, "the output of `training_step`")
-        extra = map_leaves(result.extra, _detached)
-        return _StepOutputs(result.loss, extra, logged, marks)
+            if self._scaler is not None:
+                stack.enter_context(self._scaler.step_arithmetic(optimizer, capturing))
+            stack.enter_context(self._optimizer.step_arithmetic(capturing))
+            yield
 
-    def _take_outputs(self, outputs: _StepOutputs, closure: GraphClosure) -> Tensor:
+    @contextmanager
+    def _no_arithmetic(self, capturing: bool) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._recorder.undone())
+            if self._scaler is not None:
+                stack.enter_context(self._scaler.undone())
+            yield
+
+    def _take_outputs(self, outputs: StepOutputs, closure: GraphClosure) -> Tensor:
         """After a replay: hand on what Lightning would have had from an eager step."""
         # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
         result = ClosureResult(None, extra=map_leaves(outputs.extra, _copied))
         result.loss = outputs.loss.clone()
         closure._result = result
         zero_grad = self._optimization.optim_progress.optimizer.zero_grad
-        zero_grad.increment_ready()
-        zero_grad.increment_started()
-        zero_grad.increment_completed()
+        for _ in range(outputs.closure_calls):
+            zero_grad.increment_ready()
+            zero_grad.increment_started()
+            zero_grad.increment_completed()
         outputs.logs.hand_over(self._trainer)
         if outputs.marks is not None:
             if self._backend.graphs_per_step > 1:
@@ -382,36 +446,10 @@ class GraphedTraining:
         self._times.add(marks.tags, times_ms)
         self._tensorboard.add(marks.tags, times_ms, step_number)
 
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        """Undo what Lightning's own code does on the host in a capture: counters and names."""
-        progress = self._optimization.optim_progress
-        saved = deepcopy(progress.state_dict())
-        fx_name = self._module._current_fx_name
-        try:
-            yield
-        finally:
-            progress.load_state_dict(saved)
-            self._module._current_fx_name = fx_name
 
-
-def _detached(leaf: Any) -> Any:
-    if isinstance(leaf, FrozenIndex):
-        raise CaptureError(
-            "The output of `training_step` holds `batch_idx`, which would stay what it is in this step.",
-            "Leave it out: `on_train_batch_end` is given it.",
-        )
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+def _announce(text: str) -> None:
+    rank_zero_info(f"lightning_cudagraph: {text}")
 
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _then(function: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
-    def both(*args: Any) -> Any:
-        result = function(*args)
-        after()
-        return result
-
-    return both

@@ -15,6 +15,9 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
+from torch.amp import GradScaler
+from torch.cuda.amp import GradScaler as CudaGradScaler
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
@@ -24,10 +27,12 @@ from lightning_cudagraph.logs import TO_TENSOR
 __all__ = [
     "BackendName",
     "callbacks_of",
+    "check_optimizer_part",
     "check_private_names",
     "check_run",
     "default_warmup_steps",
     "make_backend",
+    "scaler_of",
 ]
 
 BackendName = Literal["auto", "cuda", "emulator", "off"]
@@ -42,8 +47,8 @@ _CALLBACK_HOOKS_INSIDE = (
     "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
-    "on_before_optimizer_step",
 )
+_CALLBACK_HOOKS_BEHIND = ("on_before_optimizer_step",)
 
 
 def default_warmup_steps(world_size: int) -> int:
@@ -147,19 +152,26 @@ def _check_placement(trainer: pl.Trainer) -> None:
 
 def _check_precision(trainer: pl.Trainer) -> None:
     plugin = trainer.precision_plugin
-    if type(plugin) is MixedPrecision and plugin.scaler is not None:
+    scaler = scaler_of(trainer)
+    if scaler is not None and type(scaler) not in (GradScaler, CudaGradScaler):
         raise UnsupportedError(
-            "The precision is 16-mixed, whose gradient scaler reads a value back to the host in every"
-            " step.",
-            "Use `precision='bf16-mixed'`, which needs no scaler.",
+            f"The gradient scaler is a `{type(scaler).__module__}.{type(scaler).__qualname__}`; expected"
+            " torch's `torch.amp.GradScaler`.",
+            "Use that one, or `precision='bf16-mixed'`, which needs no scaler.",
         )
     bf16_true = type(plugin) is HalfPrecision and plugin.precision == "bf16-true"
     if not (bf16_true or type(plugin) in (Precision, MixedPrecision)):
         raise UnsupportedError(
             f"The precision plugin is `{type(plugin).__qualname__}` (precision {plugin.precision!r});"
-            " captured so far are 32-true, bf16-mixed and bf16-true.",
+            " captured so far are 32-true, 16-mixed, bf16-mixed and bf16-true.",
             "Use one of these.",
         )
+
+
+def scaler_of(trainer: pl.Trainer) -> GradScaler | None:
+    """The gradient scaler of a run in fp16."""
+    scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler
 
 
 def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -216,6 +228,36 @@ def _check_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             " step: in a graph, its host code would run once, at the capture.",
             "Move it to `on_train_batch_start` or `on_train_batch_end`.",
         )
+
+
+def check_optimizer_part(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what keeps the part of the step after its backward pass out of a graph.
+
+    Raises:
+        UnsupportedError: with `in_optimizer` set.
+    """
+    for config in trainer.lr_scheduler_configs:
+        scheduler = config.scheduler
+        if (
+            isinstance(scheduler, (OneCycleLR, CyclicLR))
+            and scheduler.cycle_momentum
+            and config.interval == "step"
+        ):
+            raise UnsupportedError(
+                f"`{type(scheduler).__name__}(cycle_momentum=True)` moves the momentum of"
+                f" `{type(scheduler.optimizer).__qualname__}` in every step; a graph would freeze it.",
+                "Pass `cycle_momentum=False` to have the optimizer's step in the graph too.",
+                in_optimizer=True,
+            )
+    for callback in callbacks_of(trainer):
+        for hook in _CALLBACK_HOOKS_BEHIND:
+            if _is_overridden(hook, callback, Callback):
+                raise UnsupportedError(
+                    f"`{type(callback).__qualname__}.{hook}` is called before the optimizer's step: in a"
+                    " graph, its host code would run once, at the capture.",
+                    "Move it to `on_train_batch_end` to have the optimizer's step in the graph too.",
+                    in_optimizer=True,
+                )
 
 
 def _check_modules(module: pl.LightningModule) -> None:

@@ -220,4 +220,4 @@ def test_item_in_a_hook(tmp_path: Path, accelerator: str, hook: str) -> None:
 
     cls: Callable[[], Any] = type("Hook", (Net,), {hook: item})
     with pytest.raises(CaptureError, match=r"float\(self.head.weight.grad.abs\(\).max\(\)\)"):
-        train(make(cls), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+        train(make(cls), tmp_path, CUDAGraphCallback(scope="step"), accelerator=accelerator)

@@ -101,10 +101,12 @@ class StepEngine(Generic[T]):
         guards: what a graph bakes in.
         verifier: checks replays against eager steps.
         parameters: the parameters that the optimizer steps, and all others that have gradients.
+        is_settled: whether all state that steps make has been made; warm-up goes on until then.
         warmup_steps: ordinary training steps on the side stream before a capture.
         takes: captures of the step that take turns.
         raise_unsupported: raise when a step cannot be captured, instead of going on eagerly.
         announce: told, in a sentence, what the user should know once.
+        narrow: told why a step could not be captured; whether less of it will be captured from now on.
         on_give_up: called when the run goes on without graphs.
     """
 
@@ -114,20 +116,24 @@ class StepEngine(Generic[T]):
         guards: Guards,
         verifier: Verifier,
         parameters: Callable[[], tuple[Iterable[nn.Parameter], Iterable[nn.Parameter]]],
+        is_settled: Callable[[], bool],
         warmup_steps: int,
         takes: int,
         raise_unsupported: bool,
         announce: Callable[[str], None],
+        narrow: Callable[[UnsupportedError], bool],
         on_give_up: Callable[[], None],
     ) -> None:
         self._backend = backend
         self._guards = guards
         self._verifier = verifier
         self._parameters = parameters
+        self._is_settled = is_settled
         self._warmup_steps = warmup_steps
         self._takes = takes
         self._raise_unsupported = raise_unsupported
         self._announce = announce
+        self._narrow = narrow
         self._on_give_up = on_give_up
         self._captured: CapturedStep[T] | None = None
         self._warmups_left: dict[Signature, int] = {}
@@ -161,7 +167,7 @@ class StepEngine(Generic[T]):
             return self._eager(step, error.reason)
         if self._captured is None:
             left = self._warmups_left.get(signature, self._warmup_steps)
-            if left > 0:
+            if left > 0 or not self._is_settled():
                 return self._warm_up(step, signature, left)
             refresh()
             reason = ""
@@ -209,8 +215,7 @@ class StepEngine(Generic[T]):
 
     def drop(self, reason: str) -> None:
         """Let go of the graph, because `reason`; what comes is warmed up and captured anew."""
-        self._guards.drop()
-        self._warmups_left.clear()
+        self._forget()
         if self._captured is None:
             return
         self._captured.release()
@@ -222,8 +227,16 @@ class StepEngine(Generic[T]):
             return
         self._announce(f"The captured step is stale and is captured anew: {reason}.")
 
+    def _forget(self) -> None:
+        """What was learned in warm-up; it begins anew."""
+        self._guards.drop()
+        self._warmups_left.clear()
+
     def unsupported(self, error: UnsupportedError) -> None:
-        """Something showed that no step of this run can be captured: raise, or give up, by policy."""
+        """Something showed that no step of this run can be captured: narrow, raise, or give up."""
+        if self._narrow(error):
+            self._forget()
+            return
         if self._raise_unsupported:
             raise error
         self.give_up(error.reason)
@@ -239,8 +252,12 @@ class StepEngine(Generic[T]):
         if self._captured is not None:
             self._captured.release()
             self._captured = None
-        self._guards.drop()
-        self._warmups_left.clear()
+        self._forget()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the run goes on without graphs."""
+        return self._given_up is not None
 
     def _eager(self, step: Step[T], reason: str) -> tuple[Phase, None]:
         self.counts.note_eager(reason)
@@ -260,7 +277,7 @@ class StepEngine(Generic[T]):
         with self._backend.on_side_stream():
             step.run()
         # Only a step that went through counts.
-        self._warmups_left[signature] = left - 1
+        self._warmups_left[signature] = max(left - 1, 0)
         self.counts.warmed_up += 1
         return Phase.WARMING, None
 
@@ -281,6 +298,7 @@ class StepEngine(Generic[T]):
             raise UnsupportedError(
                 f"Between any two steps, {moving}: a graph would be stale at once.",
                 "Keep it constant; a scheduler that cycles the momentum has `cycle_momentum=False`.",
+                in_optimizer=True,
             )
         started_s = time.perf_counter()
         with step.transaction():

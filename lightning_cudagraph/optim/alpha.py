@@ -1,8 +1,9 @@
-"""A tensor in the place of `alpha`, which torch would read back to the host.
+"""A tensor in the place of a `Scalar`, which torch would read back to the host.
 
-SGD takes its step as ``add_(gradient, alpha=-lr)``. Torch parses `alpha` as a `Scalar`, and calls
-``.item()`` on a tensor. Here the same update is made with the tensor itself, bit for bit in float32 and
-float64; in 16 bits it can differ in the last place.
+SGD steps by ``add_(gradient, alpha=-lr)``, RMSprop by ``addcdiv_(gradient, average, value=-lr)``.
+Torch parses `alpha` and `value` as a `Scalar`, and calls ``.item()`` on a tensor. Here the same update
+is made with the tensor itself, bit for bit in float32 and float64; in 16 bits it can differ in the last
+place.
 """
 
 from __future__ import annotations
@@ -29,8 +30,17 @@ def _add_scaled_(target: Tensor, other: Tensor, alpha: Tensor) -> Tensor:
     return target.copy_(torch.addcmul(target.float(), other.float(), alpha.float()))
 
 
+def _addcdiv_scaled_(target: Tensor, dividend: Tensor, divisor: Tensor, value: Tensor) -> Tensor:
+    """``target += value * dividend / divisor``, rounded as ``addcdiv_(..., value=float)`` rounds."""
+    if target.is_cuda:
+        # ATen/native/cuda/PointwiseOpsKernel.cu: `a + alpha * (b / c)`, with one rounding for the sum.
+        return target.addcmul_(dividend.div(divisor), value)
+    # ATen/native/cpu/PointwiseOpsKernel.cpp: `self + alpha * t1 / t2`, from left to right.
+    return target.add_(dividend.mul(value).div_(divisor))
+
+
 def _foreach_add_scaled_(targets: list[Tensor], others: list[Tensor], alpha: Tensor) -> None:
-    if targets[0].is_cuda and alpha.dtype is torch.float32:
+    if targets[0].is_cuda and targets[0].dtype is not torch.float64:
         # The fused SGD kernel without momentum is this very update, in one launch for the list.
         torch._fused_sgd_(
             targets,
@@ -38,7 +48,7 @@ def _foreach_add_scaled_(targets: list[Tensor], others: list[Tensor], alpha: Ten
             [],
             weight_decay=0.0,
             momentum=0.0,
-            lr=-alpha,
+            lr=-alpha.float(),
             dampening=0.0,
             nesterov=False,
             maximize=False,
@@ -56,11 +66,7 @@ def _any_sparse(others: Any) -> bool:
 
 
 class TensorAlphaMode(TorchFunctionMode):
-    """Lets ``add_`` and ``_foreach_add_`` take a tensor for ``alpha`` without reading it back.
-
-    Both parse ``alpha`` as a `Scalar`, which calls ``.item()`` on a tensor. Results are bit for bit
-    those of the float form in float32 and float64.
-    """
+    """Lets ``add_``, ``_foreach_add_`` and ``addcdiv_`` take a tensor as a scalar without reading it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -72,4 +78,7 @@ class TensorAlphaMode(TorchFunctionMode):
                 return _add_scaled_(args[0], args[1], alpha)
             if func is torch._foreach_add_:
                 return _foreach_add_scaled_(args[0], args[1], alpha)
+        value = kwargs.get("value")
+        if isinstance(value, Tensor) and func is Tensor.addcdiv_:
+            return _addcdiv_scaled_(args[0], args[1], args[2], value)
         return func(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,27 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.optim.forms import Form
 
-__all__ = ["Form", "PreparedGroup", "check_group"]
-
-
-@dataclass(frozen=True)
-class Form:
-    """How an optimizer class is captured.
-
-    Attributes:
-        capturable: it has a ``capturable`` option, which must be on.
-        foreach: only its foreach form takes a tensor learning rate without reading it back.
-        mirror: its step reads the learning rate.
-        alpha: its step passes the learning rate as ``alpha``.
-        host_state: names of the state tensors that are kept on the host when not capturable.
-    """
-
-    capturable: bool = True
-    foreach: bool = False
-    mirror: bool = True
-    alpha: bool = False
-    host_state: tuple[str, ...] = ("step",)
+__all__ = ["PreparedGroup", "check_group"]
 
 
 class PreparedGroup:
@@ -64,14 +45,13 @@ class PreparedGroup:
         wanted: dict[str, Any] = {}
         if form.capturable and not self.group["capturable"]:
             wanted["capturable"] = True
-        if form.foreach and not self.group["foreach"]:
-            wanted["foreach"] = True
         self.flags = {name: self.group[name] for name in wanted}
         self.group.update(wanted)
         # What schedulers keep in a group (`initial_lr`) is not read by the step.
         self.options = [
             (name, f"`{name}` of param group {index}") for name in optimizer.defaults if name != "lr"
         ]
+        self._names = [name for name, _ in self.options]
         self._lr_label = f"`lr` of param group {index}"
         self._mirror = self._new_mirror(lr_dtype)
         self._mirrored: float | None = None
@@ -81,10 +61,8 @@ class PreparedGroup:
     def _new_mirror(self, lr_dtype: torch.dtype) -> Tensor | None:
         if not self._form.mirror or isinstance(self.group["lr"], Tensor):
             return None
-        wide = any(p.dtype is torch.float64 for p in self.group["params"]) and not self.group.get(
-            "fused"
-        )
-        dtype = torch.float64 if wide else lr_dtype
+        wide = self._form.exact or any(p.dtype is torch.float64 for p in self.group["params"])
+        dtype = torch.float64 if wide and not self.group.get("fused") else lr_dtype
         return torch.zeros((), dtype=dtype, device=self._device)
 
     def fits(self, group: dict[str, Any]) -> bool:
@@ -99,6 +77,15 @@ class PreparedGroup:
         lr = self.group["lr"]
         values[self._lr_label] = f"a tensor at {lr.data_ptr()}" if isinstance(lr, Tensor) else "a float"
         return values
+
+    def frozen_values(self) -> tuple[Any, ...]:
+        """The values of `frozen`, and which parameters these are, in a form that is quick to compare."""
+        group = self.group
+        lr, parameters = group["lr"], group["params"]
+        # The type first: `isinstance` of a Tensor is slow for everything that is none.
+        is_tensor = type(lr) is not float and isinstance(lr, Tensor)
+        lr_address = lr.data_ptr() if is_tensor else None
+        return (*map(group.get, self._names), lr_address, id(parameters), len(parameters))
 
     def refresh(self) -> None:
         """Bring the mirror up to date with the learning rate, on the current stream."""
@@ -157,12 +144,14 @@ def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
         raise UnsupportedError(
             f"Param group {index} of `{name}` has `differentiable=True`, which has no capturable form.",
             "Leave it out.",
+            in_optimizer=True,
         )
     for option in optimizer.defaults:
         if isinstance(group.get(option), Tensor) and option != "lr":
             raise UnsupportedError(
                 f"`{option}` of param group {index} of `{name}` is a tensor; only `lr` may be one.",
                 f"Pass `{option}` as a float.",
+                in_optimizer=True,
             )
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.device.type != device.type:
@@ -170,4 +159,5 @@ def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
             f"`lr` of param group {index} of `{name}` is a tensor on {lr.device}; expected a float, or a"
             f" tensor on {device}.",
             "Pass a float: it is mirrored on the device.",
+            in_optimizer=True,
         )

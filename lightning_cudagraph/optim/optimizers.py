@@ -1,16 +1,7 @@
-"""Which optimizers a graph can hold, and what has to change so that it holds them rightly.
+"""An optimizer made fit for capture, and the way back.
 
-Three things make an optimizer unfit for a graph as it stands:
-
-* its step counter lives on the host (``capturable=False``), so a replay would go on with the count of
-  the capture. All classes listed here have a ``capturable`` form that keeps it on the device; SGD has
-  no counter.
-* the learning rate is a Python float, which a capture freezes. The float stays where it is, so that
-  schedulers, loggers, checkpoints and user code find what they expect; around a step a device tensor
-  (the *mirror*) takes its place, and is filled before a replay whenever the float has moved.
-* an op takes the learning rate as a `Scalar` argument, and would read the mirror back to the host.
-  `TensorAlphaMode` rewrites the one form that SGD uses; where torch has a form without it
-  (``foreach=True`` of RMSprop and Adadelta), that form is chosen.
+`forms.py` says what keeps an optimizer from being captured. Here its flags are changed (in
+`PreparedGroup`), its checkpoints kept as the user has them, and its arithmetic made that of a graph.
 
 Every step of a run that has graphs goes through the same arithmetic, eager or replayed, so that it does
 not matter which steps are replayed. Against a run without this package: the fused forms, and SGD in all
@@ -32,50 +23,82 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.alpha import TensorAlphaMode
-from lightning_cudagraph.optim.groups import Form, PreparedGroup, check_group
+from lightning_cudagraph.optim.forms import form_of, host_state_of, moving_values
+from lightning_cudagraph.optim.groups import PreparedGroup, check_group
 
-__all__ = ["PreparedOptimizer"]
-
-
-_FORMS: dict[type[Optimizer], Form] = {
-    torch.optim.Adam: Form(),
-    torch.optim.AdamW: Form(),
-    torch.optim.NAdam: Form(host_state=("step", "mu_product")),
-    torch.optim.RAdam: Form(),
-    torch.optim.Adamax: Form(),
-    torch.optim.RMSprop: Form(foreach=True),
-    torch.optim.Adadelta: Form(foreach=True),
-    torch.optim.ASGD: Form(),
-    # Reads the learning rate only when it makes its state, in the first warm-up step.
-    torch.optim.Rprop: Form(mirror=False),
-    torch.optim.SGD: Form(capturable=False, alpha=True, host_state=()),
-}
+__all__ = ["EagerOptimizer", "PreparedOptimizer"]
 
 
-def _name(optimizer: Optimizer) -> str:
-    return type(optimizer).__qualname__
+class EagerOptimizer:
+    """An optimizer that is left as it is, because it steps eagerly behind the graph.
+
+    Args:
+        optimizer: the optimizer.
+
+    Attributes:
+        optimizer: the optimizer.
+        notes: what was changed, in words for the report.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.notes: list[str] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer steps and that have gradients."""
+        return [
+            parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """All options of all param groups but the values of learning rates: a capture freezes them."""
+        return {}
+
+    def frozen_values(self) -> tuple[Any, ...]:
+        """The values of `hyperparameters`, without the words: compared before every replay."""
+        return ()
+
+    def learning_rates(self) -> tuple[Any, ...]:
+        """The learning rates that a captured step reads."""
+        return ()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All tensors of the optimizer's state that a captured step changes, by name."""
+        return {}
+
+    def addresses(self) -> dict[str, Any]:
+        """What else of the optimizer a capture freezes: which tensors it works on, by name."""
+        return {
+            f"parameter {index} in param group {group_idx} of the optimizer": id(parameter)
+            for group_idx, group in enumerate(self.optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+
+    def check_state(self) -> None:
+        """Refuse to be captured with state that is not on the device."""
+
+    def refresh(self) -> None:
+        """Bring the mirrors up to date with the learning rates, on the current stream."""
+
+    @contextmanager
+    def step_arithmetic(self, capturing: bool = False) -> Iterator[None]:
+        """Inside, the optimizer computes as it does in a graph, whether one is captured or not."""
+        yield
+
+    @contextmanager
+    def floats_inside(self, capturing: bool = False) -> Iterator[None]:
+        """Inside, user code that runs within `step_arithmetic` finds the learning rates it knows."""
+        yield
+
+    def restore(self) -> None:
+        """Give the optimizer back as the user made it, with the state that it has reached."""
 
 
-def _form_of(optimizer: Optimizer) -> Form:
-    form = _FORMS.get(type(optimizer))
-    if form is None:
-        names = ", ".join(cls.__name__ for cls in _FORMS)
-        raise UnsupportedError(
-            f"The optimizer is a `{type(optimizer).__module__}.{_name(optimizer)}`; known to give the"
-            f" same numbers in a graph are torch's own {names}.",
-            "Use one of these.",
-        )
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if any(hooks):
-        raise UnsupportedError(
-            f"`{_name(optimizer)}` has hooks registered with `register_step_pre_hook` or"
-            " `register_step_post_hook`: host code that a replay would not run.",
-            "Do the same in `on_train_batch_start` or `on_train_batch_end`.",
-        )
-    return form
-
-
-class PreparedOptimizer:
+class PreparedOptimizer(EagerOptimizer):
     """An optimizer made fit for capture, and the way back.
 
     Args:
@@ -85,12 +108,8 @@ class PreparedOptimizer:
         on_load: called with a reason after `optimizer.load_state_dict`, which puts other tensors in
             the place of those that a graph knows.
 
-    Attributes:
-        optimizer: the optimizer.
-        notes: what was changed, in words for the report.
-
     Raises:
-        UnsupportedError: if this optimizer is not known to be right in a graph.
+        UnsupportedError: if this optimizer has no form that a graph can hold.
     """
 
     def __init__(
@@ -100,12 +119,11 @@ class PreparedOptimizer:
         lr_dtype: torch.dtype,
         on_load: Callable[[str], None],
     ) -> None:
-        self.optimizer = optimizer
-        self._form = _form_of(optimizer)
+        super().__init__(optimizer)
+        self._form = form_of(optimizer)
         self._device = device
         self._lr_dtype = lr_dtype
         self._on_load = on_load
-        self.notes: list[str] = []
         self._groups: list[PreparedGroup] = []
         self._restored = False
         self._allow_cpu = self._cpu_switch()
@@ -128,8 +146,8 @@ class PreparedOptimizer:
             if cls is not Optimizer and hasattr(module, name):
                 return module, name
         raise UnsupportedError(
-            f"torch {torch.__version__} has no `{name}` beside `{_name(self.optimizer)}`, and the CPU"
-            " emulator needs it to run capturable optimizers.",
+            f"torch {torch.__version__} has no `{name}` beside `{type(self.optimizer).__qualname__}`, and"
+            " the CPU emulator needs it to run capturable optimizers.",
             "Use a version of torch that this package names as supported.",
         )
 
@@ -160,7 +178,9 @@ class PreparedOptimizer:
         changed = sorted({name for prepared in self._groups for name in prepared.flags})
         if not changed:
             return []
-        text = f"{_name(self.optimizer)} runs with " + ", ".join(f"{n}=True" for n in changed)
+        text = f"{type(self.optimizer).__qualname__} runs with " + ", ".join(
+            f"{n}=True" for n in changed
+        )
         if all(prepared.group.get("fused") for prepared in self._groups):
             return [f"{text}, which changes no number of its fused form"]
         remedy = ""
@@ -195,25 +215,33 @@ class PreparedOptimizer:
         self._prepare_groups()
         self._on_load("a state was loaded into the optimizer")
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer steps and that have gradients."""
-        return [
-            parameter
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
-
     def hyperparameters(self) -> dict[str, Any]:
-        """All options of all param groups but the values of learning rates: a capture freezes them."""
-        if self._restored:
-            return {}
         self._sync_groups()
-        return {label: value for prepared in self._groups for label, value in prepared.frozen().items()}
+        found = {label: value for prepared in self._groups for label, value in prepared.frozen().items()}
+        if self._form.inspected:
+            found.update(moving_values(self.optimizer))
+        return found
+
+    def frozen_values(self) -> tuple[Any, ...]:
+        values: list[Any] = [prepared.frozen_values() for prepared in self._groups]
+        values.append(tuple(map(id, self.optimizer.param_groups)))  # added, or replaced
+        if self._form.inspected:
+            values.append(tuple(moving_values(self.optimizer).values()))
+        return tuple(values)
+
+    def learning_rates(self) -> tuple[Any, ...]:
+        return tuple(group["lr"] for group in self.optimizer.param_groups) if self._form.mirror else ()
+
+    def check_state(self) -> None:
+        reason = host_state_of(self.optimizer, self._device)
+        if reason is not None:
+            raise UnsupportedError(
+                f"{reason[0].upper()}{reason[1:]}, where a replay would not change it.",
+                "Use one of torch's own optimizers to have its step in the graph too.",
+                in_optimizer=True,
+            )
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All tensors of the optimizer's state, by name."""
         return {
             f"`{name}` of parameter {index} in param group {group_idx} of the optimizer": value
             for group_idx, group in enumerate(self.optimizer.param_groups)
@@ -223,35 +251,29 @@ class PreparedOptimizer:
         }
 
     def addresses(self) -> dict[str, Any]:
-        """What else of the optimizer a capture freezes: which tensors it works on, by name."""
-        found: dict[str, Any] = {
-            f"parameter {index} in param group {group_idx} of the optimizer": id(parameter)
-            for group_idx, group in enumerate(self.optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
-        }
+        found = super().addresses()
         for name, tensor in self.state_tensors().items():
             found[f"the address of {name}"] = tensor.data_ptr()
         return found
 
     def refresh(self) -> None:
-        """Bring the mirrors up to date with the learning rates, on the current stream."""
         for prepared in self._groups:
             prepared.refresh()
 
     @contextmanager
-    def step_arithmetic(self, recording: bool = False) -> Iterator[None]:
+    def step_arithmetic(self, capturing: bool = False) -> Iterator[None]:
         """Inside, the optimizer computes as it does in a graph, whether one is captured or not.
 
         The mirrors must be up to date: filling them is no part of the step, since a capture would
-        freeze the value.
+        freeze the value. An optimizer of which nothing is known finds its mirrors in captures only.
 
         Args:
-            recording: a capture is under way.
+            capturing: a capture is under way.
 
         Raises:
             CaptureError: if the step sets a learning rate while a capture is under way.
         """
-        if self._restored:
+        if self._form.inspected and not capturing:
             yield
             return
         with ExitStack() as stack:
@@ -268,13 +290,12 @@ class PreparedOptimizer:
                 yield
             finally:
                 was_set = [prepared.swap_out() for prepared in self._groups]
-            if recording and any(was_set):
+            if capturing and any(was_set):
                 raise _lr_set_inside()
 
     @contextmanager
-    def floats_inside(self, recording: bool = False) -> Iterator[None]:
-        """Inside, user code that runs within `step_arithmetic` finds the learning rates it knows."""
-        if self._restored:
+    def floats_inside(self, capturing: bool = False) -> Iterator[None]:
+        if self._form.inspected and not capturing:
             yield
             return
         for prepared in self._groups:
@@ -283,15 +304,14 @@ class PreparedOptimizer:
             yield
         finally:
             moved = any(prepared.lr_moved() for prepared in self._groups)
-            if not recording:
+            if not capturing:
                 self.refresh()
             for prepared in self._groups:
                 prepared.swap_in()
-        if recording and moved:
+        if capturing and moved:
             raise _lr_set_inside()
 
     def restore(self) -> None:
-        """Give the optimizer back as the user made it, with the state that it has reached."""
         if self._restored:
             return
         self._restored = True

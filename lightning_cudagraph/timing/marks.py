@@ -38,15 +38,20 @@ class StepMarks:
     Args:
         backend: where the step runs.
         layers: the modules to time, by name.
+        has_optimizer: the step ends with that of the optimizer, and not with the backward pass.
 
     Attributes:
-        tags: what is timed, after `recording`: ``step_ms/{forward,backward,optimizer,total}``,
-            ``layer_forward_ms/{module}`` and ``layer_backward_ms/{module}``.
+        tags: what is timed, after `recording`: ``step_ms/{forward,backward,optimizer,total}`` (the last
+            two only with the optimizer), ``layer_forward_ms/{module}`` and
+            ``layer_backward_ms/{module}``.
     """
 
-    def __init__(self, backend: Backend, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, backend: Backend, layers: Mapping[str, nn.Module], has_optimizer: bool = True
+    ) -> None:
         self._backend = backend
         self._layers = layers
+        self._has_optimizer = has_optimizer
         self.tags: tuple[str, ...] = ()
         self._spans: tuple[list[tuple[Event, Event]], ...] = ()
         self._start = backend.event()
@@ -133,9 +138,10 @@ class StepMarks:
         spans: dict[str, list[tuple[Event, Event]]] = {
             f"{STEP_TAG}forward": [(self._start, self._forward_end)],
             f"{STEP_TAG}backward": [(self._forward_end, self._backward_end)],
-            f"{STEP_TAG}optimizer": [(self._backward_end, self._end)],
-            f"{STEP_TAG}total": [(self._start, self._end)],
         }
+        if self._has_optimizer:
+            spans[f"{STEP_TAG}optimizer"] = [(self._backward_end, self._end)]
+            spans[f"{STEP_TAG}total"] = [(self._start, self._end)]
         for name in self._layers:
             if name in self._forward_spans:
                 spans[FORWARD_TAG + name] = self._forward_spans[name]

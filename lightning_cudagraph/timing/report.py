@@ -89,7 +89,9 @@ def _layer_table(medians_ms: dict[str, float]) -> list[str]:
     rows = _slowest(medians_ms)[:_SLOWEST_LAYERS]
     if not rows:
         return []
-    total_ms = medians_ms.get(f"{STEP_TAG}total", 0.0)
+    total_ms = medians_ms.get(f"{STEP_TAG}total") or (
+        medians_ms.get(f"{STEP_TAG}forward", 0.0) + medians_ms.get(f"{STEP_TAG}backward", 0.0)
+    )
     width = max(len(name) for name, _, _ in rows)
     lines = [
         f"slowest layers, median of up to {_WINDOW_STEPS} replays (containers include their members)",

@@ -1,0 +1,175 @@
+"""Which optimizers a graph can hold, and in which form.
+
+Three things make an optimizer unfit for a graph as it stands:
+
+* its step counter lives on the host, so a replay would go on with the count of the capture. Most
+  classes of torch have a ``capturable`` form that keeps it on the device; SGD and Muon have no counter.
+* the learning rate is a Python float, which a capture freezes. `PreparedGroup` puts a device tensor in
+  its place.
+* an op takes the learning rate as a `Scalar`, and would read that tensor back to the host.
+  `TensorAlphaMode` rewrites the forms that torch's optimizers use.
+
+An optimizer with no such form steps eagerly, behind a captured forward and backward pass. One of
+somebody else's is captured by inspection: if it keeps nothing on the host that moves from step to step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_cudagraph.errors import UnsupportedError
+
+__all__ = ["Form", "form_of", "host_state_of", "moving_values"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an optimizer class is captured.
+
+    Attributes:
+        capturable: it has a ``capturable`` option, which must be on.
+        mirror: its step reads the learning rate.
+        exact: its arithmetic with a float64 mirror is that with a Python float.
+        alpha: its step passes the learning rate as ``alpha`` or ``value``.
+        host_state: names of the state tensors that are kept on the host when not capturable.
+        inspected: nothing is known of the class: what it keeps on the host is watched.
+    """
+
+    capturable: bool = True
+    mirror: bool = True
+    exact: bool = False
+    alpha: bool = False
+    host_state: tuple[str, ...] = ("step",)
+    inspected: bool = False
+
+
+_FORMS: dict[type[Optimizer], Form] = {
+    torch.optim.Adam: Form(),
+    torch.optim.AdamW: Form(),
+    torch.optim.NAdam: Form(host_state=("step", "mu_product")),
+    torch.optim.RAdam: Form(),
+    torch.optim.Adamax: Form(),
+    torch.optim.RMSprop: Form(alpha=True),
+    torch.optim.Adadelta: Form(alpha=True),
+    torch.optim.ASGD: Form(),
+    # Reads the learning rate only when it makes its state, in the first warm-up step.
+    torch.optim.Rprop: Form(mirror=False),
+    torch.optim.SGD: Form(capturable=False, alpha=True, host_state=()),
+    torch.optim.Muon: Form(capturable=False, alpha=True, exact=True, host_state=()),
+}
+_FUSED_ADAGRAD = Form(capturable=False, host_state=())
+_INSPECTED = Form(capturable=False, alpha=True, exact=True, host_state=(), inspected=True)
+
+# Those that no form makes fit, with the reason. Sources: torch/optim, file and function named.
+_EAGER: dict[type[Optimizer], str] = {
+    # adagrad.py, `_get_value(step)` in the decay of the learning rate
+    torch.optim.Adagrad: "counts its steps on the host unless it is fused",
+    # _adafactor.py, `_single_tensor_adafactor`: `.item()` of norms
+    torch.optim.Adafactor: "reads norms back to the host",
+    # lbfgs.py, `step`: `float(closure())` in a loop
+    torch.optim.LBFGS: "calls its closure as often as values on the host say",
+}
+
+
+def _name(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _known(optimizer: Optimizer, classes: Mapping[type[Optimizer], Any]) -> Any:
+    """What `classes` says of an optimizer, or of the class whose step it has inherited unchanged."""
+    for cls, value in classes.items():
+        if all(_code(type(optimizer), n) is _code(cls, n) for n in ("step", "_init_group")):
+            return value
+    return None
+
+
+def _code(cls: type[Optimizer], name: str) -> Any:
+    # `Optimizer.__init__` wraps the `step` of whichever class is made first.
+    return inspect.unwrap(getattr(cls, name, _code))
+
+
+def form_of(optimizer: Optimizer) -> Form:
+    """The form in which an optimizer is captured.
+
+    Raises:
+        UnsupportedError: if there is none; `in_optimizer` says whether it can step eagerly behind a
+            graph of forward and backward.
+    """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError(
+            "The optimizer is a `SparseAdam`, for gradients whose size depends on values.",
+            "Use dense embeddings with `Adam`.",
+        )
+    if any(_step_hooks(optimizer)):
+        raise UnsupportedError(
+            f"`{_name(optimizer)}` has hooks registered with `register_step_pre_hook`,"
+            " `register_step_post_hook` or their global forms: host code that a replay would not run.",
+            "Do the same in `on_train_batch_start` or `on_train_batch_end`.",
+            in_optimizer=True,
+        )
+    form: Form | None = _known(optimizer, _FORMS)
+    if form is not None:
+        return form
+    if _known(optimizer, {torch.optim.Adagrad: True}) and all(
+        group.get("fused") for group in optimizer.param_groups
+    ):
+        return _FUSED_ADAGRAD
+    reason: str | None = _known(optimizer, _EAGER)
+    if reason is not None:
+        raise UnsupportedError(
+            f"`{_name(optimizer)}` {reason}.",
+            "Use another optimizer to have its step in the graph too.",
+            in_optimizer=True,
+        )
+    return _INSPECTED
+
+
+def _step_hooks(optimizer: Optimizer) -> list[Any]:
+    everywhere = sys.modules[Optimizer.__module__]
+    return [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        getattr(everywhere, "_global_optimizer_pre_hooks", None),
+        getattr(everywhere, "_global_optimizer_post_hooks", None),
+    ]
+
+
+def host_state_of(optimizer: Optimizer, device: torch.device) -> str | None:
+    """State tensors that an optimizer keeps elsewhere than on the device, in words, or None."""
+    for group_idx, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.device.type != device.type:
+                    return (
+                        f"the state `{name}` of parameter {index} in param group {group_idx} of"
+                        f" `{_name(optimizer)}` is kept on the host"
+                    )
+    return None
+
+
+def moving_values(optimizer: Optimizer) -> dict[str, Any]:
+    """The numbers that an optimizer of which nothing is known keeps on the host, by the user's words."""
+    name = _name(optimizer)
+    found = {
+        f"`{attribute}` of `{name}`": value
+        for attribute, value in vars(optimizer).items()
+        if isinstance(value, (int, float))
+    }
+    for group_idx, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, (int, float)) and key not in ("lr", "initial_lr"):
+                found[f"`{key}` of param group {group_idx} of `{name}`"] = value
+        for index, parameter in enumerate(group["params"]):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, (int, float)):
+                    label = f"`{key}` of parameter {index} in param group {group_idx} of `{name}`"
+                    found[label] = value
+    return found

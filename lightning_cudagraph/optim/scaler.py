@@ -1,0 +1,160 @@
+"""The gradient scaler of fp16 without a host synchronisation.
+
+`GradScaler` scales, unscales, and moves its scale on the device. One thing it does on the host: it reads
+back whether a gradient overflowed, and then does not call the optimizer. Fused optimizers do the same in
+their kernels. For all others the step is taken here in any case, and `torch.where` puts back what was
+there if a gradient had overflowed, bit for bit (a learning rate of zero would not: momentum and step
+counts move).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.optim import Optimizer
+
+from lightning_cudagraph.errors import CUDAGraphError
+
+__all__ = ["PreparedScaler"]
+
+_PRIVATE = (
+    "_maybe_opt_step",
+    "_per_optimizer_states",
+    "_scale",
+    "_growth_tracker",
+    "_growth_factor",
+    "_backoff_factor",
+    "_growth_interval",
+)
+
+
+class PreparedScaler:
+    """A gradient scaler made fit for capture, and the way back.
+
+    Args:
+        scaler: the scaler; nothing of it is changed but for the time of a step.
+        state_tensors: the tensors of the optimizer's state.
+
+    Attributes:
+        skipped_steps: how many steps were skipped because a gradient overflowed, on the device.
+
+    Raises:
+        CUDAGraphError: if torch has lost a private name that this is built on.
+    """
+
+    def __init__(
+        self, scaler: GradScaler, device: torch.device, state_tensors: Callable[[], dict[str, Tensor]]
+    ) -> None:
+        for name in _PRIVATE:
+            if not hasattr(scaler, name):
+                raise CUDAGraphError(
+                    f"`GradScaler.{name}` is gone from torch {torch.__version__}, and the captured step"
+                    " is built on it. Use a version of torch that this package names as supported, or"
+                    ' pass `CUDAGraphCallback(backend="off")`.'
+                )
+        self._scaler = scaler
+        self._state_tensors = state_tensors
+        self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
+        self._applied = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a step changes of the scaler, by name."""
+        found = {"the number of skipped steps": self.skipped_steps}
+        if self._scaler._scale is not None:
+            found["the scale of the gradient scaler"] = self._scaler._scale
+        if self._scaler._growth_tracker is not None:
+            found["the growth tracker of the gradient scaler"] = self._scaler._growth_tracker
+        return found
+
+    def frozen(self) -> dict[str, Any]:
+        """What a capture freezes of the scaler, by the user's words."""
+        scaler = self._scaler
+        return {
+            "`growth_factor` of the gradient scaler": scaler._growth_factor,
+            "`backoff_factor` of the gradient scaler": scaler._backoff_factor,
+            "`growth_interval` of the gradient scaler": scaler._growth_interval,
+            "whether the gradient scaler is enabled": scaler.is_enabled(),
+        }
+
+    @property
+    def applied(self) -> bool:
+        """Whether a step has been applied: until then, the optimizer may have no state yet.
+
+        Reads a value back, but only until it has been true once.
+        """
+        return self._applied
+
+    @contextmanager
+    def step_arithmetic(self, optimizer: Optimizer, capturing: bool) -> Iterator[None]:
+        """Inside, the scaler steps `optimizer` without reading anything back if `capturing`.
+
+        Otherwise torch's own way is taken, and skipped steps are counted all the same.
+        """
+        scaler = self._scaler
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        own_update = scaler.update
+
+        def gated(optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            skip = _overflowed(state).ne(0)
+            live = [
+                *(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None),
+                *self._state_tensors().values(),
+            ]
+            saved = [tensor.detach().clone() for tensor in live]
+            optimizer.step(*args, **kwargs)
+            with torch.no_grad():
+                for tensor, before in zip(live, saved, strict=True):
+                    torch.where(skip, before, tensor.detach(), out=tensor.detach())
+
+        def counting(*args: Any, **kwargs: Any) -> None:
+            state = scaler._per_optimizer_states[id(optimizer)]
+            overflowed = _overflowed(state)
+            self.skipped_steps.add_(overflowed)
+            if not self._applied and not capturing:
+                self._applied = not bool(overflowed)
+                if fused and not self._applied:
+                    _forget_buffers_never_written(optimizer)
+            own_update(*args, **kwargs)
+
+        own = vars(scaler)
+        had: dict[str, Any] = {name: own[name] for name in ("update", "_maybe_opt_step") if name in own}
+        own["update"] = counting
+        if capturing:
+            own["_maybe_opt_step"] = gated
+        try:
+            yield
+        finally:
+            for name in ("update", "_maybe_opt_step"):
+                own.pop(name, None)
+            own.update(had)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what a capture leaves in the scaler: in which stage of a step it believes to be."""
+        try:
+            yield
+        finally:
+            self._scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+
+def _overflowed(state: dict[str, Any]) -> Tensor:
+    # One device, so one flag, which is 0 or 1.
+    return next(iter(state["found_inf_per_device"].values()))  # type: ignore[no-any-return]
+
+
+def _forget_buffers_never_written(optimizer: Optimizer) -> None:
+    """Undo what fused SGD does when its very first step overflows.
+
+    It allocates its momentum buffers without filling them, for a kernel that then writes nothing
+    (torch/optim/sgd.py, `_fused_sgd`), and would go on with whatever the memory held.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        for state in optimizer.state.values():
+            state.pop("momentum_buffer", None)

@@ -1,0 +1,247 @@
+"""The training step as it is captured: Lightning's own code, on the static batch.
+
+Runs in a capture, and, for the verification of replays, without one. Whatever it does on the host is
+undone; what a replay would leave out is refused.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
+from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
+from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
+from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.logs import LoggedStep, recorded_logs
+from lightning_cudagraph.metrics import metrics_refused
+from lightning_cudagraph.optim.optimizers import EagerOptimizer
+from lightning_cudagraph.timing.marks import StepMarks
+
+__all__ = ["Recorder", "StepBody", "StepOutputs"]
+
+# Getters of what moves from step to step, and is frozen in a graph.
+_COUNTERS = {
+    owner.__dict__[name].fget.__code__: f"{label}.{name}"
+    for owner, label in ((pl.LightningModule, "self"), (pl.Trainer, "trainer"))
+    for name in ("global_step", "current_epoch")
+}
+
+
+@dataclass
+class StepOutputs:
+    """The static outputs of a captured step.
+
+    Attributes:
+        loss: what `training_step` returned.
+        extra: what else it returned.
+        logs: what was logged.
+        marks: the timing events, or None.
+        gradients: the gradients by name, if the optimizer steps behind the graph.
+        closure_calls: how often the optimizer called the closure.
+    """
+
+    loss: Tensor
+    extra: dict[str, Any]
+    logs: LoggedStep
+    marks: StepMarks | None
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    closure_calls: int = 1
+
+    def values(self) -> dict[str, Tensor]:
+        """What can be compared, by name, in the order of the step."""
+        return {"the loss": self.loss, **self.logs.values(), **self.gradients}
+
+
+@dataclass
+class StepBody:
+    """What is captured of a step.
+
+    Attributes:
+        run: does it, with the closure that it is given.
+        optimizer: the optimizer, as far as it is in the graph.
+        arithmetic: entered around it, told whether a capture is under way.
+        has_optimizer: the optimizer's step is part of it.
+    """
+
+    run: Callable[[GraphClosure], object]
+    optimizer: EagerOptimizer
+    arithmetic: Callable[[bool], AbstractContextManager[None]]
+    has_optimizer: bool
+
+
+class Recorder:
+    """Runs steps so that they can be captured.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it trains.
+        backend: where the steps run.
+        optimization: Lightning's loop, in our form.
+        guards: told what the step mentions.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        optimization: GraphedOptimization,
+        guards: Guards,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._backend = backend
+        self._optimization = optimization
+        self._guards = guards
+
+    def record(
+        self,
+        batch: Any,
+        closure: GraphClosure,
+        body: StepBody,
+        layers: Mapping[str, nn.Module] | None,
+        capturing: bool,
+    ) -> StepOutputs:
+        """Run a step on the static batch.
+
+        Args:
+            batch: the static batch.
+            closure: Lightning's closure for the batch of this step.
+            body: what is captured of the step.
+            layers: the layers to time, by name, or None for no events.
+            capturing: whether a capture is under way.
+
+        Raises:
+            CaptureError: if it leaves something on the host that a replay would not leave.
+        """
+        body.optimizer.check_state()
+        inner = self._optimization.closure_for_capture(
+            self._arguments(batch, closure), body.optimizer.optimizer, closure.batch_idx, _plainly
+        )
+        marks = StepMarks(self._backend, layers, body.has_optimizer) if layers is not None else None
+        if marks is not None:
+            inner._step_fn = _then(inner._step_fn, marks.forward_ended)
+            if inner._backward_fn is not None:
+                inner._backward_fn = _then(inner._backward_fn, marks.backward_ended)
+        calls = 0  # of which the last to return left the result
+
+        def call(own: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
+            nonlocal calls
+            calls += 1
+            with body.optimizer.floats_inside(capturing):
+                return plain()
+
+        inner._call = call
+        before = body.optimizer.addresses()
+        with ExitStack() as stack:
+            logs = stack.enter_context(recorded_logs(self._trainer, self._module))
+            stack.enter_context(metrics_refused(self._module))
+            self._guards.mentioned = stack.enter_context(
+                frozen_python_audit(self._module, self._backend.device, _COUNTERS)
+            )
+            stack.enter_context(body.arithmetic(capturing))
+            if marks is not None:
+                stack.enter_context(marks.recording())
+            _run(body, inner)
+            result = inner.consume_result()
+            logged = LoggedStep(logs)
+        if result.loss is None:
+            raise self.returned_none()
+        if body.optimizer.addresses() != before:
+            raise UnsupportedError(
+                f"`{type(body.optimizer.optimizer).__qualname__}` makes state in this step that it did"
+                " not have after warm-up, because a parameter has its first gradient only now.",
+                "Raise `warmup_steps` until every parameter has had a gradient.",
+                in_optimizer=True,
+            )
+        # The result still holds autograd's graph, and with it the memory of all activations.
+        refuse_hidden_tensors(result.extra, "the output of `training_step`")
+        extra = map_leaves(result.extra, _detached)
+        gradients = {} if body.has_optimizer else self._gradients()
+        return StepOutputs(result.loss, extra, logged, marks, gradients, calls)
+
+    def _arguments(self, batch: Any, closure: GraphClosure) -> OrderedDict[str, Any]:
+        arguments = OrderedDict(closure.kwargs)
+        arguments[next(iter(arguments))] = batch
+        if "batch_idx" in arguments:
+            arguments["batch_idx"] = FrozenIndex("batch_idx")
+        return arguments
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {
+            f"the gradient of `{name}`": parameter.grad
+            for name, parameter in self._module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def returned_none(self) -> UnsupportedError:
+        """The error for a step without a loss."""
+        return UnsupportedError(
+            f"`{type(self._module).__qualname__}.training_step` returned None to skip the batch; a"
+            " graph cannot skip.",
+            "Return a loss for every batch, such as one multiplied with zero.",
+        )
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what Lightning's own code does on the host in a capture: counters and names."""
+        progress = self._optimization.optim_progress
+        saved = deepcopy(progress.state_dict())
+        fx_name = self._module._current_fx_name
+        try:
+            yield
+        finally:
+            progress.load_state_dict(saved)
+            self._module._current_fx_name = fx_name
+
+
+def _run(body: StepBody, closure: GraphClosure) -> None:
+    """Run it, and say of what fails whether it comes after the backward pass."""
+    try:
+        body.run(closure)
+    except Exception as error:
+        if closure._result is None or not body.has_optimizer:
+            raise
+        if isinstance(error, UnsupportedError):
+            error.in_optimizer = True
+            raise
+        # A hook, or an optimizer of which nothing is known, that cannot do with a tensor for a learning
+        # rate, or makes CUDA wait.
+        raise CaptureError(
+            f"What comes after the backward pass cannot be captured: {type(error).__name__}: {error}",
+            "Use one of torch's own optimizers, and keep host code out of `on_before_optimizer_step` and"
+            " `configure_gradient_clipping`.",
+            in_optimizer=True,
+        ) from error
+
+
+def _plainly(closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
+    return plain()
+
+
+def _detached(leaf: Any) -> Any:
+    if isinstance(leaf, FrozenIndex):
+        raise CaptureError(
+            "The output of `training_step` holds `batch_idx`, which would stay what it is in this step.",
+            "Leave it out: `on_train_batch_end` is given it.",
+        )
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _then(function: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+    def both(*args: Any) -> Any:
+        result = function(*args)
+        after()
+        return result
+
+    return both

@@ -1,0 +1,3 @@
+"""Plausible code on CUDA."""
+
+from tests.test_scope import *  # noqa: F403

@@ -1,0 +1,257 @@
+"""Where the optimizer cannot be captured, it steps eagerly behind a captured forward and backward pass.
+
+All of it bit for bit as without the callback. `tests/gpu/test_scope.py` collects these tests again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, UnsupportedError
+from tests.harness import Net, assert_same, make, train
+
+O = torch.optim  # noqa: E741
+
+
+class Own(O.Optimizer):
+    """Somebody's optimizer: decay, and a signed momentum."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, self.state[p], group)
+        return loss
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(p)
+        p.mul_(1 - group["lr"] * group["decay"])
+        state["momentum"].lerp_(p.grad, 0.1)
+        p.add_(state["momentum"].sign(), alpha=-group["lr"])
+
+
+class CountsInState(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.add_(p.grad, alpha=-group["lr"] / state["step"])
+
+
+class CountsOnItself(Own):
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps = self.steps + 1
+        return super().step(closure)
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"] * (2.0 if self.steps % 3 == 0 else 1.0))
+
+
+class CountsInGroup(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        group["k"] = group.get("k", 0) + 1
+        p.add_(p.grad, alpha=-group["lr"] / group["k"])
+
+
+class ReadsBack(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"] / (1.0 + p.grad.norm().item()))
+
+
+class WantsAFloat(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not isinstance(group["lr"], float):
+            raise TypeError("lr must be a float")
+        p.add_(p.grad, alpha=-group["lr"])
+
+
+class CallsTwice(Own):
+    """Sharpness-aware: climbs first, and takes its step with the gradient found there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        climbed = [(p, p.grad.sign() * 0.01) for g in self.param_groups for p in g["params"]]
+        for p, by in climbed:
+            p.add_(by)
+        with torch.enable_grad():
+            loss = closure()
+        for p, by in climbed:
+            p.sub_(by)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+        return loss
+
+
+def one_cycle(optimizer: O.Optimizer) -> Any:
+    return O.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=30)
+
+
+def cyclic(optimizer: O.Optimizer) -> Any:
+    return O.lr_scheduler.CyclicLR(optimizer, 1e-3, 1e-1, step_size_up=4)
+
+
+def hooked(parameters: Any) -> O.Optimizer:
+    optimizer = O.SGD(parameters, lr=0.1)
+    optimizer.register_step_post_hook(lambda *args: None)
+    return optimizer
+
+
+# What keeps the optimizer out of the graph, and what the report says of it.
+BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
+    "LBFGS": (lambda p: O.LBFGS(p, lr=0.1, max_iter=2), None, "`torch.optim.lbfgs.LBFGS` calls its"),
+    "LBFGS-strong-wolfe": (
+        lambda p: O.LBFGS(p, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"),
+        None,
+        "`torch.optim.lbfgs.LBFGS` calls its closure",
+    ),
+    "Adagrad": (lambda p: O.Adagrad(p, lr=0.1, lr_decay=0.01), None, "counts its steps on the host"),
+    "Adafactor": (lambda p: O.Adafactor(p, lr=0.01), None, "reads norms back to the host"),
+    "OneCycle": (lambda p: O.AdamW(p, fused=True), one_cycle, r"`OneCycleLR\(cycle_momentum=True\)`"),
+    "Cyclic": (lambda p: O.SGD(p, lr=0.1, momentum=0.9), cyclic, r"`CyclicLR\(cycle_momentum=True\)`"),
+    "OneCycle-foreach": (lambda p: O.AdamW(p, foreach=True), one_cycle, "moves the momentum"),
+    "optimizer hooks": (hooked, None, "register_step_post_hook"),
+    "counts in state": (CountsInState, None, r"`step` of parameter 0 .* changed from 2 to 3"),
+    "counts on itself": (CountsOnItself, None, r"`steps` of `tests.test_scope.CountsOnItself` changed"),
+    "counts-in-group": (CountsInGroup, None, "`k` of param group 0 of .* changed"),
+    "reads back": (ReadsBack, None, r"`\.item\(\)`.*found at .*test_scope.py"),
+    "wants a float": (WantsAFloat, None, "TypeError: lr must be a float"),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_the_optimizer_steps_behind_the_graph(tmp_path: Path, accelerator: str, name: str) -> None:
+    make_optimizer, make_scheduler, reason = BEHIND[name]
+
+    def build() -> Net:
+        return Net(make_optimizer, make_scheduler)
+
+    kwargs: dict[str, Any] = {"accelerator": accelerator}
+    if "LBFGS" not in name:
+        kwargs |= {"gradient_clip_val": 0.1}
+    plain = train(make(build), tmp_path / "plain", **kwargs)
+    callback = CUDAGraphCallback()
+    graph = train(make(build), tmp_path / "graph", callback, **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 1
+    assert graph.counts.replayed >= 14
+    assert callback.report is not None
+    assert "the optimizer steps eagerly" in callback.report
+    assert re.search(reason, callback.report), callback.report
+
+
+@pytest.mark.parametrize("make_optimizer", [Own, CallsTwice])
+def test_an_optimizer_of_which_nothing_is_known_is_captured(
+    tmp_path: Path, accelerator: str, make_optimizer: Any
+) -> None:
+    def build() -> Net:
+        return Net(make_optimizer)
+
+    plain = train(make(build), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback()
+    graph = train(make(build), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert (graph.counts.captures, graph.counts.replayed) == (1, 18)
+    assert callback.report is not None
+    assert "eagerly" not in callback.report.replace("eager steps", "")
+
+
+class OwnAdam(O.Adam):
+    """A subclass that changes nothing about the step."""
+
+
+def test_a_subclass_with_the_same_step(tmp_path: Path, accelerator: str) -> None:
+    def build() -> Net:
+        return Net(lambda p: OwnAdam(p, lr=1e-2, fused=True))
+
+    plain = train(make(build), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(build), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "OneCycle", "reads back"])
+@pytest.mark.filterwarnings("ignore:lightning_cudagraph. all steps eager")
+def test_scope_step_insists(tmp_path: Path, accelerator: str, name: str) -> None:
+    make_optimizer, make_scheduler, reason = BEHIND[name]
+
+    def build() -> Net:
+        return Net(make_optimizer, make_scheduler)
+
+    with pytest.raises(UnsupportedError, match=reason):
+        train(make(build), tmp_path, CUDAGraphCallback(scope="step"), accelerator=accelerator)
+    plain = train(make(build), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(scope="step", on_unsupported="eager")
+    eager = train(make(build), tmp_path / "eager", callback, accelerator=accelerator)
+    assert_same(plain, eager)
+
+
+def test_scope_forward_backward(tmp_path: Path, accelerator: str) -> None:
+    def build() -> Net:
+        return Net(lambda p: O.AdamW(p, lr=1e-2, foreach=True))
+
+    plain = train(make(build), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(scope="forward_backward")
+    graph = train(make(build), tmp_path / "graph", callback, accelerator=accelerator)
+    # The arithmetic of the optimizer is the user's own.
+    assert_same(plain, graph)
+    assert (graph.counts.captures, graph.counts.replayed) == (1, 18)
+
+
+class Watches(Callback):
+    """Host code before the optimizer's step."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.norms.append(float(pl_module.head.weight.grad.norm()))
+
+
+def test_a_callback_before_the_optimizers_step(tmp_path: Path, accelerator: str) -> None:
+    watchers = [Watches(), Watches()]
+    plain = train(make(Net), tmp_path / "plain", accelerator=accelerator, callbacks=(watchers[0],))
+    graph = train(
+        make(Net), tmp_path / "b", CUDAGraphCallback(), accelerator=accelerator, callbacks=(watchers[1],)
+    )
+    assert_same(plain, graph)
+    assert watchers[0].norms == watchers[1].norms
+    assert graph.counts.replayed == 18
+
+
+def test_another_optimizer_in_the_middle_of_a_run(tmp_path: Path, accelerator: str) -> None:
+    class Switches(Net):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.trainer.optimizers = [O.LBFGS(self.parameters(), lr=0.1, max_iter=2)]
+            if self.current_epoch == 2:
+                self.trainer.optimizers = [O.SGD(self.parameters(), lr=0.1)]
+
+    kwargs: dict[str, Any] = {"accelerator": accelerator}
+    plain = train(make(Switches), tmp_path / "plain", **kwargs)
+    graph = train(make(Switches), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 3
+
+
+def test_bad_scope() -> None:
+    with pytest.raises(ConfigurationError, match="scope='all'"):
+        CUDAGraphCallback(scope="all")  # type: ignore[arg-type]
