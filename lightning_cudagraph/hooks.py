@@ -1,0 +1,30 @@
+"""Whose code runs between two training steps."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+
+from lightning_cudagraph.support import callbacks_of
+
+__all__ = ["undisturbed"]
+
+# The hooks that Lightning calls between two steps in the middle of an epoch. What runs at its ends, and
+# around validation and checkpoints, makes the guards look at everything anyway.
+_OF_CALLBACKS = ("on_train_batch_start", "on_train_batch_end")
+_OF_MODULES = (
+    *_OF_CALLBACKS,
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "optimizer_step",
+    "lr_scheduler_step",
+)
+_KNOWN = ("lightning.", "lightning_cudagraph.")
+
+
+def undisturbed(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether only Lightning's own code and this package's runs between two training steps."""
+    hooks = [getattr(module, name) for name in _OF_MODULES]
+    hooks += [getattr(callback, name) for callback in callbacks_of(trainer) for name in _OF_CALLBACKS]
+    # By the function and not by the class, so that lambdas and what was set on an instance count.
+    return all(str(getattr(hook, "__module__", None)).startswith(_KNOWN) for hook in hooks)

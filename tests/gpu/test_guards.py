@@ -1,0 +1,3 @@
+"""Guards on CUDA."""
+
+from tests.test_guards import *  # noqa: F403

@@ -1,0 +1,326 @@
+"""What a graph has baked in is seen to change, before the replay that would be wrong."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.switches import global_switches
+from lightning_cudagraph.hooks import undisturbed
+from tests.harness import Net, assert_same, make, train
+
+
+def _no_state() -> dict[str, Any]:
+    return {}
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("maybe", None)
+
+
+def _guards(model: nn.Module, **kwargs: Any) -> Guards:
+    guards = Guards(model, _no_state, _no_state, frozenset(), **kwargs)
+    guards.take()
+    assert guards.changed() is None
+    return guards
+
+
+def _other_data(model: Any) -> None:
+    model.layers[2].weight.data = torch.ones(2, 2)
+
+
+def _other_buffer(model: Any) -> None:
+    model.norm.running_mean = torch.ones(2)
+
+
+def _no_buffer(model: Any) -> None:
+    model.norm.running_mean = None
+
+
+def _new_buffer(model: Any) -> None:
+    model.maybe = torch.ones(2)
+
+
+def _frozen(model: Any) -> None:
+    model.layers[3].bias.requires_grad_(False)
+
+
+def _mode(model: Any) -> None:
+    model.norm.eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_other_data, "the address of parameter `layers.2.weight` changed"),
+        (_other_buffer, "the address of buffer `norm.running_mean` changed"),
+        (_no_buffer, "the address of buffer `norm.running_mean` changed"),
+        (_new_buffer, "the address of buffer `maybe` changed from None"),
+        (_frozen, "`requires_grad` of parameter `layers.3.bias` changed from True to False"),
+        (_mode, "`training` of `norm` changed from True to False"),
+    ],
+)
+def test_objects_are_compared_before_every_replay(change: Callable[[Any], None], words: str) -> None:
+    model = _Layers()
+    guards = _guards(model)
+    change(model)
+    assert words in (guards.changed() or "")
+
+
+def test_what_was_frozen_is_seen_to_thaw() -> None:
+    model = _Layers().eval().requires_grad_(False)
+    guards = _guards(model)
+    model.layers[1].weight.requires_grad_(True)
+    assert "`requires_grad` of parameter `layers.1.weight`" in (guards.changed() or "")
+    model.layers[1].weight.requires_grad_(False)
+    model.layers[1].train()
+    assert "`training` of `layers.1` changed from False to True" in (guards.changed() or "")
+
+
+@pytest.mark.parametrize("change", [_other_data, _frozen])
+def test_undisturbed_parameters_are_compared_in_turns(change: Callable[[Any], None]) -> None:
+    model = _Layers()
+    guards = _guards(model, undisturbed=lambda: True)
+    change(model)
+    seen = [guards.changed() is not None for _ in range(8)]
+    assert any(seen[:4])
+    assert seen[:4] == seen[4:]
+    while guards.changed() is not None:
+        pass
+    guards.suspect()
+    assert guards.changed() is not None  # whoever's turn it is
+
+
+def test_a_whole_submodule_is_seen_at_once_though_undisturbed() -> None:
+    model = _Layers()
+    guards = _guards(model, undisturbed=lambda: True)
+    model.layers.requires_grad_(False)
+    assert all("`requires_grad`" in (guards.changed() or "") for _ in range(8))
+
+
+def test_modes_and_buffers_do_not_take_turns() -> None:
+    model = _Layers()
+    guards = _guards(model, undisturbed=lambda: True)
+    _other_buffer(model)
+    assert all("running_mean" in (guards.changed() or "") for _ in range(4))
+
+
+def test_quick_values_are_put_into_words() -> None:
+    settings = {"the momentum": 0.9}
+    other = [0]
+    guards = Guards(
+        _Layers(), lambda: dict(settings), _no_state, frozenset(), lambda: (*settings.values(), *other)
+    )
+    guards.take()
+    settings["the momentum"] = 0.8
+    assert guards.changed() == "the momentum changed from 0.9 to 0.8"
+    settings["the momentum"] = 0.9
+    other[0] = 1  # something that has no words
+    assert guards.changed() == "the settings of the optimizer changed"
+
+
+def _hook(*args: Any) -> None:
+    return None
+
+
+def _second_hook(*args: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("register", "words"),
+    [
+        ("register_forward_hook", "`_forward_hooks` of `layers.1`"),
+        ("register_forward_pre_hook", "`_forward_pre_hooks` of `layers.1`"),
+        ("register_full_backward_hook", "`_backward_hooks` of `layers.1`"),
+        ("register_full_backward_pre_hook", "`_backward_pre_hooks` of `layers.1`"),
+    ],
+)
+def test_hooks_of_modules(register: str, words: str) -> None:
+    model = _Layers()
+    was_there = getattr(model.layers[1], register)(_hook)
+    guards = _guards(model)
+    was_there.remove()
+    getattr(model.layers[1], register)(_second_hook)
+    assert guards.changed() is None
+    guards.suspect()
+    change = guards.changed() or ""
+    assert words in change
+    assert "from `_hook` (" in change
+    assert "to `_second_hook` (" in change
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters(register: str) -> None:
+    model = _Layers()
+    guards = _guards(model)
+    getattr(model.layers[0].bias, register)(_hook)
+    guards.suspect()
+    assert "of parameter `layers.0.bias` changed from none to `_hook` (" in (guards.changed() or "")
+
+
+def test_hooks_of_all_modules() -> None:
+    guards = _guards(_Layers())
+    handle = torch.nn.modules.module.register_module_forward_hook(_hook)
+    try:
+        guards.suspect()
+        assert "`_forward_hooks` of all modules" in (guards.changed() or "")
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _switched(path: str, value: Any) -> Iterator[None]:
+    # Not by `monkeypatch`, which deletes what torch answers by `__getattr__`.
+    owner, _, name = path.removeprefix("torch.").rpartition(".")
+    holder = operator.attrgetter(owner)(torch)
+    was = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, was)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("torch.backends.cuda.matmul.fp32_precision", "tf32"),
+        ("torch.backends.cudnn.conv.fp32_precision", "ieee"),
+        ("torch.backends.cudnn.benchmark", True),
+        ("torch.backends.cudnn.deterministic", True),
+        ("torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction", False),
+    ],
+)
+def test_switches(path: str, value: Any) -> None:
+    guards = _guards(_Layers())
+    with _switched(path, value):
+        guards.suspect()
+        assert f"{path} changed from" in (guards.changed() or "")
+
+
+@pytest.mark.parametrize(
+    ("getter", "setter", "value"),
+    [
+        (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False),
+        (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+        (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, False),
+    ],
+)
+def test_switches_with_setters(getter: Any, setter: Any, value: Any) -> None:
+    guards = _guards(_Layers())
+    was = getter()
+    setter(value)
+    try:
+        guards.suspect()
+        assert f"{getter.__name__}() changed from {was} to {value}" in (guards.changed() or "")
+    finally:
+        setter(was)
+
+
+def test_old_and_new_names_of_tf32_do_not_trouble_the_guards() -> None:
+    """Reading the old names raises once somebody has written to the new ones."""
+    path = "torch.backends.cuda.matmul.fp32_precision"
+    before = global_switches()[path]
+    with _switched(path, "tf32"):
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        assert global_switches()[path] == "tf32"
+    with _switched("torch.backends.cuda.matmul.allow_tf32", True):
+        assert global_switches()[path] == "tf32"
+    with _switched(path, before):
+        pass
+
+
+class _Quiet(Net):
+    """Has no hook between steps."""
+
+
+class _Hooked(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Anything can happen here."""
+
+
+class _HookedCallback(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Anything can happen here."""
+
+
+class _Trainer:
+    def __init__(self, *callbacks: Callback) -> None:
+        self.callbacks = list(callbacks)
+
+
+def test_whose_code_runs_between_steps(tmp_path: Path) -> None:
+    ours = (ModelCheckpoint(tmp_path), CUDAGraphCallback())
+    quiet: Any = _Trainer(*ours)
+    assert undisturbed(quiet, make(_Quiet))
+    assert not undisturbed(quiet, make(_Hooked))
+    for callback in (_HookedCallback(), LambdaCallback(on_train_batch_start=_hook)):
+        hooked: Any = _Trainer(*ours, callback)
+        assert not undisturbed(hooked, make(_Quiet))
+
+
+class FreezesInAHook(Net):
+    """Freezes one bias in the middle of an epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.head.bias.requires_grad_(self.global_step != 6)
+
+
+class AddsAHook(Net):
+    """Registers a forward hook at the start of the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.head.register_forward_hook(_doubled)
+
+
+def _doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+class ChoosesOtherKernels(Net):
+    """Wants other kernels from the second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        torch.backends.cudnn.deterministic = self.current_epoch > 0
+
+
+class AnotherGroup(Net):
+    """Leaves one parameter out of the optimizer from the second epoch on, in the list itself."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        parameters = self.trainer.optimizers[0].param_groups[0]["params"]
+        if self.global_step == 6:
+            del self.trainer.optimizers[0].state[parameters.pop()]
+
+
+@pytest.mark.parametrize("module", [FreezesInAHook, AddsAHook, ChoosesOtherKernels, AnotherGroup])
+def test_runs_that_change_are_captured_anew(module: Any, tmp_path: Path, accelerator: str) -> None:
+    was = torch.backends.cudnn.deterministic
+    try:
+        plain = train(make(module), tmp_path / "plain", accelerator=accelerator)
+        torch.backends.cudnn.deterministic = was
+        callback = CUDAGraphCallback(verify_replays=0)
+        graph = train(make(module), tmp_path / "graph", callback, accelerator=accelerator)
+    finally:
+        torch.backends.cudnn.deterministic = was
+    assert_same(plain, graph)
+    assert graph.counts.recaptures
+    assert graph.counts.replayed > 8
