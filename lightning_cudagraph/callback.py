@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -50,6 +51,9 @@ class CUDAGraphCallback(Callback):
             eager step from the same state on the same batch. Each costs about two eager steps, and
             memory for copies of parameters and optimizer state; 0 for none.
         verify_every_n_steps: beyond those, check one replay in so many; None for none.
+        harmless: host code in the step that may stay frozen, or not be repeated by replays, because
+            nothing depends on it: the names that the error for it gives, such as ``["counter",
+            "print", "global_step"]``.
         backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` insist
             on one of them. ``"off"``: a run as without this callback.
 
@@ -74,6 +78,7 @@ class CUDAGraphCallback(Callback):
         timings: LayerTimings | None = _AUTOMATIC_LAYERS,
         verify_replays: int = 2,
         verify_every_n_steps: int | None = None,
+        harmless: Sequence[str] = (),
         backend: BackendName = "auto",
     ) -> None:
         if not (timings is None or isinstance(timings, LayerTimings)):
@@ -92,6 +97,13 @@ class CUDAGraphCallback(Callback):
                 f" verify_every_n_steps={verify_every_n_steps})`: expected at least 0, and at least 1"
                 " or None."
             )
+        if isinstance(harmless, str) or not (
+            isinstance(harmless, Sequence) and all(isinstance(name, str) for name in harmless)
+        ):
+            raise ConfigurationError(
+                f"`CUDAGraphCallback(harmless={harmless!r})`: expected a list of names, such as"
+                ' `["counter", "print"]`.'
+            )
         for name, value, allowed in (
             ("scope", scope, ("auto", "step", "forward_backward")),
             ("on_unsupported", on_unsupported, ("raise", "eager")),
@@ -108,6 +120,7 @@ class CUDAGraphCallback(Callback):
         self.timings = timings
         self.verify_replays = verify_replays
         self.verify_every_n_steps = verify_every_n_steps
+        self.harmless = tuple(harmless)
         self.backend = backend
         self.report: str | None = None
         self.counts: StepCounts | None = None
@@ -154,6 +167,7 @@ class CUDAGraphCallback(Callback):
                     self.timings,
                     self.verify_replays,
                     self.verify_every_n_steps,
+                    frozenset(self.harmless),
                 ),
             )
         except UnsupportedError as error:

@@ -55,6 +55,7 @@ class Settings:
     timings: LayerTimings | None
     verify_replays: int
     verify_every_n_steps: int | None
+    harmless: frozenset[str] = frozenset()
 
 
 class GraphedTraining:
@@ -101,7 +102,9 @@ class GraphedTraining:
             self._quick_state,
             lambda: undisturbed(trainer, module),
         )
-        self._recorder = Recorder(trainer, module, backend, self._optimization, self._guards)
+        self._recorder = Recorder(
+            trainer, module, backend, self._optimization, self._guards, settings.harmless
+        )
         self._verifier = Verifier(
             backend, self._state, settings.verify_replays, settings.verify_every_n_steps
         )

@@ -22,19 +22,13 @@ from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.logs import LoggedStep, recorded_logs
 from lightning_cudagraph.metrics import metrics_refused
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.timing.marks import StepMarks
 
 __all__ = ["Recorder", "StepBody", "StepOutputs"]
-
-# Getters of what moves from step to step, and is frozen in a graph.
-_COUNTERS = {
-    owner.__dict__[name].fget.__code__: f"{label}.{name}"
-    for owner, label in ((pl.LightningModule, "self"), (pl.Trainer, "trainer"))
-    for name in ("global_step", "current_epoch")
-}
 
 
 @dataclass
@@ -88,6 +82,7 @@ class Recorder:
         backend: where the steps run.
         optimization: Lightning's loop, in our form.
         guards: told what the step mentions.
+        harmless: names that the user says may be frozen, or not repeated.
     """
 
     def __init__(
@@ -97,12 +92,14 @@ class Recorder:
         backend: Backend,
         optimization: GraphedOptimization,
         guards: Guards,
+        harmless: frozenset[str],
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._backend = backend
         self._optimization = optimization
         self._guards = guards
+        self._harmless = harmless
 
     def record(
         self,
@@ -125,6 +122,8 @@ class Recorder:
             CaptureError: if it leaves something on the host that a replay would not leave.
         """
         body.optimizer.check_state()
+        optimizer = body.optimizer.optimizer if body.has_optimizer else None
+        refuse_replaced_methods(self._module, optimizer, self._harmless)
         inner = self._optimization.closure_for_capture(
             self._arguments(batch, closure), body.optimizer.optimizer, closure.batch_idx, _plainly
         )
@@ -147,7 +146,12 @@ class Recorder:
             logs = stack.enter_context(recorded_logs(self._trainer, self._module))
             stack.enter_context(metrics_refused(self._module))
             self._guards.mentioned = stack.enter_context(
-                frozen_python_audit(self._module, self._backend.device, _COUNTERS)
+                frozen_python_audit(
+                    self._module,
+                    self._trainer,
+                    self._backend.device,
+                    host_rules(self._trainer, self._harmless),
+                )
             )
             stack.enter_context(body.arithmetic(capturing))
             if marks is not None:
@@ -173,7 +177,7 @@ class Recorder:
     def _arguments(self, batch: Any, closure: GraphClosure) -> OrderedDict[str, Any]:
         arguments = OrderedDict(closure.kwargs)
         arguments[next(iter(arguments))] = batch
-        if "batch_idx" in arguments:
+        if "batch_idx" in arguments and "batch_idx" not in self._harmless:
             arguments["batch_idx"] = FrozenIndex("batch_idx")
         return arguments
 

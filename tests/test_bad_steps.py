@@ -52,11 +52,6 @@ class GlobalStep(Net):
         return loss * (1.0 if self.global_step < 8 else 0.5)  # BAD
 
 
-class CurrentEpoch(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + self.trainer.current_epoch)  # BAD
-
-
 class Clock(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         started_s = time.perf_counter()  # BAD
@@ -131,7 +126,6 @@ BAD: dict[type[Net], str] = {
     Mask: "boolean mask",
     BatchIdx: "`batch_idx`",
     GlobalStep: "`self.global_step`",
-    CurrentEpoch: "`trainer.current_epoch`",
     Clock: "`time.perf_counter()`",
     Attribute: "`calls` of the `Attribute`",
     GrowingList: "`seen` of the `GrowingList`",
@@ -201,9 +195,12 @@ def test_an_error_of_the_users_own_in_the_capture(tmp_path: Path, accelerator: s
     class Fails(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)["loss"]
-            if self.trainer.fit_loop.epoch_loop.batch_idx == 2:
+            if self.fails:
                 raise ValueError("the fourth step fails")
             return loss
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.fails = batch_idx == 3
 
     with pytest.raises(ValueError, match="the fourth step fails"):
         train(make(Fails), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)

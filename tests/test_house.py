@@ -18,7 +18,7 @@ FLOORS = [
     ["capture"],
     ["optim"],
     ["timing"],
-    ["closures", "hooks", "logs", "metrics", "support"],
+    ["closures", "hooks", "host_rules", "logs", "metrics", "support"],
     ["recording"],
     ["loop"],
     ["callback"],

@@ -15,23 +15,27 @@ from lightning_cudagraph.capture.verify import Verifier
 from tests.harness import Net, assert_same, differences, make, train
 
 
-class _Settings:
+class _Inner:
     scale = 1.0
+
+
+class _Settings:
+    inner = _Inner()
 
 
 SETTINGS = _Settings()
 
 
 class ReadsAGlobal(Net):
-    """The scale is in an object that no guard looks into; it changes before step `changes_at`."""
+    """The scale is two levels down, where no guard looks; it changes before step `changes_at`."""
 
     changes_at = 4
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx)["loss"] * SETTINGS.scale
+        return super().training_step(batch, batch_idx)["loss"] * SETTINGS.inner.scale
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        SETTINGS.scale = 1.0 if self.global_step < self.changes_at else 3.0
+        SETTINGS.inner.scale = 1.0 if self.global_step < self.changes_at else 3.0
 
 
 class ReadsAGlobalLate(ReadsAGlobal):

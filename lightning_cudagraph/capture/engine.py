@@ -26,8 +26,10 @@ T = TypeVar("T")
 # Signatures whose warm-up is remembered. A loader whose batches never look alike (a string in each)
 # would otherwise fill the memory with them.
 _MAX_WARMING_SIGNATURES = 64
-# Captures after which a run that goes on changing under its graph is left to run eagerly.
-_MAX_CAPTURES = 8
+# A run that goes on changing under its graphs is left to run eagerly: after so many captures in a row
+# that each served fewer than so many replays. A graph for each epoch is fine for ever.
+_MAX_SHORT_CAPTURES = 8
+_FEW_REPLAYS = 32
 _MAX_REASONS = 12
 # Batch signatures without a capture after which the user is told.
 _MANY_SIGNATURES = 5
@@ -137,6 +139,7 @@ class StepEngine(Generic[T]):
         self._on_give_up = on_give_up
         self._captured: CapturedStep[T] | None = None
         self._warmups_left: dict[Signature, int] = {}
+        self._short_captures = 0  # in a row
         self._given_up: str | None = None
         self.counts = StepCounts()
 
@@ -218,12 +221,15 @@ class StepEngine(Generic[T]):
         self._forget()
         if self._captured is None:
             return
+        self._short_captures = self._short_captures + 1 if self._captured.replays < _FEW_REPLAYS else 0
         self._captured.release()
         self._captured = None
         self.counts.recaptures.append(reason)
-        if self.counts.captures >= _MAX_CAPTURES:
-            reason = f"given up after {self.counts.captures} captures; last, {reason}"
-            self.give_up(reason)
+        if self._short_captures >= _MAX_SHORT_CAPTURES:
+            self.give_up(
+                f"given up after {self._short_captures} captures in a row that served fewer than"
+                f" {_FEW_REPLAYS} replays each; last, {reason}"
+            )
             return
         self._announce(f"The captured step is stale and is captured anew: {reason}.")
 

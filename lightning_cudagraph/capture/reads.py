@@ -2,24 +2,41 @@
 
 Which attributes a step reads cannot be seen without slowing everything down; which names its code
 mentions can. While the step is captured, the names of all code that runs are collected. Afterwards the
-attributes of the model's modules, and the globals of the user's code, that have one of these names and
-a value that can be compared are remembered, and compared before every replay: a loss weight that a hook
-changes every epoch leads to a new capture, and not to a stale one.
+attributes that have one of these names and a value that can be compared are remembered, of the model's
+modules, of the plain objects, classes and modules of the user's that the step mentions, and of the
+globals of the user's code. They are compared before every replay: a loss weight that a hook changes
+every epoch leads to a new capture, and not to a stale one. The same goes for values that move seldom and
+were read through a getter, such as the epoch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_cudagraph.capture.host_objects import (
+    attributes_of,
+    is_plain_object,
+    is_users_class,
+    lineage,
+    namespace_of,
+    slot_value,
+    slots_of,
+)
+
 __all__ = ["MentionedNames", "PythonValues"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MISSING = object()
+# Of nested containers. More is not looked at before every replay.
+_MAX_DEPTH = 4
+_MAX_MEMBERS = 1000
 
 
 @dataclass
@@ -29,13 +46,16 @@ class MentionedNames:
     Attributes:
         names: of attributes and globals.
         user_globals: the global namespaces of the user's code among it, with the names from each.
+        reads: values that move seldom and were read, by what the user knows them as, with a way to read
+            them again.
     """
 
     names: set[str] = field(default_factory=set)
     user_globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    reads: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: Any, depth: int = 0) -> Any:
     """What to compare of a value: itself, or its contents; `_MISSING` if it cannot be."""
     if isinstance(value, _PLAIN):
         return value
@@ -45,13 +65,22 @@ def _comparable(value: Any) -> Any:
         return id(value)
     if isinstance(value, MethodType):
         return (id(value.__self__), id(value.__func__))
-    if isinstance(value, (list, tuple)) and all(isinstance(member, _PLAIN) for member in value):
-        return tuple(value)
-    if isinstance(value, (set, frozenset)) and all(isinstance(member, _PLAIN) for member in value):
-        return frozenset(value)
-    if isinstance(value, dict) and all(isinstance(member, _PLAIN) for member in value.values()):
-        return tuple(value.items())
-    return _MISSING
+    if depth > _MAX_DEPTH or not isinstance(value, (list, tuple, set, frozenset, dict)):
+        return _MISSING
+    if len(value) > _MAX_MEMBERS:
+        return _MISSING
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value) if all(isinstance(member, _PLAIN) for member in value) else _MISSING
+    if isinstance(value, dict):
+        members = _comparable(list(value.values()), depth)
+        return _MISSING if members is _MISSING else (tuple(value), members)
+    members = [_comparable(member, depth + 1) for member in value]
+    return _MISSING if any(member is _MISSING for member in members) else tuple(members)
+
+
+def _changed(was: Any, now: Any) -> bool:
+    # A NaN is not equal to itself.
+    return type(now) is not type(was) or (now != was and not (now != now and was != was))
 
 
 class PythonValues:
@@ -66,33 +95,83 @@ class PythonValues:
     def __init__(
         self, model: nn.Module, mentioned: MentionedNames, frameworks_own: frozenset[str]
     ) -> None:
-        self._held: list[tuple[dict[str, Any], str, str, Any]] = []
+        # Where, under which name, what it is called, the object, and what to compare of it if it is
+        # still the same one: nothing, if it cannot change.
+        self._held: list[tuple[Any, str, str, Any, Any]] = []
+        self._seen: dict[int, Any] = {}
+        self._reads = [(read, label, read()) for label, read in mentioned.reads.items()]
+        # `__doc__` and the like, and what every module has, nobody sets on one module.
+        settable = {
+            name
+            for name in mentioned.names
+            if not (name.startswith("__") and name.endswith("__")) and not hasattr(nn.Module, name)
+        }
         for path, module in model.named_modules():
             where = f"`{path}`" if path else f"the `{type(module).__qualname__}`"
             for name, value in vars(module).items():
                 if name in mentioned.names and name not in frameworks_own:
                     self._hold(vars(module), name, f"`{name}` of {where}", value)
-            for name in mentioned.names - vars(module).keys():
-                # A class attribute, until somebody sets it on the instance.
-                if isinstance(getattr(type(module), name, _MISSING), _PLAIN):
-                    self._held.append((vars(module), name, f"`{name}` of {where}", _MISSING))
+                    self._look_into(value, name, where, settable)
+            self._hold_class_attributes(type(module), vars(module), "", where, settable)
         for namespace, name in mentioned.user_globals:
-            where = namespace.get("__name__", "a module")
-            self._hold(namespace, name, f"`{name}` of `{where}`", namespace[name])
+            where = f"`{namespace.get('__name__', 'a module')}`"
+            self._hold(namespace, name, f"`{name}` of {where}", namespace[name])
+            self._look_into(namespace[name], name, where, settable)
 
-    def _hold(self, namespace: dict[str, Any], name: str, label: str, value: Any) -> None:
+    def _hold(self, namespace: Any, name: str, label: str, value: Any) -> None:
         comparable = _comparable(value)
         if comparable is not _MISSING:
-            self._held.append((namespace, name, label, comparable))
+            mutable = isinstance(value, (Tensor, list, tuple, set, dict))
+            self._held.append((namespace, name, label, value, comparable if mutable else _MISSING))
+
+    def _hold_class_attributes(
+        self, cls: type, attributes: dict[str, Any], path: str, where: str, names: set[str]
+    ) -> None:
+        """A class attribute stands for the object's own, until somebody sets that."""
+        for base in lineage(cls):
+            namespace = namespace_of(base)
+            for name in (namespace.keys() & names) - attributes.keys():
+                if isinstance(namespace[name], _PLAIN):
+                    label = f"`{path}{name}` of {where}"
+                    self._held.append((attributes, name, label, _MISSING, _MISSING))
+                    self._held.append((namespace, name, label, namespace[name], _MISSING))
+
+    def _look_into(self, value: Any, path: str, where: str, names: set[str]) -> None:
+        """One level into a plain object or a class of the user's."""
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, type):
+            if is_users_class(value):
+                self._hold_class_attributes(value, {}, f"{path}.", where, names)
+            return
+        if not is_plain_object(type(value)):
+            return
+        attributes = attributes_of(value) or {}
+        for name in attributes.keys() & names:
+            self._hold(attributes, name, f"`{path}.{name}` of {where}", attributes[name])
+        self._hold_class_attributes(type(value), attributes, f"{path}.", where, names)
+        for name, slot in slots_of(type(value)).items():
+            if name in names and isinstance(now := slot_value(slot, value), _PLAIN):
+                label = f"`{path}.{name}` of {where}"
+                self._reads.append((partial(slot_value, slot, value), label, now))
 
     def changed(self) -> str | None:
         """The first value that is not as it was, in words, or None."""
-        for namespace, name, label, was in self._held:
+        for namespace, name, label, held, contents in self._held:
             value = namespace.get(name, _MISSING)
-            if value is was:
-                continue
-            now = _comparable(value)
-            if type(now) is not type(was) or (now != was and not (now != now and was != was)):
-                shown = f" from {was} to {now}" if isinstance(value, _PLAIN) else ""
-                return f"{label} changed{shown}"
+            if value is held:
+                if contents is not _MISSING and _changed(contents, _comparable(value)):
+                    return f"{label} changed"
+            elif _changed(_comparable(held) if contents is _MISSING else contents, _comparable(value)):
+                return f"{label} changed{_shown(held, value)}"
+        for read, label, was in self._reads:
+            if _changed(was, now := read()):
+                return f"{label} changed{_shown(was, now)}"
         return None
+
+
+def _shown(was: Any, now: Any) -> str:
+    if was is _MISSING:
+        return f" to {now!s}" if isinstance(now, _PLAIN) else ""
+    return f" from {was!s} to {now!s}" if isinstance(was, _PLAIN) and isinstance(now, _PLAIN) else ""

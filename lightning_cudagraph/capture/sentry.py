@@ -143,13 +143,16 @@ def _is_library(path: str) -> bool:
     return path.startswith(_STDLIB_DIR) and "-packages" + os.sep not in path
 
 
-def _is_user_code(path: str) -> bool:
+def is_user_code(path: str) -> bool:
+    """Whether a source file is neither Python's, torch's, Lightning's nor this package's."""
     return not path.startswith(("<", _PACKAGE_DIR + os.sep)) and not _is_library(path)
 
 
 def user_frame(frame: FrameType | None) -> Location | None:
     """The line that `frame` is at, if it is the user's."""
-    if frame is None or not _is_user_code(path := os.path.abspath(frame.f_code.co_filename)):
+    if frame is None or frame.f_code.co_filename.startswith("<"):
+        return None
+    if not is_user_code(path := os.path.abspath(frame.f_code.co_filename)):
         return None
     return Location(path, frame.f_lineno, linecache.getline(path, frame.f_lineno).strip())
 

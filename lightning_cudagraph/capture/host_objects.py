@@ -1,0 +1,154 @@
+"""Which objects are the user's, and how they are read and written without running code of theirs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import OrderedDict, UserDict, UserList
+from collections.abc import Callable
+from functools import cache, lru_cache
+from types import GetSetDescriptorType, MemberDescriptorType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from lightning_cudagraph.capture.sentry import is_user_code
+
+__all__ = [
+    "UNSET",
+    "VALUES",
+    "attributes_of",
+    "is_plain_object",
+    "is_users_class",
+    "lineage",
+    "mapping_access",
+    "member_access",
+    "namespace_of",
+    "slot_access",
+    "slot_value",
+    "slots_of",
+]
+
+UNSET = object()
+
+Access = tuple[Callable[[], Any], Callable[[Any], None]]
+
+# Of these, an equal one is as good as the same one.
+VALUES = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+)
+# Installed beside the user's own packages, and none of theirs.
+_NOT_USERS = ("numpy", "tensorboard", "tensorboardX", "wandb", "comet_ml", "mlflow", "clearml", "aim")
+_FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
+_PLAIN_OF_PYTHON = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
+
+
+def mapping_access(value: Any) -> Access:
+    """How a dict of any class is read and written without its own methods."""
+    # The order of an OrderedDict is kept apart from that of the dict below it.
+    base: Any = OrderedDict if issubclass(type(value), OrderedDict) else dict
+
+    def write(held: Any) -> None:
+        base.clear(value)
+        for key, item in zip(held[::2], held[1::2], strict=True):
+            base.__setitem__(value, key, item)
+
+    return lambda: tuple(part for item in base.items(value) for part in item), write
+
+
+def member_access(value: Any, base: Any) -> Access:
+    """The same for a list, deque or set, of class `base` or one derived from it."""
+
+    def write(held: Any) -> None:
+        base.clear(value)
+        (base.update if base is set else base.extend)(value, held)
+
+    return lambda: tuple(base.__iter__(value)), write
+
+
+def slot_access(value: Any, slots: dict[str, Any]) -> Access:
+    """How the slots of an object are read, as a dict of those that are set, and written."""
+
+    def read() -> dict[str, Any]:
+        found = {name: slot_value(slot, value) for name, slot in slots.items()}
+        return {name: part for name, part in found.items() if part is not UNSET}
+
+    def write(held: dict[str, Any]) -> None:
+        for name in read().keys() - held.keys():
+            slots[name].__delete__(value)
+        for name, part in held.items():
+            slots[name].__set__(value, part)
+
+    return read, write
+
+
+def slot_value(slot: Any, holder: Any) -> Any:
+    """What is in a slot of an object; `UNSET` if nothing is."""
+    try:
+        return slot.__get__(holder)
+    except AttributeError:
+        return UNSET
+
+
+def namespace_of(cls: type) -> Any:
+    """The attributes of a class itself, whatever its metaclass."""
+    return type.__dict__["__dict__"].__get__(cls)
+
+
+def lineage(cls: type) -> tuple[type, ...]:
+    """The classes in which attributes are looked up, whatever the metaclass."""
+    return type.__dict__["__mro__"].__get__(cls)  # type: ignore[no-any-return]
+
+
+@cache
+def _is_users_file(module: str) -> bool:
+    top = module.partition(".")[0]
+    if top in _NOT_USERS or top in _FRAMEWORKS:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return is_user_code(file) if file else module == "__main__"
+
+
+def is_users_class(cls: type) -> bool:
+    """Whether a class comes from neither Python's library, torch nor Lightning."""
+    module = namespace_of(cls).get("__module__")
+    return isinstance(module, str) and _is_users_file(module)
+
+
+def is_plain_object(cls: Any) -> bool:
+    """Whether objects of this class can be looked into: the user's, without traps, of no framework."""
+    return _is_plain_object(cls)
+
+
+@lru_cache(maxsize=4096)
+def _is_plain_object(cls: Any) -> bool:
+    if cls not in _PLAIN_OF_PYTHON and not is_users_class(cls):
+        return False
+    for base in lineage(cls)[:-1]:
+        namespace = namespace_of(base)
+        module = str(namespace.get("__module__", ""))
+        if "__getattr__" in namespace or "__getattribute__" in namespace:
+            return False
+        if module.partition(".")[0] in _FRAMEWORKS:
+            return False
+    return True
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes, or None if it has none."""
+    for base in lineage(type(value)):
+        slot = namespace_of(base).get("__dict__")
+        if type(slot) is GetSetDescriptorType:
+            return slot.__get__(value)  # type: ignore[no-any-return]
+    return None
+
+
+def slots_of(cls: type) -> dict[str, Any]:
+    """The slots of objects of a class."""
+    return {
+        name: slot
+        for base in lineage(cls)
+        if is_users_class(base)
+        for name, slot in namespace_of(base).items()
+        if type(slot) is MemberDescriptorType
+    }

@@ -1,0 +1,157 @@
+"""What Lightning's names mean to the audit of a captured step.
+
+Which getters move at every step and which seldom, which calls print or write, and which methods the step
+calls, that must not have been replaced by objects whose doings nobody can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any
+from unittest.mock import NonCallableMock
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_utilities.core import rank_zero
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_cudagraph.capture.host_calls import HostRules, allowance
+from lightning_cudagraph.errors import CaptureError
+
+__all__ = ["host_rules", "refuse_replaced_methods"]
+
+_MODULE_METHODS = (
+    "training_step",
+    "forward",
+    "backward",
+    "optimizer_zero_grad",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "log",
+    "log_dict",
+    "print",
+)
+# Called between the backward pass and the optimizer's step.
+_METHODS_BEHIND = ("on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients")
+_OPTIMIZER_METHODS = ("step", "zero_grad")
+
+
+def _getters(owner: type, label: str, *names: str) -> dict[CodeType, str]:
+    return {vars(owner)[name].fget.__code__: f"{label}.{name}" for name in names}
+
+
+_MOVING: dict[CodeType, str] = {
+    **_getters(pl.LightningModule, "self", "global_step"),
+    **_getters(
+        pl.Trainer,
+        "trainer",
+        "global_step",
+        "is_last_batch",
+        "callback_metrics",
+        "logged_metrics",
+        "progress_bar_metrics",
+    ),
+    **_getters(_FitLoop, "trainer.fit_loop", "batch_idx", "total_batch_idx"),
+    **_getters(
+        _TrainingEpochLoop,
+        "trainer.fit_loop.epoch_loop",
+        "batch_idx",
+        "total_batch_idx",
+        "global_step",
+    ),
+    CombinedLoader.__next__.__code__: "next(CombinedLoader)",
+}
+_EFFECTS: dict[CodeType, str] = {
+    pl.LightningModule.print.__code__: "self.print",
+    pl.Trainer.print.__code__: "trainer.print",
+    pl.Trainer.save_checkpoint.__code__: "trainer.save_checkpoint",
+}
+
+
+def host_rules(trainer: pl.Trainer, harmless: frozenset[str]) -> HostRules:
+    """The rules for one run.
+
+    Args:
+        trainer: the trainer.
+        harmless: names that the user says may be frozen, or not repeated.
+
+    Returns:
+        The rules.
+    """
+    schedulers = {LRScheduler, *(type(c.scheduler) for c in trainer.lr_scheduler_configs)}
+    moving = dict(_MOVING)
+    for scheduler in schedulers:
+        for name in ("get_last_lr", "get_lr"):
+            if isinstance(method := getattr(scheduler, name, None), FunctionType):
+                moving[method.__code__] = f"LRScheduler.{name}"
+
+    def epoch() -> int:
+        return trainer.current_epoch
+
+    seldom: dict[CodeType, tuple[str, Callable[[], Any]]] = {
+        vars(owner)["current_epoch"].fget.__code__: ("current_epoch", epoch)
+        for owner in (pl.LightningModule, pl.Trainer)
+    }
+
+    def records(value: Any) -> bool:
+        # Lightning's loggers keep their experiment under this name; the getter would make one.
+        return isinstance(value, Logger) or any(
+            value is not None and value is vars(logger).get("_experiment") for logger in trainer.loggers
+        )
+
+    return HostRules(moving, seldom, _EFFECTS, frozenset({str(rank_zero.__file__)}), records, harmless)
+
+
+def refuse_replaced_methods(
+    module: nn.Module, optimizer: Optimizer | None, harmless: frozenset[str]
+) -> None:
+    """Refuse a step that calls mocks, partials or other objects in the place of methods.
+
+    Functions and bound methods are audited with the rest of the user's code; what other objects do with
+    a call, no audit sees.
+
+    Args:
+        module: the module that is trained.
+        optimizer: the optimizer, if its step is captured.
+        harmless: names of methods that may be replaced.
+
+    Raises:
+        CaptureError: naming the method, and the class of what is in its place.
+    """
+    owners: list[tuple[Any, tuple[str, ...]]] = [(module, _MODULE_METHODS)]
+    if optimizer is not None:
+        owners += [(module, _METHODS_BEHIND), (optimizer, _OPTIMIZER_METHODS)]
+    for owner, names in owners:
+        for name in names:
+            found = vars(owner).get(name)
+            if found is None:
+                found = vars(type(owner)).get(name)
+                suspicious = issubclass(type(found), NonCallableMock)
+            else:
+                suspicious = not isinstance(found, (FunctionType, MethodType, BuiltinFunctionType))
+            if suspicious and name not in harmless:
+                error = _replaced(f"`{name}` of the `{type(owner).__qualname__}`", name, found)
+                error.in_optimizer = names is not _MODULE_METHODS
+                raise error
+    for path, child in module.named_modules():
+        found = vars(child).get("forward")
+        if issubclass(type(found), NonCallableMock) and "forward" not in harmless:
+            raise _replaced(f"`forward` of `{path}`", "forward", found)
+
+
+def _replaced(method: str, name: str, found: Any) -> CaptureError:
+    what = "partial" if isinstance(found, partial) else type(found).__qualname__
+    return CaptureError(
+        f"The training step calls {method}, and a `{what}` object has been put in the place of that"
+        " method; what it does on the host with each call, a replay would not do. Expected a function or"
+        " a method.",
+        f"Override the method in the class, or put a plain function there.{allowance(name)}",
+    )
