@@ -141,7 +141,6 @@ class Recorder:
                 return plain()
 
         inner._call = call
-        before = body.optimizer.addresses()
         with ExitStack() as stack:
             logs = stack.enter_context(recorded_logs(self._trainer, self._module))
             stack.enter_context(metrics_refused(self._module))
@@ -161,13 +160,6 @@ class Recorder:
             logged = LoggedStep(logs)
         if result.loss is None:
             raise self.returned_none()
-        if body.optimizer.addresses() != before:
-            raise UnsupportedError(
-                f"`{type(body.optimizer.optimizer).__qualname__}` makes state in this step that it did"
-                " not have after warm-up, because a parameter has its first gradient only now.",
-                "Raise `warmup_steps` until every parameter has had a gradient.",
-                in_optimizer=True,
-            )
         # The result still holds autograd's graph, and with it the memory of all activations.
         refuse_hidden_tensors(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)

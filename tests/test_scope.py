@@ -13,92 +13,20 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, UnsupportedError
 from tests.harness import Net, assert_same, make, train
+from tests.optimizers import (
+    CallsTwice,
+    CountsInGroup,
+    CountsInState,
+    CountsOnItself,
+    Own,
+    ReadsBack,
+    WantsAFloat,
+)
 
 O = torch.optim  # noqa: E741
-
-
-class Own(O.Optimizer):
-    """Somebody's optimizer: decay, and a signed momentum."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.update(p, self.state[p], group)
-        return loss
-
-    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(p)
-        p.mul_(1 - group["lr"] * group["decay"])
-        state["momentum"].lerp_(p.grad, 0.1)
-        p.add_(state["momentum"].sign(), alpha=-group["lr"])
-
-
-class CountsInState(Own):
-    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state["step"] = state.get("step", 0) + 1
-        p.add_(p.grad, alpha=-group["lr"] / state["step"])
-
-
-class CountsOnItself(Own):
-    steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.steps = self.steps + 1
-        return super().step(closure)
-
-    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.add_(p.grad, alpha=-group["lr"] * (2.0 if self.steps % 3 == 0 else 1.0))
-
-
-class CountsInGroup(Own):
-    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        group["k"] = group.get("k", 0) + 1
-        p.add_(p.grad, alpha=-group["lr"] / group["k"])
-
-
-class ReadsBack(Own):
-    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.add_(p.grad, alpha=-group["lr"] / (1.0 + p.grad.norm().item()))
-
-
-class WantsAFloat(Own):
-    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not isinstance(group["lr"], float):
-            raise TypeError("lr must be a float")
-        p.add_(p.grad, alpha=-group["lr"])
-
-
-class CallsTwice(Own):
-    """Sharpness-aware: climbs first, and takes its step with the gradient found there."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            closure()
-        climbed = [(p, p.grad.sign() * 0.01) for g in self.param_groups for p in g["params"]]
-        for p, by in climbed:
-            p.add_(by)
-        with torch.enable_grad():
-            loss = closure()
-        for p, by in climbed:
-            p.sub_(by)
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"])
-        return loss
 
 
 def one_cycle(optimizer: O.Optimizer) -> Any:
@@ -130,9 +58,9 @@ BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
     "OneCycle-foreach": (lambda p: O.AdamW(p, foreach=True), one_cycle, "moves the momentum"),
     "optimizer hooks": (hooked, None, "register_step_post_hook"),
     "counts in state": (CountsInState, None, r"`step` of parameter 0 .* changed from 2 to 3"),
-    "counts on itself": (CountsOnItself, None, r"`steps` of `tests.test_scope.CountsOnItself` changed"),
+    "counts on itself": (CountsOnItself, None, r"`steps` of `tests.optimizers.CountsOnItself` changed"),
     "counts-in-group": (CountsInGroup, None, "`k` of param group 0 of .* changed"),
-    "reads back": (ReadsBack, None, r"`\.item\(\)`.*found at .*test_scope.py"),
+    "reads back": (ReadsBack, None, r"`\.item\(\)`.*found at .*optimizers.py"),
     "wants a float": (WantsAFloat, None, "TypeError: lr must be a float"),
 }
 

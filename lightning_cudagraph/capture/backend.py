@@ -11,7 +11,9 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from lightning_cudagraph.capture.sentry import HostReads, Location, Sentry, location_of
+from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
+from lightning_cudagraph.capture.sentry import HostReads, Location, location_of
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
 __all__ = ["Backend", "CudaBackend", "Event", "Graph"]
@@ -40,6 +42,7 @@ class Backend(Protocol):
     """A device on which steps are warmed up, captured and replayed.
 
     Attributes:
+        generators: what the steps draw random numbers from.
         device: where the training step runs.
         description: one line for the user that says what this is.
         lr_dtype: dtype of the device's mirror of a learning rate.
@@ -47,6 +50,7 @@ class Backend(Protocol):
             read while the other runs.
     """
 
+    generators: Generators
     device: torch.device
     description: str
     lr_dtype: torch.dtype
@@ -84,16 +88,22 @@ class Backend(Protocol):
         """Block the host until the device has nothing left to do."""
 
     def rng_state(self) -> torch.Tensor:
-        """The state of the device's default generator, in host memory."""
+        """The states of the generators, in host memory."""
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Put the device's default generator into a state that `rng_state` returned."""
+        """Put the generators into the states that `rng_state` returned."""
 
     def free_bytes(self) -> int:
         """Device memory that can still be allocated, in bytes."""
 
     def graph_bytes(self) -> int:
         """Device memory that the live graphs have taken, in bytes."""
+
+    def host_value_moved(self) -> bool:
+        """Whether a number in host memory that a graph has baked in is another one now."""
+
+    def largest_graph_bytes(self) -> int:
+        """The part of it that one graph has taken, about as much as an eager step needs."""
 
 
 class CudaBackend:
@@ -111,10 +121,13 @@ class CudaBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._side_stream = torch.cuda.Stream(device)
         self._timing_stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._live: list[tuple[Graph, int]] = []  # with the memory that each has taken
+        self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
+        # With the device memory that each has taken, and the host memory that it reads.
+        self._live: list[tuple[Graph, int, HostMemory]] = []
         # Events that a fork off the capture stream waits for; they must live until the capture ends.
         self._forks: list[torch.cuda.Event] = []
 
@@ -136,9 +149,12 @@ class CudaBackend:
         if not self._live:
             # A pool that all graphs have left cannot be entered again (an assertion in torch 2.11).
             self._pool = torch.cuda.graph_pool_handle()
-        rng_state = torch.cuda.get_rng_state(self.device)
+        rng_state = self.rng_state()
         reserved_bytes = torch.cuda.memory_reserved(self.device)
+        memory = HostMemory()
         graph = torch.cuda.CUDAGraph()
+        for generator in self.generators.extra:
+            graph.register_generator_state(generator)
         failure: BaseException | None = None
         broken: Exception | None = None
         result: Any = None
@@ -148,7 +164,11 @@ class CudaBackend:
             with torch.cuda.stream(self._side_stream):
                 try:
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                    with HostReads(self.device.type), Sentry(self.device.type):
+                    with (
+                        HostReads(self.device.type),
+                        Constants(memory),
+                        MendingSentry(self.generators, memory),
+                    ):
                         result = body()
                 except BaseException as error:
                     failure = error
@@ -159,7 +179,7 @@ class CudaBackend:
                 gc.enable()
         if failure is None and broken is None:
             taken_bytes = torch.cuda.memory_reserved(self.device) - reserved_bytes
-            self._live.append((graph, taken_bytes))
+            self._live.append((graph, taken_bytes, memory))
             return graph, result
         if broken is not None:
             self._repair(rng_state)
@@ -169,7 +189,7 @@ class CudaBackend:
             if isinstance(explained, CUDAGraphError):
                 # Training may go on, but the frames of the failure hold autograd's graph of the step,
                 # and with it nodes of the broken capture, which the next step would meet again.
-                traceback.clear_frames(failure.__traceback__)
+                _clear_frames(failure)
             raise explained
         raise CaptureError(
             f"CUDA gave up the capture of the training step: {str(broken).splitlines()[0]}.",
@@ -197,18 +217,18 @@ class CudaBackend:
         The default generator would stay in capture mode to the end of the process, and torch 2.11's
         allocator would believe that the capture is still under way (pytorch#180395).
         """
-        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
         fresh = torch.Generator(device=self.device)
-        generator = torch.cuda.default_generators[index]
-        generator.graphsafe_set_state(fresh.graphsafe_get_state())
-        torch.cuda.set_rng_state(rng_state, self.device)
+        for generator in (torch.cuda.default_generators[self._index], *self.generators.extra):
+            generator.graphsafe_set_state(fresh.graphsafe_get_state())
+            fresh = torch.Generator(device=self.device)
+        self.set_rng_state(rng_state)
         with contextlib.suppress(RuntimeError):
             # Newer versions of torch have done this by themselves, and say so by raising.
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-            torch._C._cuda_releasePool(index, self._pool)
+            torch._C._cuda_endAllocateToPool(self._index, self._pool)
+            torch._C._cuda_releasePool(self._index, self._pool)
 
     def release(self, graph: Graph) -> None:
-        self._live = [(live, taken) for live, taken in self._live if live is not graph]
+        self._live = [entry for entry in self._live if entry[0] is not graph]
         cast(torch.cuda.CUDAGraph, graph).reset()
 
     def event(self) -> torch.cuda.Event:
@@ -229,10 +249,10 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)
 
     def rng_state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self.device)
+        return self.generators.state(torch.cuda.get_rng_state(self.device))
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.cuda.set_rng_state(state, self.device)
+        torch.cuda.set_rng_state(self.generators.set_extra_states(state), self.device)
 
     def free_bytes(self) -> int:
         cached_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -240,7 +260,22 @@ class CudaBackend:
         return torch.cuda.mem_get_info(self.device)[0] + max(0, cached_bytes - self.graph_bytes())
 
     def graph_bytes(self) -> int:
-        return sum(taken_bytes for _, taken_bytes in self._live)
+        return sum(taken_bytes for _, taken_bytes, _ in self._live)
+
+    def host_value_moved(self) -> bool:
+        return any(memory.moved() for _, _, memory in self._live)
+
+    def largest_graph_bytes(self) -> int:
+        return max((taken_bytes for _, taken_bytes, _ in self._live), default=0)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold, and of those it came from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _explained(error: BaseException, where: Location | None) -> BaseException:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_cudagraph.capture.backend import Graph
+from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.sentry import HostReads, Sentry, forbid, user_location
 
 __all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
@@ -90,8 +91,9 @@ class _Op:
 class _Undo:
     """Remembers what the capture finds in memory, to put it back."""
 
-    def __init__(self) -> None:
-        self._rng_state = torch.get_rng_state()
+    def __init__(self, generators: Generators) -> None:
+        self._generators = generators
+        self._rng_state = generators.state(torch.get_rng_state())
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         self._made_inside: set[int] = set()
 
@@ -112,14 +114,14 @@ class _Undo:
         with torch.no_grad():
             for whole, saved in self._saved.values():
                 whole.copy_(saved)
-        torch.set_rng_state(self._rng_state)
+        torch.set_rng_state(self._generators.set_extra_states(self._rng_state))
 
 
 class _Recorder(Sentry):
     """Runs below autograd and autocast, so that what it sees is what a GPU would be launched with."""
 
-    def __init__(self, ops: list[_Op | HostEvent], undo: _Undo) -> None:
-        super().__init__("cpu")
+    def __init__(self, ops: list[_Op | HostEvent], undo: _Undo, generators: Generators) -> None:
+        super().__init__("cpu", generators)
         self._ops = ops
         self._undo = undo
         self._rng_state = torch.get_rng_state()
@@ -199,6 +201,7 @@ class EmulatorBackend:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.generators = Generators("cpu", torch.default_generator)
         self._recording: EmulatedGraph | None = None
         self._live: list[EmulatedGraph] = []
 
@@ -208,10 +211,10 @@ class EmulatorBackend:
 
     def capture(self, body: Callable[[], T]) -> tuple[Graph, T]:
         graph = EmulatedGraph()
-        undo = _Undo()
+        undo = _Undo(self.generators)
         self._recording = graph
         try:
-            with HostReads("cpu"), _Recorder(graph._ops, undo):
+            with HostReads("cpu"), _Recorder(graph._ops, undo, self.generators):
                 result = body()
         except BaseException:
             graph.reset()
@@ -239,13 +242,19 @@ class EmulatorBackend:
         """Nothing to wait for."""
 
     def rng_state(self) -> Tensor:
-        return torch.get_rng_state()
+        return self.generators.state(torch.get_rng_state())
 
     def set_rng_state(self, state: Tensor) -> None:
-        torch.set_rng_state(state)
+        torch.set_rng_state(self.generators.set_extra_states(state))
 
     def free_bytes(self) -> int:
         return sys.maxsize  # host memory is not the emulator's to judge
 
     def graph_bytes(self) -> int:
         return sum(graph.memory_bytes() for graph in self._live)
+
+    def host_value_moved(self) -> bool:
+        return False  # host tensors are the device's here, and are read in every replay
+
+    def largest_graph_bytes(self) -> int:
+        return max((graph.memory_bytes() for graph in self._live), default=0)

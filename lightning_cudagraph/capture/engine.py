@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -162,6 +162,8 @@ class StepEngine(Generic[T]):
             return self._eager(step, self._given_up)
         if change := self._guards.changed():
             self.drop(change)
+        elif self._backend.host_value_moved():
+            self.drop("a tensor in host memory, which the step uses as a number, changed")
         try:
             signature = Signature(step.batch, self._backend.device)
         except UnsupportedError as error:
@@ -187,7 +189,7 @@ class StepEngine(Generic[T]):
                 step, f"another batch signature: {self._captured.signature.difference(signature)}"
             )
         refresh()
-        if self._verifier.due(self._captured.replays) and self._verifier.has_room():
+        if self._verifier.due(self._captured, self._captured.replays):
             return self._verify(step, self._captured)
         outputs = self._captured.replay(step.batch)
         self.counts.replayed += 1
@@ -205,7 +207,7 @@ class StepEngine(Generic[T]):
         captured.adopt_gradients()
         reason = ""
         try:
-            outputs = self._verifier.check(eagerly, replay)
+            outputs = self._verifier.check(captured, eagerly, replay)
         except UnsupportedError as error:
             self.unsupported(error)
             reason = error.reason
@@ -274,13 +276,17 @@ class StepEngine(Generic[T]):
         return Phase.EAGER, None
 
     def _warm_up(self, step: Step[T], signature: Signature, left: int) -> tuple[Phase, None]:
-        if signature not in self._warmups_left:
+        first = signature not in self._warmups_left
+        if first:
             self._note_variety(signature)
             if len(self._warmups_left) >= _MAX_WARMING_SIGNATURES:
                 del self._warmups_left[next(iter(self._warmups_left))]
             self._warmups_left[signature] = left
         self._guards.watch()
-        with self._backend.on_side_stream():
+        with ExitStack() as stack:
+            stack.enter_context(self._backend.on_side_stream())
+            if first:
+                stack.enter_context(self._backend.generators.learning())
             step.run()
         # Only a step that went through counts.
         self._warmups_left[signature] = max(left - 1, 0)

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.errors import CaptureError
 
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -66,8 +67,8 @@ _STORAGE = (
 )
 _EMULATOR_ONLY = frozenset({"aten::set_", "aten::resize_"})
 _GENERATOR = (
-    "a random op with a generator of its own",
-    "Use the default generator of the device.",
+    "a random op with a generator that no step has drawn from in warm-up",
+    "Draw from it in every step, or use the default generator of the device.",
 )
 
 # User's words for ops whose aten name nobody ever typed.
@@ -247,9 +248,6 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
         CaptureError: naming the user's line, the op in the user's words, and a remedy.
     """
     name: str = func._schema.name
-    generator = kwargs.get("generator")
-    if generator is not None and generator.device.type == device_type:
-        forbid(*_GENERATOR, user_location())
     if _crosses_devices(name, args, kwargs):
         forbid(*_CROSS_DEVICE, user_location())
     if name in _EMULATOR_ONLY and device_type != "cpu":
@@ -300,11 +298,13 @@ class Sentry(TorchDispatchMode):
 
     Args:
         device_type: the type of the device that is captured.
+        generators: those that the graph may draw from.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, generators: Generators) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
+        self._generators = generators
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -315,6 +315,13 @@ class Sentry(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if (
+            generator is not None
+            and generator.device.type == self._device_type
+            and not self._generators.knows(generator)
+        ):
+            forbid(*_GENERATOR, user_location())
         check(func, args, kwargs, self._device_type)
         return self.run(func, args, kwargs)
 

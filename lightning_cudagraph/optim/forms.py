@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.errors import UnsupportedError
 
-__all__ = ["Form", "form_of", "host_state_of", "moving_values"]
+__all__ = ["Form", "HostSide", "form_of", "host_state_of", "moving_values"]
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,34 @@ def host_state_of(optimizer: Optimizer, device: torch.device) -> str | None:
                         f" `{_name(optimizer)}` is kept on the host"
                     )
     return None
+
+
+class HostSide:
+    """What an optimizer keeps on the host, and which tensors are its state; to be put back."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = set(optimizer.state)  # by identity: tensors hash so
+        self._values = moving_values(optimizer)
+        holders = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
+        self._held = [(holder, dict(holder)) for holder in holders]
+
+    def changed(self) -> str | None:
+        """The first number that is not what it was, in words, or None."""
+        now = moving_values(self._optimizer)
+        for label in {**self._values, **now}:
+            was, is_now = self._values.get(label), now.get(label)
+            if was != is_now and (was == was or is_now == is_now):
+                return f"{label} from {was} to {is_now}"
+        return None
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for parameter in [p for p in self._optimizer.state if p not in self._parameters]:
+            del self._optimizer.state[parameter]
+        for holder, held in self._held:
+            holder.clear()
+            holder.update(held)
 
 
 def moving_values(optimizer: Optimizer) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class PreparedGroup:
         self._names = [name for name, _ in self.options]
         self._lr_label = f"`lr` of param group {index}"
         self._mirror = self._new_mirror(lr_dtype)
+        self._inside: Tensor | None = None  # what is in the place of the learning rate
         self._mirrored: float | None = None
         self._lr: Any = None
         self.move_host_state(device)
@@ -93,17 +94,21 @@ class PreparedGroup:
             self._mirrored = self.group["lr"]
             self._mirror.fill_(self.group["lr"])
 
-    def swap_in(self) -> None:
-        """Put the mirror in the place of the learning rate."""
+    def swap_in(self, capturing: bool) -> None:
+        """Put the mirror in the place of the learning rate.
+
+        An eager step gets a mirror of its own, so that a replay whose mirror is stale differs from it.
+        """
         if self._mirror is not None:
             self._lr = self.group["lr"]
-            self.group["lr"] = self._mirror
+            self._inside = self._mirror if capturing else torch.full_like(self._mirror, self._lr)
+            self.group["lr"] = self._inside
 
     def swap_out(self) -> bool:
         """Put the learning rate back; tells whether somebody has set another one in between."""
         if self._mirror is None:
             return False
-        if self.group["lr"] is not self._mirror:
+        if self.group["lr"] is not self._inside:
             return True
         self.group["lr"] = self._lr
         return False

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.alpha import TensorAlphaMode
-from lightning_cudagraph.optim.forms import form_of, host_state_of, moving_values
+from lightning_cudagraph.optim.forms import HostSide, form_of, host_state_of, moving_values
 from lightning_cudagraph.optim.groups import PreparedGroup, check_group
 
 __all__ = ["EagerOptimizer", "PreparedOptimizer"]
@@ -277,6 +277,8 @@ class PreparedOptimizer(EagerOptimizer):
             yield
             return
         with ExitStack() as stack:
+            if capturing:
+                stack.enter_context(self._host_side_unchanged())
             if self._allow_cpu is not None:
                 module, name = self._allow_cpu
                 devices = getattr(module, name)
@@ -285,13 +287,37 @@ class PreparedOptimizer(EagerOptimizer):
             if self._form.alpha:
                 stack.enter_context(TensorAlphaMode())
             for prepared in self._groups:
-                prepared.swap_in()
+                prepared.swap_in(capturing)
             try:
                 yield
             finally:
                 was_set = [prepared.swap_out() for prepared in self._groups]
             if capturing and any(was_set):
                 raise _lr_set_inside()
+
+    @contextmanager
+    def _host_side_unchanged(self) -> Iterator[None]:
+        """Refuse a step that leaves traces on the host; if it is refused, they are undone."""
+        host_side, before = HostSide(self.optimizer), self.addresses()
+        try:
+            yield
+            if self._form.inspected and (change := host_side.changed()) is not None:
+                raise CaptureError(
+                    f"The step of the optimizer changes {change}, on the host, which a replay would not"
+                    " do.",
+                    "Use one of torch's own optimizers to have its step in the graph too.",
+                    in_optimizer=True,
+                )
+            if self.addresses() != before:
+                raise CaptureError(
+                    f"`{type(self.optimizer).__qualname__}` makes state in this step that it did not have"
+                    " after warm-up, because a parameter has its first gradient only now.",
+                    "Raise `warmup_steps` until every parameter has had a gradient.",
+                    in_optimizer=True,
+                )
+        except BaseException:
+            host_side.restore()
+            raise
 
     @contextmanager
     def floats_inside(self, capturing: bool = False) -> Iterator[None]:
@@ -307,7 +333,7 @@ class PreparedOptimizer(EagerOptimizer):
             if not capturing:
                 self.refresh()
             for prepared in self._groups:
-                prepared.swap_in()
+                prepared.swap_in(capturing)
         if capturing and moved:
             raise _lr_set_inside()
 

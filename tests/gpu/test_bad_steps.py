@@ -20,12 +20,24 @@ class Synchronizes(Net):
         return loss
 
 
-class HostConstant(Net):
-    """The copy to the device is hidden from dispatch modes: torch itself refuses it."""
+class OlderThanTheStep(Net):
+    """Copies a host tensor to the device that host code may change between steps."""
+
+    def on_fit_start(self) -> None:
+        self.scales = torch.ones(2, 2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
-        return loss * torch.tensor(2.0, device=self.device)
+        return loss * self.scales.to(self.device).mean()
+
+
+class WritesToTheHost(Net):
+    def on_fit_start(self) -> None:
+        self.count = torch.zeros(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count += 1
+        return super().training_step(batch, batch_idx)["loss"]
 
 
 class ToHost(Net):
@@ -35,7 +47,7 @@ class ToHost(Net):
         return loss
 
 
-@pytest.mark.parametrize("cls", [Synchronizes, HostConstant, ToHost])
+@pytest.mark.parametrize("cls", [Synchronizes, OlderThanTheStep, WritesToTheHost, ToHost])
 def test_what_only_cuda_refuses(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     with pytest.raises(CaptureError, match=r"test_bad_steps\.py:\d+"):
         train(make(cls), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)

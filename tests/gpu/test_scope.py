@@ -1,3 +1,3 @@
-"""Plausible code on CUDA."""
+"""The optimizer behind the graph, on CUDA."""
 
 from tests.test_scope import *  # noqa: F403

@@ -1,0 +1,286 @@
+"""Every optimizer, in every precision, with every clipping and schedule: what becomes of it in a graph.
+
+`outcomes` runs the cells of one form; `tests/test_family.py` holds them against `tests/family.json`, from
+which `render` makes the table of the README. After a change that is meant to move an outcome::
+
+    python -m tests.family cpu     # or: gpu
+
+writes the outcomes of this machine into the file, and the table into the README.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
+from tests.harness import differences
+from tests.optimizers import CountsInState, Own
+
+O = torch.optim  # noqa: E741
+
+STEPS = 11
+WARMUP_STEPS = 3
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+CLIPS: dict[str, dict[str, Any]] = {
+    "no clip": {},
+    "norm": {"gradient_clip_val": 0.1},
+    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+}
+SCHEDULES = ("constant", "cosine", "OneCycle")
+CELLS = tuple(itertools.product(PRECISIONS, CLIPS, SCHEDULES))
+
+FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
+    "Adam": lambda p: O.Adam(p, lr=1e-2),
+    "Adam(foreach, amsgrad)": lambda p: O.Adam(p, lr=1e-2, foreach=True, amsgrad=True),
+    "Adam(fused)": lambda p: O.Adam(p, lr=1e-2, fused=True),
+    "AdamW": lambda p: O.AdamW(p, lr=1e-2),
+    "AdamW(foreach=False, maximize)": lambda p: O.AdamW(p, lr=1e-4, foreach=False, maximize=True),
+    "AdamW(fused)": lambda p: O.AdamW(p, lr=1e-2, fused=True),
+    "AdamW(fused, amsgrad)": lambda p: O.AdamW(p, lr=1e-2, fused=True, amsgrad=True),
+    "NAdam": lambda p: O.NAdam(p, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "RAdam": lambda p: O.RAdam(p, lr=1e-2),
+    "Adamax": lambda p: O.Adamax(p, lr=1e-2),
+    "RMSprop": lambda p: O.RMSprop(p, lr=1e-3),
+    "RMSprop(momentum, centered)": lambda p: O.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "RMSprop(foreach=False)": lambda p: O.RMSprop(p, lr=1e-3, weight_decay=0.1, foreach=False),
+    "Adadelta": lambda p: O.Adadelta(p, lr=1.0),
+    "Adadelta(foreach=False)": lambda p: O.Adadelta(p, lr=1.0, weight_decay=0.1, foreach=False),
+    "ASGD": lambda p: O.ASGD(p, lr=1e-2),
+    "Rprop": lambda p: O.Rprop(p),
+    "SGD": lambda p: O.SGD(p, lr=0.1),
+    "SGD(momentum, dampening)": lambda p: O.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
+    "SGD(nesterov, foreach)": lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "SGD(foreach=False, maximize)": lambda p: O.SGD(
+        p, lr=1e-3, momentum=0.9, weight_decay=0.1, foreach=False, maximize=True
+    ),
+    "SGD(fused, momentum)": lambda p: O.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Muon": lambda p: O.Muon([q for q in p if q.ndim == 2], lr=1e-2),
+    "Adagrad": lambda p: O.Adagrad(p, lr=0.1, lr_decay=0.01),
+    "Adagrad(fused)": lambda p: O.Adagrad(p, lr=0.1, lr_decay=0.01, fused=True),
+    "Adafactor": lambda p: O.Adafactor(p, lr=1e-2),
+    "LBFGS": lambda p: O.LBFGS(p, lr=0.1, max_iter=2),
+    "SparseAdam": lambda p: O.SparseAdam(p),
+    "somebody's own, all on the device": Own,
+    "somebody's own, counts on the host": CountsInState,
+}
+
+SAME = "bit-equal to plain"
+SAME_ARITHMETIC = "bit-equal to eager with `capturable=True`"
+BEHIND = "optimizer behind the graph, bit-equal to plain"
+REFUSED = "refused"
+PLAIN_FAILS = "fails without the callback too"
+
+
+class FamilyNet(pl.LightningModule):
+    """Small, with dropout; in fp16 some batches make gradients overflow."""
+
+    def __init__(self, make_optimizer: Callable[[Any], O.Optimizer], schedule: str) -> None:
+        super().__init__()
+        self.make_optimizer = make_optimizer
+        self.schedule = schedule
+        self.net = nn.Sequential(
+            nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16, bias=False), nn.Linear(16, 3)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, boost = batch
+        return nn.functional.cross_entropy(self.net(x), y) * boost.mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        if self.schedule == "constant":
+            return optimizer
+        scheduler: Any = (
+            O.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
+            if self.schedule == "cosine"
+            else O.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=2 * STEPS)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class _Watcher(Callback):
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"losses": [], "scales": []}
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.seen["losses"].append(outputs["loss"])
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self.seen["scales"].append(scaler._scale.clone())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen |= copy.deepcopy(
+            {
+                "weights": pl_module.state_dict(),
+                "optimizer": trainer.optimizers[0].state_dict(),
+                "precision": trainer.precision_plugin.state_dict(),
+                "global_step": trainer.global_step,
+                "rng": torch.cuda.get_rng_state()
+                if pl_module.device.type == "cuda"
+                else torch.get_rng_state(),
+            }
+        )
+
+
+def _loader(overflowing: bool) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    boost = torch.ones(STEPS, 4)
+    if overflowing:
+        boost[[1, 6, 8]] = 1e7
+    data = TensorDataset(
+        torch.randn(STEPS * 4, 6, generator=generator),
+        torch.randint(0, 3, (STEPS * 4,), generator=generator),
+        boost.flatten(),
+    )
+    return DataLoader(data, batch_size=4)
+
+
+def run(
+    form: str,
+    cell: tuple[str, str, str],
+    accelerator: str,
+    callback: CUDAGraphCallback | None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """One fit of a cell; returns all that must not depend on the callback."""
+    precision, clip, schedule = cell
+    watcher = _Watcher()
+    plugins = []
+    if precision == "16-mixed":
+        device = "cuda" if accelerator == "gpu" else "cpu"
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**14, growth_interval=2)
+        plugins = [MixedPrecision("16-mixed", device, scaler)]
+    trainer = pl.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watcher, *([callback] if callback else [])],
+        plugins=plugins or None,
+        precision=None if plugins else precision,  # type: ignore[arg-type]
+        **CLIPS[clip],
+        **kwargs,
+    )
+    pl.seed_everything(5, verbose=False)
+    module = FamilyNet(FORMS[form], schedule)
+    trainer.fit(module, _loader(precision == "16-mixed"))
+    if precision == "16-mixed" and form != "LBFGS":
+        scales = torch.stack(watcher.seen["scales"])
+        assert (scales[1:] < scales[:-1]).sum() >= 2, f"nothing overflowed: {scales}"
+    return watcher.seen
+
+
+def outcome(form: str, cell: tuple[str, str, str], accelerator: str) -> str:
+    """What becomes of a cell, by running it."""
+    try:
+        plain = run(form, cell, accelerator, None)
+    except (RuntimeError, ValueError, pl.utilities.exceptions.MisconfigurationException) as error:
+        try:
+            run(form, cell, accelerator, CUDAGraphCallback())
+        except UnsupportedError:
+            return REFUSED
+        except type(error) as same:
+            assert str(same) == str(error)
+            return PLAIN_FAILS
+        raise AssertionError(f"{form} {cell} fails only without the callback: {error}") from error
+    callback = CUDAGraphCallback()
+    try:
+        graph = run(form, cell, accelerator, callback)
+    except UnsupportedError:
+        return REFUSED
+    counts = callback.counts
+    assert counts is not None
+    assert counts.captures == 1, callback.report
+    assert counts.replayed >= 3, callback.report
+    assert callback.report is not None
+    is_plain = not differences(plain, graph)
+    if "optimizer steps eagerly" in callback.report:
+        assert is_plain, f"{form} {cell}: {differences(plain, graph)[:5]}"
+        return BEHIND
+    if is_plain:
+        return SAME
+    never = run(form, cell, accelerator, CUDAGraphCallback(warmup_steps=10**6))
+    found = differences(never, graph)
+    assert not found, f"{form} {cell}: {found[:5]}"
+    return SAME_ARITHMETIC
+
+
+def outcomes(form: str, accelerator: str) -> dict[str, str]:
+    """The outcomes of all cells of a form, by name."""
+    return {" / ".join(cell): outcome(form, cell, accelerator) for cell in CELLS}
+
+
+def quiet() -> None:
+    """No word of Lightning's about each of a thousand small runs."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+PATH = Path(__file__).with_suffix(".json")
+README = Path(__file__).parent.parent / "README.md"
+MARKS = ("<!-- optimizers: written by tests/family.py -->", "<!-- end of optimizers -->")
+
+
+def render(found: dict[str, dict[str, str]]) -> str:
+    """The table of the README."""
+    lines = [
+        "| optimizer | fp32 | bf16-mixed | 16-mixed | OneCycle, momentum cycling on |",
+        "|---|---|---|---|---|",
+    ]
+    for form, by_cell in found.items():
+        columns = [
+            {v for k, v in by_cell.items() if k.startswith(p) and not k.endswith("OneCycle")}
+            for p in PRECISIONS
+        ]
+        columns.append({v for k, v in by_cell.items() if k.endswith("OneCycle")})
+        for column in columns:
+            if len(column) > 1:  # Lightning itself does not clip for fused optimizers in mixed precision
+                column.discard(PLAIN_FAILS)
+        lines.append(f"| {form} | " + " | ".join("; ".join(sorted(c)) for c in columns) + " |")
+    return "\n".join(lines)
+
+
+def readme_table() -> str:
+    """The table that the README shows."""
+    text = README.read_text()
+    return text.split(MARKS[0])[1].split(MARKS[1])[0].strip()
+
+
+def main(accelerator: str) -> None:
+    """Run everything here, and write down what came of it."""
+    quiet()
+    found = {}
+    for form in FORMS:
+        found[form] = outcomes(form, accelerator)
+        print(form, sorted(set(found[form].values())), flush=True)
+    stored = json.loads(PATH.read_text()) if PATH.exists() else {}
+    stored[accelerator] = found
+    PATH.write_text(json.dumps(stored, indent=1) + "\n")
+    text = README.read_text()
+    if MARKS[0] in text and "gpu" in stored:
+        before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
+        README.write_text(f"{before}{MARKS[0]}\n{render(stored['gpu'])}\n{MARKS[1]}{after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

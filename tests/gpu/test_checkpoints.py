@@ -1,0 +1,3 @@
+"""Checkpoints on CUDA."""
+
+from tests.test_checkpoints import *  # noqa: F403

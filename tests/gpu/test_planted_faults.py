@@ -1,0 +1,3 @@
+"""Planted faults on CUDA."""
+
+from tests.test_planted_faults import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""Random numbers on CUDA."""
+
+from tests.test_random import *  # noqa: F403

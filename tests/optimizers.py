@@ -1,0 +1,90 @@
+"""Optimizers that somebody else might have written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+O = torch.optim  # noqa: E741
+
+
+class Own(O.Optimizer):
+    """Somebody's optimizer: decay, and a signed momentum."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, self.state[p], group)
+        return loss
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(p)
+        p.mul_(1 - group["lr"] * group["decay"])
+        state["momentum"].lerp_(p.grad, 0.1)
+        p.add_(state["momentum"].sign(), alpha=-group["lr"])
+
+
+class CountsInState(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.add_(p.grad, alpha=-group["lr"] / state["step"])
+
+
+class CountsOnItself(Own):
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps = self.steps + 1
+        return super().step(closure)
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"] * (2.0 if self.steps % 3 == 0 else 1.0))
+
+
+class CountsInGroup(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        group["k"] = group.get("k", 0) + 1
+        p.add_(p.grad, alpha=-group["lr"] / group["k"])
+
+
+class ReadsBack(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"] / (1.0 + p.grad.norm().item()))
+
+
+class WantsAFloat(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not isinstance(group["lr"], float):
+            raise TypeError("lr must be a float")
+        p.add_(p.grad, alpha=-group["lr"])
+
+
+class CallsTwice(Own):
+    """Sharpness-aware: climbs first, and takes its step with the gradient found there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        climbed = [(p, p.grad.sign() * 0.01) for g in self.param_groups for p in g["params"]]
+        for p, by in climbed:
+            p.add_(by)
+        with torch.enable_grad():
+            loss = closure()
+        for p, by in climbed:
+            p.sub_(by)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+        return loss

@@ -1,0 +1,103 @@
+"""Replays draw what eager steps would: from the default generator, and from others.
+
+`tests/gpu/test_random.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_cudagraph import CaptureError, CUDAGraphCallback
+from tests.harness import Net, assert_same, make, train
+
+
+class OwnGenerator(Net):
+    """Noise from a generator of the module's own, and dropout from the default one."""
+
+    def on_fit_start(self) -> None:
+        self.noise = torch.Generator(device=self.device).manual_seed(11)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = x + torch.rand(x.shape, generator=self.noise, device=x.device)
+        x = x + torch.empty_like(x).normal_(generator=self.noise) * 0.1
+        return nn.functional.cross_entropy(self(x), y)
+
+    def on_train_end(self) -> None:
+        self.left_behind = self.noise.get_state()
+
+
+def test_a_generator_of_ones_own(tmp_path: Path, accelerator: str) -> None:
+    modules = [make(OwnGenerator) for _ in range(2)]
+    plain = train(modules[0], tmp_path / "plain", accelerator=accelerator, logger=False)
+    callback = CUDAGraphCallback()
+    graph = train(modules[1], tmp_path / "b", callback, accelerator=accelerator, logger=False)
+    plain.csv = graph.csv = "nothing is logged"
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    assert torch.equal(modules[0].left_behind, modules[1].left_behind)  # type: ignore[arg-type]
+
+
+class Reseeds(OwnGenerator):
+    """Sets generators on the host, between steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 8:
+            torch.manual_seed(99)
+            self.noise.manual_seed(77)
+        with isolate_rng():
+            torch.rand(3, device=self.device)
+
+
+def test_seeds_set_between_steps_take_effect(tmp_path: Path, accelerator: str) -> None:
+    plain = train(make(Reseeds), tmp_path / "plain", accelerator=accelerator, logger=False)
+    graph = train(
+        make(Reseeds), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator, logger=False
+    )
+    plain.csv = graph.csv = "nothing is logged"
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+
+
+class LateGenerator(OwnGenerator):
+    """Draws from a generator for the first time in the step that is captured."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if len(self.trainer.callbacks) and self.trainer.fit_loop.epoch_loop.total_batch_idx >= 3:
+            x = x + torch.rand(x.shape, generator=self.noise, device=x.device)
+        return nn.functional.cross_entropy(self(x), y)
+
+
+def test_a_generator_that_warm_up_has_not_seen(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError, match="generator that no step has drawn from in warm-up"):
+        train(make(LateGenerator), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
+class Checkpointed(Net):
+    """Recomputes its activations in the backward pass, dropout included."""
+
+    preserve = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        hidden = checkpoint(self.features, x, use_reentrant=False, preserve_rng_state=self.preserve)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def test_activation_checkpointing_keeps_its_random_numbers(tmp_path: Path, accelerator: str) -> None:
+    if accelerator == "cpu":
+        with pytest.raises(CaptureError, match="on the CPU emulator"):
+            train(make(Checkpointed), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+        return
+    plain = train(make(Checkpointed), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(Checkpointed), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
