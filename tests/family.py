@@ -1,7 +1,7 @@
 """Every optimizer, in every precision, with every clipping and schedule: what becomes of it in a graph.
 
-`outcomes` runs the cells of one form; `tests/test_family.py` holds them against `tests/family.json`, from
-which `render` makes the table of the README. After a change that is meant to move an outcome::
+`outcomes` runs the cells of one form; `tests/test_family.py` holds them against `tests/family.json`,
+from which `render` makes the table of the README. After a change that is meant to move an outcome::
 
     python -m tests.family cpu     # or: gpu
 
@@ -24,6 +24,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -190,24 +191,23 @@ def run(
     return watcher.seen
 
 
+def _run_or_error(*args: Any) -> dict[str, Any] | Exception:
+    try:
+        return run(*args)
+    except (RuntimeError, ValueError, MisconfigurationException) as error:
+        return error
+
+
 def outcome(form: str, cell: tuple[str, str, str], accelerator: str) -> str:
     """What becomes of a cell, by running it."""
-    try:
-        plain = run(form, cell, accelerator, None)
-    except (RuntimeError, ValueError, pl.utilities.exceptions.MisconfigurationException) as error:
-        try:
-            run(form, cell, accelerator, CUDAGraphCallback())
-        except UnsupportedError:
-            return REFUSED
-        except type(error) as same:
-            assert str(same) == str(error)
-            return PLAIN_FAILS
-        raise AssertionError(f"{form} {cell} fails only without the callback: {error}") from error
+    plain = _run_or_error(form, cell, accelerator, None)
     callback = CUDAGraphCallback()
-    try:
-        graph = run(form, cell, accelerator, callback)
-    except UnsupportedError:
+    graph = _run_or_error(form, cell, accelerator, callback)
+    if isinstance(graph, UnsupportedError):
         return REFUSED
+    if isinstance(plain, Exception) or isinstance(graph, Exception):
+        assert repr(plain) == repr(graph), f"{form} {cell}: {plain!r} is not {graph!r}"
+        return PLAIN_FAILS
     counts = callback.counts
     assert counts is not None
     assert counts.captures == 1, callback.report

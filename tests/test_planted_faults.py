@@ -273,8 +273,8 @@ def test_caught(tmp_path: Path, accelerator: str, name: str) -> None:
             assert callback.report is not None
             assert fault.recapture in callback.report
     else:
+        insists = CUDAGraphCallback(scope="step")
         with pytest.raises(UnsupportedError, match=fault.message) as caught:
-            insists = CUDAGraphCallback(scope="step")
             train(make(fault.build), tmp_path / "raise", insists, **kwargs)
         assert 'on_unsupported="eager"' in str(caught.value)
         callback = CUDAGraphCallback(scope="step", on_unsupported="eager")
@@ -303,6 +303,6 @@ def test_item_in_an_optimizer(tmp_path: Path, accelerator: str) -> None:
     def build() -> Net:
         return Quiet(ReadsBack)
 
+    callback = CUDAGraphCallback(scope="step")
     with pytest.raises(UnsupportedError, match=r"`\.item\(\)`.*optimizers.py:\d+ \(`p.add_"):
-        callback = CUDAGraphCallback(scope="step")
         train(make(build), tmp_path, callback, accelerator=accelerator, **KWARGS)

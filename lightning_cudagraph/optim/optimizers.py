@@ -146,8 +146,8 @@ class PreparedOptimizer(EagerOptimizer):
             if cls is not Optimizer and hasattr(module, name):
                 return module, name
         raise UnsupportedError(
-            f"torch {torch.__version__} has no `{name}` beside `{type(self.optimizer).__qualname__}`, and"
-            " the CPU emulator needs it to run capturable optimizers.",
+            f"torch {torch.__version__} has no `{name}` beside `{type(self.optimizer).__qualname__}`,"
+            " and the CPU emulator needs it to run capturable optimizers.",
             "Use a version of torch that this package names as supported.",
         )
 
@@ -310,8 +310,8 @@ class PreparedOptimizer(EagerOptimizer):
                 )
             if self.addresses() != before:
                 raise CaptureError(
-                    f"`{type(self.optimizer).__qualname__}` makes state in this step that it did not have"
-                    " after warm-up, because a parameter has its first gradient only now.",
+                    f"`{type(self.optimizer).__qualname__}` makes state in this step that it did not"
+                    " have after warm-up, because a parameter has its first gradient only now.",
                     "Raise `warmup_steps` until every parameter has had a gradient.",
                     in_optimizer=True,
                 )
