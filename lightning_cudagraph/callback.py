@@ -48,8 +48,10 @@ class CUDAGraphCallback(Callback):
             graph (``"eager"``) and say why in the report.
         timings: which layers are timed by events in the graph; None for none.
         verify_replays: how many of the first replays of a graph are checked, bit for bit, against an
-            eager step from the same state on the same batch. Each costs about two eager steps, and
-            memory for copies of parameters and optimizer state; 0 for none.
+            eager step from the same state on the same batch, and one more where the learning rate moves
+            only later. A single one is the second replay, the first on another batch than that of the
+            capture. Each costs about two eager steps, and memory for copies of parameters and optimizer
+            state, on the host if the device has no room; 0 for none.
         verify_every_n_steps: beyond those, check one replay in so many; None for none.
         harmless: host code in the step that may stay frozen, or not be repeated by replays, because
             nothing depends on it: the names that the error for it gives, such as ``["counter",

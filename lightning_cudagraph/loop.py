@@ -106,7 +106,11 @@ class GraphedTraining:
             trainer, module, backend, self._optimization, self._guards, settings.harmless
         )
         self._verifier = Verifier(
-            backend, self._state, settings.verify_replays, settings.verify_every_n_steps
+            backend,
+            self._state,
+            settings.verify_replays,
+            settings.verify_every_n_steps,
+            lambda: self._optimizer.learning_rates(),
         )
         self._engine: StepEngine[StepOutputs] = StepEngine(
             backend,

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, VerificationError
+from lightning_cudagraph.capture import verify
+from lightning_cudagraph.capture.backend import CudaBackend
+from lightning_cudagraph.capture.compare import distance, names_that_differ, rounding
 from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.verify import Verifier
-from tests.harness import Net, assert_same, differences, make, train
+from lightning_cudagraph.optim.optimizers import PreparedOptimizer
+from tests.harness import Net, assert_same, differences, fused_adamw, make, train
+
+EPSILON = torch.finfo(torch.float32).eps
 
 
 class _Inner:
@@ -91,6 +98,222 @@ def test_checks_change_nothing(tmp_path: Path, accelerator: str) -> None:
     assert "10 replay(s) verified against eager steps" in callback.report
 
 
+def test_a_single_check_is_on_another_batch_than_the_capture(tmp_path: Path, accelerator: str) -> None:
+    """The scale changes before the first replay that has a new batch."""
+    caught = CUDAGraphCallback(verify_replays=1)
+    with pytest.raises(VerificationError):
+        train(make(ReadsAGlobal), tmp_path / "caught", caught, accelerator=accelerator)
+    callback = CUDAGraphCallback(verify_replays=1)
+    train(make(Net), tmp_path / "fine", callback, accelerator=accelerator)
+    assert callback.report is not None
+    assert "1 replay(s) verified against eager steps" in callback.report
+    verifier = Verifier(EmulatorBackend(), dict, replays=1, every_n_steps=4)
+    graph = _Graph()
+    assert [verifier.due(graph, replay_idx) for replay_idx in range(9)] == [
+        replay_idx in (0, 1, 4, 8) for replay_idx in range(9)
+    ]
+
+
+class PerEpoch(Net):
+    """The learning rate moves at the end of each epoch, long after the first two replays."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)]
+
+
+def _freeze_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of this package: the mirror of the learning rate is filled in the first epoch only."""
+    original = PreparedOptimizer.refresh
+
+    def refresh(self: PreparedOptimizer) -> None:
+        if self.optimizer.param_groups[0]["lr"] > 5e-3:
+            original(self)
+
+    monkeypatch.setattr(PreparedOptimizer, "refresh", refresh)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "cause"),
+    [
+        (fused_adamw, "first in parameter `.*only parameters differ: a learning rate"),
+        # Without state of the optimizer, it could be the gradients too.
+        (_sgd, "first in parameter `.*frozen in the backward pass .* or in the optimizer"),
+    ],
+)
+def test_a_learning_rate_that_moves_late_gets_a_check(
+    tmp_path: Path,
+    accelerator: str,
+    monkeypatch: pytest.MonkeyPatch,
+    make_optimizer: Any,
+    cause: str,
+) -> None:
+    def build() -> PerEpoch:
+        return PerEpoch(make_optimizer)
+
+    plain = train(make(build), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback()
+    graph = train(make(build), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert callback.report is not None
+    assert "3 replay(s) verified against eager steps" in callback.report
+    _freeze_rate(monkeypatch)
+    with pytest.raises(VerificationError, match=cause) as caught:
+        train(make(build), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
+    assert 'scope="forward_backward"' in str(caught.value)
+    wrong = train(
+        make(build), tmp_path / "wrong", CUDAGraphCallback(verify_replays=0), accelerator=accelerator
+    )
+    assert differences(plain.final["weights"], wrong.final["weights"])
+
+
+def test_a_learning_rate_that_moves_at_once_needs_no_check_more(
+    tmp_path: Path, accelerator: str
+) -> None:
+    callback = CUDAGraphCallback()
+    train(make(Net), tmp_path, callback, accelerator=accelerator)
+    assert callback.report is not None
+    assert "2 replay(s) verified against eager steps" in callback.report
+
+
+class _Scaled(torch.autograd.Function):
+    """Scales the gradient by what an object says at that time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * SETTINGS.inner.scale
+
+
+class ReadsInBackward(ReadsAGlobal):
+    """The scale is that of the gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return _Scaled.apply(Net.training_step(self, batch, batch_idx)["loss"])
+
+
+class ReadsForABuffer(ReadsAGlobal):
+    """The scale goes into a running mean that nothing else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = Net.training_step(self, batch, batch_idx)
+        self.running.add_(outputs["logits"].mean(0), alpha=SETTINGS.inner.scale)
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("module", "scope", "message"),
+    [
+        (ReadsAGlobal, "auto", "first in the loss, .*returned or logged differs: it reads something"),
+        (ReadsInBackward, "auto", "first in `exp_avg` .*frozen in the backward pass"),
+        (
+            ReadsInBackward,
+            "forward_backward",
+            r"first in the gradient of `.*the gradients are not: the backward pass reads something",
+        ),
+        (ReadsForABuffer, "auto", r"first in buffer `running`.*\(1 of .*Only buffers differ"),
+    ],
+)
+def test_the_likely_cause(
+    tmp_path: Path, accelerator: str, module: Any, scope: Any, message: str
+) -> None:
+    with pytest.raises(VerificationError, match=message):
+        train(make(module), tmp_path, CUDAGraphCallback(scope=scope), accelerator=accelerator)
+
+
+def _small_device(monkeypatch: pytest.MonkeyPatch, device_bytes: int, host_bytes: int) -> list[str]:
+    """Let device and host have so much memory; returns where copies of tensors are made."""
+    for backend in (EmulatorBackend, CudaBackend):
+        monkeypatch.setattr(backend, "free_bytes", lambda self: device_bytes)
+        monkeypatch.setattr(backend, "largest_graph_bytes", lambda self: 1000)
+    monkeypatch.setattr(verify, "host_free_bytes", lambda: host_bytes)
+    parked: list[str] = []
+    to = Tensor.to
+
+    def spy(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("copy"):
+            parked.append(args[0])
+        return to(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "to", spy)
+    return parked
+
+
+def test_copies_are_parked_on_the_host(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(make(Net), tmp_path / "plain", accelerator=accelerator)
+    parked = _small_device(monkeypatch, device_bytes=10_000, host_bytes=10**9)
+    callback = CUDAGraphCallback()
+    graph = train(make(Net), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert callback.report is not None
+    assert "2 replay(s) verified against eager steps" in callback.report
+    assert "not verified" not in callback.report
+    assert set(parked) == {"cpu"}
+    with pytest.raises(VerificationError, match="first in the loss"):
+        train(make(ReadsAGlobal), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
+
+
+@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(10_000, 0), (1000, 10**9)])
+def test_without_memory_nothing_is_verified(
+    tmp_path: Path,
+    accelerator: str,
+    monkeypatch: pytest.MonkeyPatch,
+    device_bytes: int,
+    host_bytes: int,
+) -> None:
+    plain = train(make(Net), tmp_path / "plain", accelerator=accelerator)
+    parked = _small_device(monkeypatch, device_bytes, host_bytes)
+    callback = CUDAGraphCallback()
+    graph = train(make(Net), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert callback.report is not None
+    assert "0 replay(s) verified against eager steps" in callback.report
+    assert callback.report.count("not verified: a check needs") == 1
+    assert not parked
+
+
+def test_a_check_that_runs_out_of_memory_lets_training_go_on(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(make(Net), tmp_path / "plain", accelerator=accelerator)
+    run_eagerly = CapturedStep.run_eagerly
+    tried: list[bool] = []
+
+    def runs_out(self: Any, step: Any, batch: Any) -> Any:
+        tried.append(True)
+        run_eagerly(self, step, batch)  # the state has moved
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words")
+
+    monkeypatch.setattr(CapturedStep, "run_eagerly", runs_out)
+    callback = CUDAGraphCallback()
+    graph = train(make(Net), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert len(tried) == 1
+    assert graph.counts.replayed == 18
+    assert callback.report is not None
+    assert (
+        "not verified: a check ran out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.)"
+        in callback.report
+    )
+
+
+class _Graph:
+    """Stands for a captured step."""
+
+
 class _Jittering:
     """A step whose eager form differs from run to run."""
 
@@ -100,31 +323,83 @@ class _Jittering:
         self.runs = 0
 
     def state(self) -> dict[str, Tensor]:
-        return {"weight": self.weight}
+        return {"parameter `weight`": self.weight}
 
     def eagerly(self) -> dict[str, Tensor]:
         self.runs += 1
         self.weight.add_(1.0 + self.jitter * self.runs)
-        return {"loss": self.weight.sum()}
+        return {"the loss": self.weight.sum()}
 
     def replay(self, by: float) -> tuple[str, dict[str, Tensor]]:
         self.weight.add_(by)
-        return "outputs", {"loss": self.weight.sum()}
+        return "outputs", {"the loss": self.weight.sum()}
 
 
-def _verifier(step: _Jittering) -> Verifier:
+def _verifier(step: Any) -> Verifier:
     return Verifier(EmulatorBackend(), step.state, replays=1, every_n_steps=None)
 
 
 def test_kernels_that_are_not_deterministic_are_told_from_faults() -> None:
     step = _Jittering(1e-5)
-    verifier = _verifier(step)
-    assert verifier.check(step.eagerly, lambda: step.replay(1.0)) == "outputs"
+    verifier, graph = _verifier(step), _Graph()
+    assert verifier.check(graph, step.eagerly, lambda: step.replay(1.0)) == "outputs"
     assert torch.equal(step.weight, torch.full((4,), 2.0))  # what the replay came to
-    assert "two eager steps from one state differ (first in loss)" in verifier.notes[0]
-    with pytest.raises(VerificationError, match="first in loss"):
-        verifier.check(step.eagerly, lambda: step.replay(2.0))
-    assert torch.equal(step.weight, torch.full((4,), 2.0))  # as before the step
+    assert "two eager steps from one state differ (first in the loss)" in verifier.notes[0]
+    for wrong in (2.0, float("nan"), float("inf")):
+        with pytest.raises(VerificationError, match="first in the loss"):
+            verifier.check(graph, step.eagerly, lambda by=wrong: step.replay(by))  # type: ignore[misc]
+        assert torch.equal(step.weight, torch.full((4,), 2.0))  # as before the step
+
+
+class _Rounding:
+    """A step that is deterministic, and whose replay is off by some units in the last place of 1."""
+
+    def __init__(self, update: float = 0.5) -> None:
+        self.weight = torch.ones(4)
+        self.update = update
+
+    def state(self) -> dict[str, Tensor]:
+        return {"parameter `weight`": self.weight}
+
+    def eagerly(self) -> dict[str, Tensor]:
+        self.weight.add_(self.update)
+        return {"the loss": torch.tensor(1.0)}
+
+    def replay(self, loss_units: float = 0.0, update_by: float = 0.0) -> Any:
+        self.weight.add_(self.update + update_by)
+        return None, {"the loss": torch.tensor(1.0 + loss_units * EPSILON)}
+
+
+def test_other_kernels_are_told_from_faults() -> None:
+    """Differences in the last place are rounding only if the first check of the graph has them."""
+    step = _Rounding()
+    verifier, graph = _verifier(step), _Graph()
+    verifier.check(graph, step.eagerly, lambda: step.replay(loss_units=3.0))
+    note = "replays differ from eager steps in the last places, first in the loss: another kernel"
+    assert [text.startswith(note) for text in verifier.notes] == [True]
+    verifier.check(graph, step.eagerly, lambda: step.replay(loss_units=5.0))
+    assert verifier.checked == 2
+    with pytest.raises(VerificationError, match=r"30 times the precision of torch\.float32 apart"):
+        verifier.check(graph, step.eagerly, lambda: step.replay(loss_units=30.0))
+
+
+def test_a_value_that_drifts_is_no_rounding() -> None:
+    step = _Rounding()
+    verifier, graph = _verifier(step), _Graph()
+    verifier.check(graph, step.eagerly, step.replay)
+    before = step.weight.clone()
+    with pytest.raises(VerificationError, match="as little as other kernels could explain"):
+        verifier.check(graph, step.eagerly, lambda: step.replay(loss_units=1.0))
+    assert torch.equal(step.weight, before)
+    # A graph captured anew starts anew.
+    verifier.check(_Graph(), step.eagerly, lambda: step.replay(loss_units=1.0))
+
+
+def test_a_wrong_update_does_not_hide_in_the_rounding_of_the_weights() -> None:
+    """Ten percent of an update of 1e-5 is less than rounding may do to a weight of 1."""
+    step = _Rounding(update=1e-5)
+    with pytest.raises(VerificationError, match="first in parameter `weight`"):
+        _verifier(step).check(_Graph(), step.eagerly, lambda: step.replay(update_by=1e-6))
 
 
 def test_a_difference_in_random_state_is_a_fault() -> None:
@@ -135,9 +410,54 @@ def test_a_difference_in_random_state_is_a_fault() -> None:
         return step.replay(1.0)
 
     rng = torch.get_rng_state()
-    with pytest.raises(VerificationError, match="other random numbers"):
-        _verifier(step).check(step.eagerly, draws)
+    with pytest.raises(VerificationError, match=r"All values are the same, .*other random numbers"):
+        _verifier(step).check(_Graph(), step.eagerly, draws)
     assert torch.equal(torch.get_rng_state(), rng)
+
+
+class _TwoGenerators(EmulatorBackend):
+    """Has a state that is not that of one generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = torch.zeros(2, 3, dtype=torch.int64)
+
+    def rng_state(self) -> Tensor:
+        return self.states.clone()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        self.states.copy_(state)
+
+
+def test_random_state_is_the_backends_own_affair() -> None:
+    step, backend = _Jittering(0.0), _TwoGenerators()
+    verifier = Verifier(backend, step.state, replays=2, every_n_steps=None)
+
+    def eagerly() -> dict[str, Tensor]:
+        backend.states[1].add_(1)
+        return step.eagerly()
+
+    def replay(by: int) -> Any:
+        backend.states[1].add_(by)
+        return step.replay(1.0)
+
+    verifier.check(_Graph(), eagerly, lambda: replay(1))
+    assert backend.states.tolist() == [[0, 0, 0], [1, 1, 1]]
+    with pytest.raises(VerificationError, match="other random numbers"):
+        verifier.check(_Graph(), eagerly, lambda: replay(2))
+    assert backend.states.tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_other_logged_names_are_a_fault() -> None:
+    step = _Jittering(0.0)
+
+    def replay() -> Any:
+        result, outputs = step.replay(1.0)
+        return result, {**outputs, "a log": torch.zeros(())}
+
+    with pytest.raises(VerificationError, match=r"only the captured step logs \['a log'\]"):
+        _verifier(step).check(_Graph(), step.eagerly, replay)
+    assert torch.equal(step.weight, torch.ones(4))
 
 
 def test_a_check_that_fails_halfway_leaves_no_trace() -> None:
@@ -148,8 +468,80 @@ def test_a_check_that_fails_halfway_leaves_no_trace() -> None:
         raise ValueError("halfway")
 
     with pytest.raises(ValueError, match="halfway"):
-        _verifier(step).check(fails, lambda: step.replay(1.0))
+        _verifier(step).check(_Graph(), fails, lambda: step.replay(1.0))
     assert torch.equal(step.weight, torch.ones(4))
+
+
+@pytest.mark.parametrize("when", ["the first copies", "the eager step", "the second eager step"])
+def test_memory_may_run_out_anywhere(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    step = _Jittering(1e-5)
+    verifier, graph = _verifier(step), _Graph()
+    verifier.replays = 5
+
+    def eagerly() -> dict[str, Tensor]:
+        outputs = step.eagerly()
+        if when == "the eager step" or step.runs == 2:
+            raise torch.OutOfMemoryError("no more")
+        return outputs
+
+    def no_copies(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("no more")
+
+    if when == "the first copies":
+        monkeypatch.setattr(verify, "_copied", no_copies)
+    assert verifier.due(graph, 0)
+    assert verifier.check(graph, eagerly, lambda: step.replay(1.0)) == "outputs"
+    assert torch.equal(step.weight, torch.full((4,), 2.0))
+    assert verifier.notes == ["not verified: a check ran out of memory (no more)"]
+    assert verifier.checked == 0
+    assert not verifier.due(graph, 1)
+
+
+def _values() -> dict[str, Tensor]:
+    return {
+        "float": torch.tensor([1.0, float("nan"), float("inf"), 0.0]),
+        "long": torch.tensor([1, 2, 3]),
+        "half": torch.tensor([1.0, 2.0], dtype=torch.float16),
+        "brain": torch.tensor([1.0, float("-inf")], dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 3),
+        "flag": torch.tensor(True),
+        "complex": torch.tensor([1 + 2j]),
+        "tiny": torch.tensor([1e-45, 0.0]),
+        "scalar": torch.tensor(2.0, dtype=torch.float64),
+        "strided": torch.ones(4, 4)[:, ::2],
+    }
+
+
+def test_what_differs_is_found_whatever_it_is() -> None:
+    assert names_that_differ(_values(), _values()) == []
+    changes: dict[str, Any] = {
+        "float": torch.tensor([1.0, 1.0, float("inf"), 0.0]),
+        "long": torch.tensor([1, 2, 4]),
+        "half": torch.tensor([1.0, 2.001], dtype=torch.float16),
+        "brain": torch.tensor([1.0, float("inf")], dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 4),
+        "flag": torch.tensor(False),
+        "complex": torch.tensor([1 + 3j]),
+        "tiny": torch.tensor([2.8e-45, 0.0]),
+        "scalar": torch.tensor(2.0, dtype=torch.float32),
+        "strided": torch.full((4, 2), 1.0 + EPSILON),
+    }
+    for name, changed in changes.items():
+        assert names_that_differ(_values(), {**_values(), name: changed}) == [name]
+    assert names_that_differ(_values(), changes) == list(changes)
+
+
+def test_distance_and_rounding() -> None:
+    inf, nan = float("inf"), float("nan")
+    assert distance(torch.tensor([1.0, nan, inf]), torch.tensor([1.5, nan, inf])) == 0.5
+    assert distance(torch.tensor([1.0, nan]), torch.tensor([1.0, 1.0])) != 0.0
+    assert distance(torch.tensor([inf]), torch.tensor([1.0])) == inf
+    assert distance(torch.tensor([2**62 + 1]), torch.tensor([2**62])) == 1.0
+    assert distance(torch.tensor([True]), torch.tensor([True])) == 0.0
+    assert rounding(torch.tensor([3, 4])) == 0.0
+    assert rounding(torch.tensor([-2.0, 1.0])) == 32 * EPSILON
+    assert rounding(torch.tensor([1.0], dtype=torch.bfloat16)) == 0.01
+    assert rounding(torch.tensor([1.0]), torch.tensor([1.0])) == EPSILON
 
 
 @pytest.mark.parametrize("kwargs", [{"verify_replays": -1}, {"verify_every_n_steps": 0}])

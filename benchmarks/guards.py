@@ -1,0 +1,176 @@
+"""What it costs to be careful: guards before every replay, and a replay that is verified.
+
+Models of equal layers, AdamW fused with two param groups and a schedule. Guards are timed alone, in
+microseconds of host time, where user code runs between two steps and where none does; their parts are
+timed one by one. Steps are timed in a Trainer, the device idle at both ends. Runs on whatever there is.
+
+    python -m benchmarks.guards
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+import timeit
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cudagraph import CUDAGraphCallback
+
+WARM_STEPS = 10
+WIDTH = 16
+
+
+class _Block(nn.Module):
+    """Four parameters, three modules and a Python number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+        self.scale = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.relu(self.up(x)))
+
+
+class Blocks(pl.LightningModule):
+    """A stack of blocks.
+
+    Args:
+        parameters: how many parameters it has, a multiple of four.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(_Block() for _ in range(parameters // 4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.blocks(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": [p for p in self.parameters() if p.ndim >= 2]},
+            {"params": [p for p in self.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class _At(Callback):
+    """Calls functions after given steps, the device idle."""
+
+    def __init__(self, functions: dict[int, Callable[[], None]]) -> None:
+        self._functions = functions
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step in self._functions:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._functions[trainer.global_step]()
+
+
+def fit(parameters: int, callback: CUDAGraphCallback, functions: dict[int, Callable[[], None]]) -> None:
+    """Train up to the last of the steps at which a function is called."""
+    pl.seed_everything(1, verbose=False)
+    steps = max(functions)
+    loader = DataLoader(TensorDataset(torch.randn(8 * steps, WIDTH)), batch_size=8)
+    trainer = pl.Trainer(
+        accelerator="auto",
+        devices=1,
+        max_steps=steps,
+        callbacks=[callback, _At(functions)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Blocks(parameters), loader)
+
+
+def _host_us(function: Callable[[], object]) -> float:
+    """The least of some times, because the host does other things too."""
+    runs = 200
+    return min(timeit.repeat(function, number=runs, repeat=7)) / runs * 1e6
+
+
+def guards_us(parameters: int) -> dict[str, float]:
+    """Host time of what is compared before one replay, altogether and by part."""
+    callback = CUDAGraphCallback(timings=None, verify_replays=0)
+    times_us: dict[str, float] = {}
+
+    def measure() -> None:
+        assert callback._training is not None
+        guards = callback._training._guards
+        objects, values = guards._objects, guards._values
+        assert objects is not None
+        assert values is not None
+        for undisturbed in (False, True):
+            guards._undisturbed = undisturbed
+            name = "no user code between steps" if undisturbed else "all"
+            times_us[name] = _host_us(guards.changed)
+        parts: dict[str, Callable[[], object]] = {
+            "settings": guards._quick_now,
+            "addresses": objects.parameters.addresses_changed,
+            "requires_grad": objects.parameters.requires_grad_changed,
+            "a share of both": objects.shares[0].changed,
+            "modes": objects.modes.changed,
+            "buffers": objects.buffers.changed,
+            "Python values": values.changed,
+        }
+        times_us.update({name: _host_us(function) for name, function in parts.items()})
+
+    fit(parameters, callback, {WARM_STEPS: measure})
+    return times_us
+
+
+def step_ms(parameters: int, steps: int, **arguments: Any) -> float:
+    """Wall time of a step in a Trainer."""
+    at_s: list[float] = []
+
+    def note() -> None:
+        at_s.append(time.perf_counter())
+
+    callback = CUDAGraphCallback(timings=None, **arguments)
+    fit(parameters, callback, {WARM_STEPS: note, WARM_STEPS + steps: note})
+    return (at_s[1] - at_s[0]) / steps * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    args = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU emulator"
+    print(f"{device}, torch {torch.__version__}, lightning {pl.__version__}")
+    guards = {count: guards_us(count) for count in (20, 200, 1000)}
+    for count, times_us in guards.items():
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in times_us.items())
+        print(f"guards, {count} parameters, us per replay: {parts}")
+    steps = {
+        "eager": step_ms(200, args.steps, backend="off"),
+        "replay": step_ms(200, args.steps, verify_replays=0),
+        "verified replay": step_ms(200, args.steps, verify_replays=0, verify_every_n_steps=1),
+    }
+    print("step, 200 parameters, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in steps.items()))
+    if args.json:
+        args.json.write_text(json.dumps({"device": device, "guards_us": guards, "step_ms": steps}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Two ways of doing a step, compared tensor by tensor, and what a difference means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.errors import VerificationError
+
+__all__ = ["distance", "names_that_differ", "rounding", "verification_error"]
+
+_Values = dict[str, Tensor]
+_Pair = tuple[str, Tensor, Tensor]
+
+# Small tensors are compared many at a time; their differences take this much memory at most.
+_CHUNK_BYTES = 64 * 2**20
+_DENSE_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+# Another algorithm for the same sum moves an element by a few units in the last place of the largest
+# summands; in 16 bits that is never more than a hundredth of it.
+_ROUNDING_UNITS = 16.0
+_ROUNDING_AT_MOST = 1e-2
+# Nor does it move what a step adds to a tensor by more than this part. Without this, a learning rate of
+# 1e-6 could be wrong altogether and be lost in the rounding of the weights.
+_PART_OF_UPDATE = 1e-2
+
+
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """Elementwise, whether they are the same; a NaN is like a NaN."""
+    return (one == other) | ((one != one) & (other != other))
+
+
+def _chunks(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
+    """Pairs that one launch can compare."""
+    waiting: dict[Any, list[_Pair]] = {}
+    sizes_bytes: dict[Any, int] = {}
+    for pair in pairs:
+        key = (pair[1].dtype, pair[1].device)
+        chunk = waiting.setdefault(key, [])
+        chunk.append(pair)
+        sizes_bytes[key] = sizes_bytes.get(key, 0) + pair[1].nbytes
+        if sizes_bytes[key] >= _CHUNK_BYTES:
+            yield waiting.pop(key)
+            del sizes_bytes[key]
+    yield from waiting.values()
+
+
+def names_that_differ(one: _Values, other: _Values) -> list[str]:
+    """Names of what is not the same bit for bit, in the order of `one`.
+
+    Args:
+        one: values by name, on the device.
+        other: the same names; may be parked on the host.
+    """
+    differing: set[str] = set()
+    several: list[_Pair] = []
+    alone: list[_Pair] = []
+    for name, value in one.items():
+        if value.shape != other[name].shape or value.dtype != other[name].dtype:
+            differing.add(name)
+        elif value.numel():
+            by_the_dozen = value.dtype in _DENSE_FLOATS and value.nbytes < _CHUNK_BYTES
+            (several if by_the_dozen else alone).append((name, value.detach(), other[name]))
+    with torch.no_grad():
+        for chunk in _chunks(several):
+            values = [value for _, value, _ in chunk]
+            others = [parked.to(value.device) for _, value, parked in chunk]
+            largest = torch._foreach_norm(torch._foreach_sub(values, others), float("inf"))
+            # Whatever is not nought (a difference, or a NaN or an infinity on both sides) gets a look.
+            sizes = torch.stack(list(largest)).tolist()
+            alone += [pair for pair, size in zip(chunk, sizes, strict=True) if size != 0]
+        flags = [_same(value, parked.to(value.device)).all() for _, value, parked in alone]
+        for (name, _, _), flag in zip(alone, flags, strict=True):
+            if not flag:
+                differing.add(name)
+    return [name for name in one if name in differing]
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference of two elements; NaN if one side alone is not a number."""
+    if not one.numel():
+        return 0.0
+    wide, wide_other = _wide(one), _wide(other).to(one.device)
+    largest = float((wide - wide_other).abs().masked_fill(_same(wide, wide_other), 0.0).max())
+    if not (one.is_floating_point() or one.is_complex()) and not torch.equal(one, other.to(one.device)):
+        return max(largest, 1.0)  # great integers that are one float
+    return largest
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def rounding(expected: Tensor, before: Tensor | None = None) -> float:
+    """How far an element may be off if only another kernel or algorithm was chosen.
+
+    Args:
+        expected: what an eager step came to.
+        before: what it was before the step, if the step changes it in place.
+    """
+    if not (expected.is_floating_point() or expected.is_complex()) or not expected.numel():
+        return 0.0
+    epsilon = torch.finfo(expected.dtype).eps
+    size = float(_wide(expected).abs().max())
+    allowed = min(_ROUNDING_UNITS * epsilon, _ROUNDING_AT_MOST) * size
+    if before is not None:
+        # At least one unit, on the grid of which the result lies.
+        allowed = min(allowed, max(epsilon * size, _PART_OF_UPDATE * distance(expected, before)))
+    return allowed
+
+
+_FORWARD_AGREES = "What `training_step` returned and logged is the same"
+_OPTIMIZER_OUTSIDE = (
+    '`CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly'
+)
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """What is likely to be wrong, and one remedy."""
+
+    text: str
+    remedy: str
+
+
+_IN_FORWARD = _Cause(
+    "What `training_step` returned or logged differs: it reads something on the host that has changed"
+    " since the capture, such as a global or an attribute of another object",
+    "Pass it with the batch, or keep it in a buffer.",
+)
+_IN_BACKWARD = _Cause(
+    f"{_FORWARD_AGREES}, the gradients are not: the backward pass reads something on the host that has"
+    " changed since the capture, in a hook or in the `backward` of an `autograd.Function`",
+    "Keep it in a buffer.",
+)
+_AFTER_FORWARD = _Cause(
+    f"{_FORWARD_AGREES}: what differs was frozen in the backward pass (in a hook, or in the `backward`"
+    " of an `autograd.Function`) or in the optimizer",
+    f"Keep such values in buffers, or pass {_OPTIMIZER_OUTSIDE}.",
+)
+_IN_UPDATE = _Cause(
+    f"{_FORWARD_AGREES}, and so is the state of the optimizer; only parameters differ: a learning rate,"
+    " a weight decay or the like was frozen",
+    f"Pass {_OPTIMIZER_OUTSIDE}.",
+)
+_IN_BUFFERS = _Cause(
+    "Only buffers differ: a module updates them with something that it reads on the host, and that has"
+    " changed since the capture, such as a momentum or a counter",
+    "Keep it in a buffer too.",
+)
+_IN_RANDOM_STATE = _Cause(
+    "All values are the same, but the step draws other random numbers than at the capture",
+    "Look for random ops that depend on Python values.",
+)
+
+
+def _cause(differing: list[str], outputs: set[str], names: Iterable[str]) -> _Cause:
+    """What is likely to be wrong, from the names of what differs among all `names`."""
+
+    def all_named(start: str) -> bool:
+        return all(name.startswith(start) for name in differing)
+
+    if not differing:
+        return _IN_RANDOM_STATE
+    if any(name in outputs and not name.startswith("the gradient of") for name in differing):
+        return _IN_FORWARD
+    if any(name in outputs for name in differing):
+        return _IN_BACKWARD
+    if all_named("buffer "):
+        return _IN_BUFFERS
+    optimizer_has_state = any("of the optimizer" in name for name in names)
+    return _IN_UPDATE if optimizer_has_state and all_named("parameter ") else _AFTER_FORWARD
+
+
+def verification_error(
+    differing: list[str], expected: _Values, found: _Values, outputs: set[str]
+) -> VerificationError:
+    """The error that says where a replay went another way than an eager step, and likely why.
+
+    Args:
+        differing: names of what differs, in the order of the step; none if only random state does.
+        expected: values after an eager step.
+        found: values after a replay.
+        outputs: names of those values that are no state.
+    """
+    cause = _cause(differing, outputs, expected)
+    if not differing:
+        return VerificationError(
+            "The state of the random number generator after a replay of the captured step is not that"
+            f" after the eager step. {cause.text}.",
+            cause.remedy,
+        )
+    name = differing[0]
+    return VerificationError(
+        "A replay of the captured step comes to other numbers than the eager step from the same state,"
+        f" on the same batch: first in {name}, {_shown(expected[name], found[name])} ({len(differing)}"
+        f" of {len(expected)} tensors differ). {cause.text}.",
+        cause.remedy,
+    )
+
+
+def _shown(expected: Tensor, found: Tensor) -> str:
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return (
+            f"expected {expected.dtype} of shape {tuple(expected.shape)}, found {found.dtype} of shape"
+            f" {tuple(found.shape)}"
+        )
+    one, other = expected.flatten().cpu(), found.flatten().cpu()
+    at = int((~_same(one, other)).nonzero()[0])
+    text = f"expected {_number(one[at])}, found {_number(other[at])}"
+    if not (expected.is_floating_point() and expected.isfinite().all()):
+        return text
+    apart = distance(one, other)
+    units = apart / (torch.finfo(one.dtype).eps * (float(_wide(one).abs().max()) or 1.0))
+    text += f", {units:.2g} times the precision of {one.dtype} apart"
+    if apart <= rounding(one):
+        text += ", as little as other kernels could explain, which are the same in every replay though"
+    return text
+
+
+def _number(element: Tensor) -> str:
+    value = element.item()
+    return f"{value:.9g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,40 @@
+"""How much host memory is free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["host_free_bytes"]
+
+# Limit and use of the control group of a container, in its second and its first version.
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def _of_machine() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        # Not Linux. What the page cache could give back is not in this.
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 0
+
+
+def host_free_bytes() -> int:
+    """Host memory that this process can still take, in bytes; 0 if that cannot be known."""
+    free_bytes = _of_machine()
+    for limit, used in _CGROUP_FILES:
+        try:
+            left_bytes = int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):  # another version, or "max"
+            continue
+        free_bytes = min(free_bytes, max(0, left_bytes))
+    return free_bytes
