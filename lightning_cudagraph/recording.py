@@ -144,14 +144,15 @@ class Recorder:
         with ExitStack() as stack:
             logs = stack.enter_context(recorded_logs(self._trainer, self._module))
             stack.enter_context(metrics_refused(self._module))
-            self._guards.mentioned = stack.enter_context(
-                frozen_python_audit(
-                    self._module,
-                    self._trainer,
-                    self._backend.device,
-                    host_rules(self._trainer, self._harmless),
+            if capturing:
+                self._guards.mentioned = stack.enter_context(
+                    frozen_python_audit(
+                        self._module,
+                        self._trainer,
+                        self._backend.device,
+                        host_rules(self._trainer, self._harmless),
+                    )
                 )
-            )
             stack.enter_context(body.arithmetic(capturing))
             if marks is not None:
                 stack.enter_context(marks.recording())

@@ -192,6 +192,7 @@ class StepEngine(Generic[T]):
         if self._verifier.due(self._captured, self._captured.replays):
             return self._verify(step, self._captured)
         outputs = self._captured.replay(step.batch)
+        self._captured.replays += 1
         self.counts.replayed += 1
         return Phase.CAPTURED, outputs
 
@@ -215,6 +216,7 @@ class StepEngine(Generic[T]):
             captured.release()
             self._captured = None
             return self._eager(step, reason)
+        captured.replays += 1
         self.counts.replayed += 1
         return Phase.CAPTURED, outputs
 

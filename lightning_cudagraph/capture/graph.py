@@ -55,7 +55,7 @@ class CapturedStep(Generic[T]):
         takes: how many captures take turns.
 
     Attributes:
-        replays: how many replays there have been.
+        replays: how many steps were replays; counted by who takes them.
 
     Raises:
         CaptureError: if the step did something that no graph can hold; gradients, memory and random
@@ -128,7 +128,6 @@ class CapturedStep(Generic[T]):
         self.adopt_gradients()
         take = self._takes[self._turn]
         self._turn = (self._turn + 1) % len(self._takes)
-        self.replays += 1
         return take.replay()
 
     def release(self) -> None:
