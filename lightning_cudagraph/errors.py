@@ -50,9 +50,10 @@ class UnsupportedError(CUDAGraphError):
 class CaptureError(UnsupportedError):
     """The step did something that no CUDA graph can hold.
 
-    The capture has been ended and undone: parameters, gradients, optimizer state, random state, the
-    model's attributes and Lightning's counters are what they were before the step. What the step did to
-    other Python objects has been done.
+    The capture has been ended and undone: parameters, gradients, optimizer state, random state,
+    Lightning's counters and the Python objects that are watched (those that can be reached from the
+    model, and from the globals and closures of the step's code) are what they were before the step. What
+    the step did to other Python objects has been done.
     """
 
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime
+from enum import Enum
 from random import Random
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -91,6 +92,14 @@ _STDLIB_DIR = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _SITE = "-packages" + os.sep
 
 
+class _Whose(Enum):
+    """Whose code it is."""
+
+    USERS = "the user's"
+    FRAMEWORKS = "of torch, Lightning, or this package"
+    PASSES_ON = "Python's, or a writer's, that does what its caller asks for"
+
+
 @dataclass(frozen=True)
 class HostRules:
     """What the names of a training framework mean to the audit.
@@ -157,8 +166,7 @@ class HostCalls:
         self._seen: dict[int, CodeType] = {}  # keeps the code objects, so that no number comes twice
         self._users_code: list[CodeType] = []
         self._made_inside: set[int] = set()
-        self._is_users: dict[str, bool] = {}
-        self._passes_on: dict[str, bool] = {}
+        self._whose: dict[str, _Whose] = {}  # by file
         self._touched: dict[int, Location] = {}
         self._allowed_code: set[int] = set()
         self.mentioned = MentionedNames()
@@ -185,18 +193,22 @@ class HostCalls:
         return self._touched.get(id(change.holder)) or line_that_sets(change, self._users_code)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        # Called for every call in the step: what the framework asks for itself is soon let go.
         if event == "call":
-            self._python_call(frame)
-        elif event == "c_call":
+            code = frame.f_code
+            if id(code) not in self._seen:
+                self._seen[id(code)] = code
+                self._first_sight(frame)
+            caller = frame.f_back
+            if caller is not None and self._whose_code(caller) is not _Whose.FRAMEWORKS:
+                self._python_call(frame, caller)
+        elif event == "c_call" and self._whose_code(frame) is not _Whose.FRAMEWORKS:
             self._c_call(frame, argument)
 
-    def _python_call(self, frame: FrameType) -> None:
+    def _python_call(self, frame: FrameType, caller: FrameType) -> None:
         code = frame.f_code
         key = id(code)
-        if key not in self._seen:
-            self._seen[key] = code
-            self._first_sight(frame)
-        asker = self._asker(frame.f_back)
+        asker = self._asker(caller)
         if asker is None:
             return
         if key in self._moving:
@@ -285,27 +297,30 @@ class HostCalls:
         self.found = self.found or error
         raise error
 
-    def _users(self, frame: FrameType) -> bool:
+    def _whose_code(self, frame: FrameType) -> _Whose:
         file = frame.f_code.co_filename
-        if file not in self._is_users:
-            self._is_users[file] = user_frame(frame) is not None
-        return self._is_users[file]
+        whose = self._whose.get(file)
+        if whose is None:
+            if (
+                file in self._rules.passing_on
+                or file.startswith("<")
+                or (file.startswith(_STDLIB_DIR) and _SITE not in file)
+                or file.partition(_SITE)[2].partition(os.sep)[0] in _WRITERS
+            ):
+                whose = _Whose.PASSES_ON
+            else:
+                whose = _Whose.USERS if user_frame(frame) is not None else _Whose.FRAMEWORKS
+            self._whose[file] = whose
+        return whose
+
+    def _users(self, frame: FrameType) -> bool:
+        return self._whose_code(frame) is _Whose.USERS
 
     def _asker(self, frame: FrameType | None) -> FrameType | None:
         """Who asked for a call, past all that pass it on; None if not the user's code."""
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file not in self._passes_on:
-                self._passes_on[file] = (
-                    file in self._rules.passing_on
-                    or file.startswith("<")
-                    or (file.startswith(_STDLIB_DIR) and _SITE not in file)
-                    or file.partition(_SITE)[2].partition(os.sep)[0] in _WRITERS
-                )
-            if not self._passes_on[file]:
-                return frame if self._users(frame) else None
+        while frame is not None and self._whose_code(frame) is _Whose.PASSES_ON:
             frame = frame.f_back
-        return None
+        return frame if frame is not None and self._users(frame) else None
 
     def _first_sight(self, frame: FrameType) -> None:
         """Note what a piece of code mentions, before it runs for the first time."""
