@@ -87,8 +87,14 @@ class FailsLate(Net):
 
 
 class FailsInCapture(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    late = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 3:
+            self.late = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.late:
             raise ValueError("in the capture")
         return super().training_step(batch, batch_idx)
 

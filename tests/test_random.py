@@ -69,9 +69,15 @@ def test_seeds_set_between_steps_take_effect(tmp_path: Path, accelerator: str) -
 class LateGenerator(OwnGenerator):
     """Draws from a generator for the first time in the step that is captured."""
 
+    late = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3:
+            self.late = True
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        if len(self.trainer.callbacks) and self.trainer.fit_loop.epoch_loop.total_batch_idx >= 3:
+        if self.late:
             x = x + torch.rand(x.shape, generator=self.noise, device=x.device)
         return nn.functional.cross_entropy(self(x), y)
 
