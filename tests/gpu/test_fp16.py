@@ -1,0 +1,3 @@
+"""fp16 on CUDA."""
+
+from tests.test_fp16 import *  # noqa: F403

@@ -1,0 +1,199 @@
+"""fp16 with Lightning's own plugin and scaler: overflows are skipped inside the graph.
+
+`tests/gpu/test_fp16.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
+from tests.harness import Net, Trace, assert_same, differences, make, train
+
+O = torch.optim  # noqa: E741
+
+
+class Overflows(Net):
+    """Every eleventh batch has a loss whose gradients do not fit into 16 bits."""
+
+    def on_fit_start(self) -> None:
+        self.register_buffer("boost", torch.ones((), device=self.device), persistent=False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.boost.fill_(1e9 if self.global_step % 11 == 10 else 1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        output["loss"] = output["loss"] * self.boost
+        return output
+
+
+class Scales(Callback):
+    """Keeps the scale and the growth tracker of each step."""
+
+    def __init__(self) -> None:
+        self.history: list[tuple[Tensor, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        scaler = trainer.precision_plugin.scaler
+        self.history.append((scaler._scale.clone(), scaler._growth_tracker.clone()))
+
+    @property
+    def skipped(self) -> int:
+        scales = [2.0**16, *(float(scale) for scale, _ in self.history)]
+        return sum(now < before for before, now in zip(scales, scales[1:], strict=False))
+
+
+def run(
+    folder: Path,
+    accelerator: str,
+    build: Callable[[], Net],
+    callback: CUDAGraphCallback | None,
+    init_scale: float = 2.0**16,
+    **kwargs: Any,
+) -> tuple[Trace, Scales]:
+    device = "cuda" if accelerator == "gpu" else "cpu"
+    scales = Scales()
+    scaler = torch.amp.GradScaler(device, init_scale=init_scale, growth_interval=7)
+    trace = train(
+        make(build),
+        folder,
+        callback,
+        accelerator=accelerator,
+        plugins=[MixedPrecision("16-mixed", device, scaler)],
+        callbacks=(scales,),
+        **kwargs,
+    )
+    return trace, scales
+
+
+FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
+    "AdamW-fused": lambda p: O.AdamW(p, lr=1e-3, fused=True),
+    "SGD-momentum": lambda p: O.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1),
+    "RMSprop-single": lambda p: O.RMSprop(p, lr=1e-4, foreach=False),
+    "AdamW-foreach": lambda p: O.AdamW(p, lr=1e-3, foreach=True),
+    "Adagrad": lambda p: O.Adagrad(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_two_hundred_steps(tmp_path: Path, accelerator: str, form: str, clip: float | None) -> None:
+    if clip and "fused" in form:
+        pytest.skip("Lightning itself refuses to clip for fused optimizers in mixed precision")
+
+    def build() -> Net:
+        return Overflows(FORMS[form])
+
+    kwargs: dict[str, Any] = {"max_epochs": 25, "gradient_clip_val": clip, "checkpoint_every": 50}
+    # The arithmetic of `capturable=True` is compared with itself, all others with Lightning alone.
+    reference = CUDAGraphCallback(warmup_steps=10**6) if "foreach" in form else None
+    callback = CUDAGraphCallback()
+    plain, plain_scales = run(tmp_path / "plain", accelerator, build, reference, **kwargs)
+    graph, graph_scales = run(tmp_path / "graph", accelerator, build, callback, **kwargs)
+    assert len(graph_scales.history) == 200
+    assert graph_scales.skipped >= 10
+    assert not differences(plain_scales.history, graph_scales.history)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 1
+    assert graph.counts.replayed >= 165
+    assert callback.report is not None
+    assert f"{graph_scales.skipped} step(s) skipped, because a gradient overflowed" in callback.report
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_the_first_steps_overflow(tmp_path: Path, accelerator: str) -> None:
+    """Warm-up goes on until a step was applied, because only then is there state to capture."""
+    kwargs: dict[str, Any] = {"init_scale": 2.0**40}
+
+    def build() -> Net:
+        return Overflows(FORMS["SGD-momentum"])
+
+    plain, _ = run(tmp_path / "plain", accelerator, build, None, **kwargs)
+    graph, scales = run(tmp_path / "graph", accelerator, build, CUDAGraphCallback(), **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.warmed_up > 5
+    assert graph.counts.captures == 1
+    assert graph.counts.recaptures == []
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_fused_sgd_does_not_use_buffers_that_nobody_wrote(tmp_path: Path, accelerator: str) -> None:
+    """torch's own would, if the very first step overflows; so it is held against the foreach form."""
+
+    def fused(p: Any) -> O.Optimizer:
+        return O.SGD(p, lr=1e-2, momentum=0.9, fused=True)
+
+    def foreach(p: Any) -> O.Optimizer:
+        return O.SGD(p, lr=1e-2, momentum=0.9, foreach=True)
+
+    kwargs: dict[str, Any] = {"init_scale": 2.0**40, "max_epochs": 4}
+    one, _ = run(tmp_path / "a", accelerator, lambda: Overflows(fused), CUDAGraphCallback(), **kwargs)
+    other, _ = run(tmp_path / "b", accelerator, lambda: Overflows(foreach), None, **kwargs)
+    for name, value in other.final["weights"].items():
+        torch.testing.assert_close(one.final["weights"][name], value, rtol=1e-4, atol=1e-5)
+
+
+class ChangesTheScaler(Overflows):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self.global_step == 10:
+            self.trainer.precision_plugin.scaler.set_growth_interval(3)
+        if self.global_step == 15:
+            state = self.trainer.precision_plugin.scaler.state_dict()
+            self.trainer.precision_plugin.scaler.load_state_dict({**state, "scale": 2.0**9})
+
+
+def test_the_scaler_changed_by_hand(tmp_path: Path, accelerator: str) -> None:
+    plain, one = run(tmp_path / "plain", accelerator, ChangesTheScaler, None)
+    graph, other = run(tmp_path / "graph", accelerator, ChangesTheScaler, CUDAGraphCallback())
+    assert not differences(one.history, other.history)
+    assert_same(plain, graph)
+    assert graph.counts.recaptures == ["`growth_interval` of the gradient scaler changed from 7 to 3"]
+
+
+class ItemLate(Overflows):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0).item()
+
+
+def test_a_refused_capture_leaves_the_scaler_alone(tmp_path: Path, accelerator: str) -> None:
+    def build() -> Net:
+        return ItemLate(FORMS["SGD-momentum"])
+
+    with pytest.raises(UnsupportedError, match=re.escape("`.item()`")):
+        run(tmp_path / "raise", accelerator, build, CUDAGraphCallback(scope="step"))
+    plain, one = run(tmp_path / "plain", accelerator, build, None)
+    for name, callback in (
+        ("eager", CUDAGraphCallback(scope="step", on_unsupported="eager")),
+        ("behind", CUDAGraphCallback()),
+    ):
+        graph, other = run(tmp_path / name, accelerator, build, callback)
+        assert not differences(one.history, other.history)
+        assert_same(plain, graph)
+        assert graph.counts.captures == (0 if name == "eager" else 1)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_resumed_with_and_without(tmp_path: Path, accelerator: str) -> None:
+    def build() -> Net:
+        return Overflows(FORMS["AdamW-fused"])
+
+    run(tmp_path / "first", accelerator, build, CUDAGraphCallback())
+    last = str(tmp_path / "first" / "ckpt" / "last.ckpt")
+    assert "MixedPrecision" in torch.load(last, weights_only=True, map_location="cpu")
+    kwargs: dict[str, Any] = {"ckpt_path": last, "max_epochs": 5}
+    plain, one = run(tmp_path / "plain", accelerator, build, None, **kwargs)
+    graph, other = run(tmp_path / "graph", accelerator, build, CUDAGraphCallback(), **kwargs)
+    assert not differences(one.history, other.history)
+    assert_same(plain, graph)
+    assert graph.counts.replayed >= 10
