@@ -11,9 +11,11 @@ were read through a getter, such as the epoch.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -83,6 +85,55 @@ def _changed(was: Any, now: Any) -> bool:
     return type(now) is not type(was) or (now != was and not (now != now and was != was))
 
 
+def _is_mutable(value: Any) -> bool:
+    """Whether an object can have other contents and still be the same one."""
+    if isinstance(value, tuple):
+        return any(_is_mutable(member) for member in value)
+    return isinstance(value, (Tensor, list, set, dict))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A value as it was: where, under which name, what it is called, and the object itself.
+
+    `contents` is what to compare of it if it is still the same object; nothing, if it cannot change.
+    """
+
+    namespace: Any
+    name: str
+    label: str
+    value: Any
+    contents: Any
+
+    def changed(self) -> str | None:
+        now = self.namespace.get(self.name, _MISSING)
+        if now is self.value:
+            if self.contents is not _MISSING and _changed(self.contents, _comparable(now)):
+                return f"{self.label} changed"
+            return None
+        was = _comparable(self.value) if self.contents is _MISSING else self.contents
+        if _changed(was, _comparable(now)):
+            return f"{self.label} changed{_shown(self.value, now)}"
+        return None
+
+
+class _Unmoved:
+    """Whether the same objects are in their places: three loops in C, because there are many of them."""
+
+    def __init__(self, held: list[_Held]) -> None:
+        plain = [h for h in held if type(h.namespace) is dict]
+        self._namespaces = [h.namespace for h in plain]
+        self._names = [h.name for h in plain]
+        self._values = [h.value for h in plain]
+        self._of_classes = [h for h in held if type(h.namespace) is not dict]
+
+    def holds(self) -> bool:
+        now = map(dict.get, self._namespaces, self._names, repeat(_MISSING))
+        if not all(map(operator.is_, now, self._values)):
+            return False
+        return all(h.namespace.get(h.name, _MISSING) is h.value for h in self._of_classes)
+
+
 class PythonValues:
     """The values under the mentioned names, as they were at a capture.
 
@@ -95,10 +146,8 @@ class PythonValues:
     def __init__(
         self, model: nn.Module, mentioned: MentionedNames, frameworks_own: frozenset[str]
     ) -> None:
-        # Where, under which name, what it is called, the object, and what to compare of it if it is
-        # still the same one: nothing, if it cannot change.
-        self._held: list[tuple[Any, str, str, Any, Any]] = []
-        self._seen: dict[int, Any] = {}
+        self._held: list[_Held] = []
+        self._seen: dict[Any, Any] = {}
         self._reads = [(read, label, read()) for label, read in mentioned.reads.items()]
         # `__doc__` and the like, and what every module has, nobody sets on one module.
         settable = {
@@ -117,12 +166,14 @@ class PythonValues:
             where = f"`{namespace.get('__name__', 'a module')}`"
             self._hold(namespace, name, f"`{name}` of {where}", namespace[name])
             self._look_into(namespace[name], name, where, settable)
+        self._quick = _Unmoved([held for held in self._held if held.contents is _MISSING])
+        self._slow = [held for held in self._held if held.contents is not _MISSING]
 
     def _hold(self, namespace: Any, name: str, label: str, value: Any) -> None:
         comparable = _comparable(value)
         if comparable is not _MISSING:
-            mutable = isinstance(value, (Tensor, list, tuple, set, dict))
-            self._held.append((namespace, name, label, value, comparable if mutable else _MISSING))
+            contents = comparable if _is_mutable(value) else _MISSING
+            self._held.append(_Held(namespace, name, label, value, contents))
 
     def _hold_class_attributes(
         self, cls: type, attributes: dict[str, Any], path: str, where: str, names: set[str]
@@ -133,8 +184,10 @@ class PythonValues:
             for name in (namespace.keys() & names) - attributes.keys():
                 if isinstance(namespace[name], _PLAIN):
                     label = f"`{path}{name}` of {where}"
-                    self._held.append((attributes, name, label, _MISSING, _MISSING))
-                    self._held.append((namespace, name, label, namespace[name], _MISSING))
+                    self._held.append(_Held(attributes, name, label, _MISSING, _MISSING))
+                    if (id(base), name) not in self._seen:
+                        self._seen[id(base), name] = base
+                        self._held.append(_Held(namespace, name, label, namespace[name], _MISSING))
 
     def _look_into(self, value: Any, path: str, where: str, names: set[str]) -> None:
         """One level into a plain object or a class of the user's."""
@@ -158,13 +211,10 @@ class PythonValues:
 
     def changed(self) -> str | None:
         """The first value that is not as it was, in words, or None."""
-        for namespace, name, label, held, contents in self._held:
-            value = namespace.get(name, _MISSING)
-            if value is held:
-                if contents is not _MISSING and _changed(contents, _comparable(value)):
-                    return f"{label} changed"
-            elif _changed(_comparable(held) if contents is _MISSING else contents, _comparable(value)):
-                return f"{label} changed{_shown(held, value)}"
+        suspects = self._slow if self._quick.holds() else self._held
+        for held in suspects:
+            if (change := held.changed()) is not None:
+                return change
         for read, label, was in self._reads:
             if _changed(was, now := read()):
                 return f"{label} changed{_shown(was, now)}"

@@ -25,7 +25,7 @@ class Constants(Net):
         extra = logits.new_tensor([0.25, 0.75]).sum() + table.float().mean()
         made_on_host = torch.arange(4).to(x.device) * torch.linspace(0, 1, 4).cuda()
         half = torch.tensor([1.5, 2.5]).to(x.device, torch.float16).float().sum()
-        picked = logits[:, [0, 2]].sum() + logits[[1, 3]].mean()
+        picked = logits[:, [0, 2]].sum() + logits[[1, 2]].mean()
         target = torch.zeros(3, 2, device=x.device)
         target.copy_(torch.tensor([1.0, 2.0]))
         extra = extra + target.sum() * 1e-3 + half * 1e-3 + made_on_host.sum() * 1e-3
