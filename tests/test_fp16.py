@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Scales(Callback):
     @property
     def skipped(self) -> int:
         scales = [2.0**16, *(float(scale) for scale, _ in self.history)]
-        return sum(now < before for before, now in zip(scales, scales[1:], strict=False))
+        return sum(now < before for before, now in pairwise(scales))
 
 
 def run(
@@ -119,7 +120,7 @@ def test_the_first_steps_overflow(tmp_path: Path, accelerator: str) -> None:
         return Overflows(FORMS["SGD-momentum"])
 
     plain, _ = run(tmp_path / "plain", accelerator, build, None, **kwargs)
-    graph, scales = run(tmp_path / "graph", accelerator, build, CUDAGraphCallback(), **kwargs)
+    graph, _ = run(tmp_path / "graph", accelerator, build, CUDAGraphCallback(), **kwargs)
     assert_same(plain, graph)
     assert graph.counts.warmed_up > 5
     assert graph.counts.captures == 1

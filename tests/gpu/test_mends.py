@@ -103,7 +103,7 @@ def test_too_many_constants(tmp_path: Path, accelerator: str) -> None:
 class FromTensors(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
-        return loss * torch.tensor([loss, 2.0], device=self.device).mean()
+        return loss * torch.tensor([loss.detach(), 2.0], device=self.device).mean()
 
 
 def test_a_tensor_of_tensors_is_refused(tmp_path: Path, accelerator: str) -> None:
