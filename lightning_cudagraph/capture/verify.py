@@ -7,10 +7,10 @@ capture, catch what was baked in.
 
 What counts as the same: every bit; or, if two replays from one state differ from one another (kernels
 with atomics do), being about as far from them. Two eager steps would be no measure: host code that
-counts its calls makes them differ too. Or, rarely, rounding: the kernels of a graph can be others than those of
-an eager step (a library that chooses an algorithm by the memory it is given), but they are the same in
-every replay. So a difference in the last places is taken for rounding only if the first check of the
-graph showed one too, which is that of the first replay, when nothing on the host had had the time to
+counts its calls makes them differ too. Or, rarely, rounding: the kernels of a graph can be others than
+those of an eager step (a library that chooses an algorithm by the memory it is given), but they are the
+same in every replay. So a difference in the last places is taken for rounding only if the first check of
+the graph showed one too, which is that of the first replay, when nothing on the host had had the time to
 change. A frozen value that drifts slowly from there on is no rounding.
 """
 
