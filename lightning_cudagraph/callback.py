@@ -50,7 +50,7 @@ class CUDAGraphCallback(Callback):
         verify_replays: how many of the first replays of a graph are checked, bit for bit, against an
             eager step from the same state on the same batch, and one more where the learning rate moves
             only later. A single one is the second replay, the first on another batch than that of the
-            capture. Each costs about two eager steps, and memory for copies of parameters and optimizer
+            capture. Each costs about four eager steps, and memory for copies of parameters and optimizer
             state, on the host if the device has no room; 0 for none.
         verify_every_n_steps: beyond those, check one replay in so many; None for none.
         harmless: host code in the step that may stay frozen, or not be repeated by replays, because

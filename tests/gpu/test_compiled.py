@@ -26,6 +26,8 @@ def _made() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1, device="cuda"), fused=True)
 
 
+# of torch, where it imports its own compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")
 def test_a_compiled_module_is_captured_compiled() -> None:
     backend = CudaBackend(torch.device("cuda", 0))
     model, optimizer = _made()
@@ -50,6 +52,7 @@ def test_a_compiled_module_is_captured_compiled() -> None:
     assert torch.equal(torch.stack(captured), torch.stack(eager))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")
 def test_a_host_read_between_compiled_regions_is_named() -> None:
     backend = CudaBackend(torch.device("cuda", 0))
     model, optimizer = _made()
