@@ -37,6 +37,11 @@ class GraphClosure(Closure):
         return self._call(self, lambda: super(GraphClosure, self).__call__(*args, **kwargs))
 
     @property
+    def drops_gradients(self) -> bool:
+        """Whether this is the first batch in a window of those whose gradients are accumulated."""
+        return self._zero_grad_fn is not None
+
+    @property
     def batch(self) -> Any:
         return next(iter(self.kwargs.values()))
 
@@ -53,7 +58,7 @@ class GraphedOptimization(_AutomaticOptimization):
     def _make_closure(
         self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
     ) -> Closure:
-        if self._skip_backward or self.trainer.accumulate_grad_batches != 1:
+        if self._skip_backward:
             # StochasticWeightAveraging updates batch norm, without training, in its last epoch.
             return super()._make_closure(kwargs, optimizer, batch_idx)
         return self.closure_for_capture(kwargs, optimizer, batch_idx, self.call)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves
-from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
+from lightning_cudagraph.capture.engine import Phase, Place, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
@@ -107,7 +107,6 @@ class GraphedTraining:
         )
         self._verifier = Verifier(
             backend,
-            self._state,
             settings.verify_replays,
             settings.verify_every_n_steps,
             lambda: self._optimizer.learning_rates(),
@@ -116,7 +115,6 @@ class GraphedTraining:
             backend,
             self._guards,
             self._verifier,
-            self._parameters,
             self._is_settled,
             settings.warmup_steps,
             backend.graphs_per_step if settings.timings is not None else 1,
@@ -221,17 +219,18 @@ class GraphedTraining:
     def _forget(self, reason: str) -> None:
         self._engine.drop(reason)
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self, place: Place) -> dict[str, Tensor]:
         """All tensors that a captured step changes, by name, in the order of the step."""
         state: dict[str, Tensor] = {
             **{f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()},
             **{
-                f"the gradient of a parameter that no optimizer steps ({index})": parameter.grad
-                for index, parameter in enumerate(self._parameters()[1])
+                f"the gradient of a parameter that the step only adds to ({index})": parameter.grad
+                for index, parameter in enumerate(self._parameters(place)[1])
                 if parameter.grad is not None
             },
         }
-        if self._behind is not None:
+        _, has_optimizer = place
+        if not has_optimizer:
             return state
         if self._scaler is not None:
             state |= self._scaler.tensors()
@@ -241,15 +240,17 @@ class GraphedTraining:
             **{f"parameter `{name}`": value for name, value in self._module.named_parameters()},
         }
 
-    def _parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Those that the optimizer steps, and those of the module that nobody steps."""
+    def _parameters(self, place: Place) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Those whose gradients a step drops and makes anew, and those to whose it only adds."""
         stepped = self._optimizer.parameters
         known = {id(parameter) for parameter in stepped}
         others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in known]
-        return stepped, others
+        drops, _ = place
+        return (stepped, others) if drops else ([], stepped + others)
 
     def _cheap_state(self) -> dict[str, Any]:
         state = self._optimizer.hyperparameters()
+        state["`accumulate_grad_batches` of the trainer"] = self._trainer.accumulate_grad_batches
         if self._behind is None:
             state["`gradient_clip_val` of the trainer"] = self._trainer.gradient_clip_val
             state["`gradient_clip_algorithm` of the trainer"] = self._trainer.gradient_clip_algorithm
@@ -259,7 +260,7 @@ class GraphedTraining:
 
     def _quick_state(self) -> tuple[Any, ...]:
         """The values of `_cheap_state` without the words."""
-        values = self._optimizer.frozen_values()
+        values = (*self._optimizer.frozen_values(), self._trainer.accumulate_grad_batches)
         if self._behind is not None:
             return values
         return (
@@ -338,7 +339,9 @@ class GraphedTraining:
         """In the place of `Strategy.optimizer_step`: the whole training step happens in here."""
         self._adopt(optimizer)
         if not isinstance(closure, GraphClosure):
-            reason = "a step without backward pass, with accumulation, or with a closure of one's own"
+            reason = (
+                "a step of the optimizer without one of Lightning's closures, or without backward pass"
+            )
             self._engine.counts.note_eager(reason)
             with self._backend.on_side_stream():
                 return self._run(optimizer, closure, model, kwargs)
@@ -366,22 +369,27 @@ class GraphedTraining:
         if self._in_step:
             with self._optimizer.floats_inside():
                 return plain()
-        if self._behind is None:
-            return plain()
-        body = StepBody(lambda inner: inner(), self._optimizer, self._no_arithmetic, has_optimizer=False)
+        # The optimizer steps behind the graph, or not at all on this batch.
+        optimizer = EagerOptimizer(self._optimizer.optimizer)
+        body = StepBody(lambda inner: inner(), optimizer, self._no_arithmetic, has_optimizer=False)
         loss: list[Tensor | None] = []
         outputs = self._step(closure, body, lambda: loss.append(plain()))
         return loss[0] if outputs is None else outputs
 
     def _step(self, closure: GraphClosure, body: StepBody, run: Callable[[], object]) -> Tensor | None:
         """Take a batch through its phase; returns the loss if it was replayed."""
+        place = (closure.drops_gradients, body.has_optimizer)
         step = Step(
             closure.batch,
             run,
             lambda batch: self._recorder.record(batch, closure, body, self._layers, True),
             lambda batch: self._recorder.record(batch, closure, body, None, False),
             StepOutputs.values,
+            lambda: self._state(place),
             self._undone,
+            lambda: self._parameters(place),
+            place,
+            self._trainer.accumulate_grad_batches > 1,
         )
         self._phase, outputs = self._engine.step(step, body.optimizer.refresh)
         if outputs is not None:
@@ -430,7 +438,7 @@ class GraphedTraining:
         result.loss = outputs.loss.clone()
         closure._result = result
         zero_grad = self._optimization.optim_progress.optimizer.zero_grad
-        for _ in range(outputs.closure_calls):
+        for _ in range(outputs.zero_grads):
             zero_grad.increment_ready()
             zero_grad.increment_started()
             zero_grad.increment_completed()

@@ -41,7 +41,8 @@ class StepOutputs:
         logs: what was logged.
         marks: the timing events, or None.
         gradients: the gradients by name, if the optimizer steps behind the graph.
-        closure_calls: how often the optimizer called the closure.
+        zero_grads: how often gradients were dropped: once, unless the optimizer calls the closure more
+            often than that, or the gradients of several batches are accumulated.
     """
 
     loss: Tensor
@@ -49,7 +50,7 @@ class StepOutputs:
     logs: LoggedStep
     marks: StepMarks | None
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    closure_calls: int = 1
+    zero_grads: int = 1
 
     def values(self) -> dict[str, Tensor]:
         """What can be compared, by name, in the order of the step."""
@@ -133,6 +134,7 @@ class Recorder:
             if inner._backward_fn is not None:
                 inner._backward_fn = _then(inner._backward_fn, marks.backward_ended)
         calls = 0  # of which the last to return left the result
+        drops = inner._zero_grad_fn is not None
 
         def call(own: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
             nonlocal calls
@@ -145,14 +147,13 @@ class Recorder:
             logs = stack.enter_context(recorded_logs(self._trainer, self._module))
             stack.enter_context(metrics_refused(self._module))
             if capturing:
-                self._guards.mentioned = stack.enter_context(
-                    frozen_python_audit(
-                        self._module,
-                        self._trainer,
-                        self._backend.device,
-                        host_rules(self._trainer, self._harmless),
-                    )
+                audit = frozen_python_audit(
+                    self._module,
+                    self._trainer,
+                    self._backend.device,
+                    host_rules(self._trainer, self._harmless),
                 )
+                self._guards.mentioned.append(stack.enter_context(audit))
             stack.enter_context(body.arithmetic(capturing))
             if marks is not None:
                 stack.enter_context(marks.recording())
@@ -165,7 +166,7 @@ class Recorder:
         refuse_hidden_tensors(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
         gradients = {} if body.has_optimizer else self._gradients()
-        return StepOutputs(result.loss, extra, logged, marks, gradients, calls)
+        return StepOutputs(result.loss, extra, logged, marks, gradients, calls if drops else 0)
 
     def _arguments(self, batch: Any, closure: GraphClosure) -> OrderedDict[str, Any]:
         arguments = OrderedDict(closure.kwargs)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
@@ -186,18 +186,6 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         raise UnsupportedError(
             f"`{name}.configure_optimizers` gives {len(trainer.optimizers)} optimizers; expected one.",
             "Use one optimizer, with several param groups if need be.",
-        )
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
-        raise UnsupportedError(
-            "A `GradientAccumulationScheduler` changes over how many batches gradients are accumulated;"
-            " expected one batch a step.",
-            "Leave it out, and use larger batches.",
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise UnsupportedError(
-            f"Gradients are accumulated over {trainer.accumulate_grad_batches} batches; expected one"
-            " batch a step.",
-            "Pass `Trainer(accumulate_grad_batches=1)` and larger batches.",
         )
     if trainer._detect_anomaly:
         raise UnsupportedError(

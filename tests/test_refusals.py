@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -57,7 +57,6 @@ class CallbackInside(Callback):
 
 REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
     "manual optimization": (Manual, {}, r"`Manual` uses manual optimization"),
-    "accumulation": (Net, {"accumulate_grad_batches": 2}, r"accumulated over 2 batch"),
     "detect_anomaly": (Net, {"detect_anomaly": True}, r"`Trainer\(detect_anomaly=True\)`"),
     "double precision": (Net, {"precision": "64-true"}, r"`DoublePrecision` \(precision '64-true'\)"),
     "sparse gradients": (SparseNet, {}, r"`table` is a `Embedding\(sparse=True\)`"),
@@ -65,11 +64,6 @@ REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
         Net,
         {"callbacks": (CallbackInside(),)},
         r"`CallbackInside.on_after_backward`",
-    ),
-    "accumulation scheduler": (
-        Net,
-        {"callbacks": (GradientAccumulationScheduler({0: 1}),)},
-        r"GradientAccumulationScheduler",
     ),
 }
 

@@ -107,7 +107,7 @@ def test_a_single_check_is_on_another_batch_than_the_capture(tmp_path: Path, acc
     train(make(Net), tmp_path / "fine", callback, accelerator=accelerator)
     assert callback.report is not None
     assert "1 replay(s) verified against eager steps" in callback.report
-    verifier = Verifier(EmulatorBackend(), dict, replays=1, every_n_steps=4)
+    verifier = Verifier(EmulatorBackend(), replays=1, every_n_steps=4)
     graph = _Graph()
     assert [verifier.due(graph, replay_idx) for replay_idx in range(9)] == [
         replay_idx in (0, 1, 4, 8) for replay_idx in range(9)
@@ -338,19 +338,19 @@ class _Jittering:
 
 
 def _verifier(step: Any) -> Verifier:
-    return Verifier(EmulatorBackend(), step.state, replays=1, every_n_steps=None)
+    return Verifier(EmulatorBackend(), replays=1, every_n_steps=None)
 
 
 def test_kernels_that_are_not_deterministic_are_told_from_faults() -> None:
     step = _Jittering(1e-5)
     verifier, graph = _verifier(step), _Graph()
-    assert verifier.check(graph, step.eagerly, lambda: step.replay(1.0)) == "outputs"
+    assert verifier.check(graph, step.state(), step.eagerly, lambda: step.replay(1.0)) == "outputs"
     after = step.weight.clone()
     torch.testing.assert_close(after, torch.full((4,), 2.0 + 3e-5), rtol=0, atol=1e-6)  # the last replay
     assert "two replays from one state differ (first in the loss)" in verifier.notes[0]
     for wrong in (2.0, float("nan"), float("inf")):
         with pytest.raises(VerificationError, match="first in the loss"):
-            verifier.check(graph, step.eagerly, lambda by=wrong: step.replay(by))  # type: ignore[misc]
+            verifier.check(graph, step.state(), step.eagerly, lambda by=wrong: step.replay(by))  # type: ignore[misc]
         assert torch.equal(step.weight, after)  # as before the step
 
 
@@ -358,7 +358,7 @@ def test_host_code_that_counts_is_not_taken_for_kernels_that_are_not_determinist
     """Two eager steps differ as well where host code moves on at each of them."""
     step = _Jittering(0.1, of_replays=0.0)
     with pytest.raises(VerificationError, match="first in the loss"):
-        _verifier(step).check(_Graph(), step.eagerly, lambda: step.replay(1.0))
+        _verifier(step).check(_Graph(), step.state(), step.eagerly, lambda: step.replay(1.0))
     assert torch.equal(step.weight, torch.ones(4))
 
 
@@ -385,32 +385,32 @@ def test_other_kernels_are_told_from_faults() -> None:
     """Differences in the last place are rounding only if the first check of the graph has them."""
     step = _Rounding()
     verifier, graph = _verifier(step), _Graph()
-    verifier.check(graph, step.eagerly, lambda: step.replay(loss_units=3.0))
+    verifier.check(graph, step.state(), step.eagerly, lambda: step.replay(loss_units=3.0))
     note = "replays differ from eager steps in the last places, first in the loss: another kernel"
     assert [text.startswith(note) for text in verifier.notes] == [True]
-    verifier.check(graph, step.eagerly, lambda: step.replay(loss_units=5.0))
+    verifier.check(graph, step.state(), step.eagerly, lambda: step.replay(loss_units=5.0))
     assert verifier.checked == 2
     with pytest.raises(VerificationError, match=r"30 times the precision of torch\.float32 apart"):
-        verifier.check(graph, step.eagerly, lambda: step.replay(loss_units=30.0))
+        verifier.check(graph, step.state(), step.eagerly, lambda: step.replay(loss_units=30.0))
 
 
 def test_a_value_that_drifts_is_no_rounding() -> None:
     step = _Rounding()
     verifier, graph = _verifier(step), _Graph()
-    verifier.check(graph, step.eagerly, step.replay)
+    verifier.check(graph, step.state(), step.eagerly, step.replay)
     before = step.weight.clone()
     with pytest.raises(VerificationError, match="as little as other kernels could explain"):
-        verifier.check(graph, step.eagerly, lambda: step.replay(loss_units=1.0))
+        verifier.check(graph, step.state(), step.eagerly, lambda: step.replay(loss_units=1.0))
     assert torch.equal(step.weight, before)
     # A graph captured anew starts anew.
-    verifier.check(_Graph(), step.eagerly, lambda: step.replay(loss_units=1.0))
+    verifier.check(_Graph(), step.state(), step.eagerly, lambda: step.replay(loss_units=1.0))
 
 
 def test_a_wrong_update_does_not_hide_in_the_rounding_of_the_weights() -> None:
     """Ten percent of an update of 1e-5 is less than rounding may do to a weight of 1."""
     step = _Rounding(update=1e-5)
     with pytest.raises(VerificationError, match="first in parameter `weight`"):
-        _verifier(step).check(_Graph(), step.eagerly, lambda: step.replay(update_by=1e-6))
+        _verifier(step).check(_Graph(), step.state(), step.eagerly, lambda: step.replay(update_by=1e-6))
 
 
 def test_a_difference_in_random_state_is_a_fault() -> None:
@@ -422,7 +422,7 @@ def test_a_difference_in_random_state_is_a_fault() -> None:
 
     rng = torch.get_rng_state()
     with pytest.raises(VerificationError, match=r"All values are the same, .*other random numbers"):
-        _verifier(step).check(_Graph(), step.eagerly, draws)
+        _verifier(step).check(_Graph(), step.state(), step.eagerly, draws)
     assert torch.equal(torch.get_rng_state(), rng)
 
 
@@ -442,7 +442,7 @@ class _TwoGenerators(EmulatorBackend):
 
 def test_random_state_is_the_backends_own_affair() -> None:
     step, backend = _Jittering(0.0), _TwoGenerators()
-    verifier = Verifier(backend, step.state, replays=2, every_n_steps=None)
+    verifier = Verifier(backend, replays=2, every_n_steps=None)
 
     def eagerly() -> dict[str, Tensor]:
         backend.states[1].add_(1)
@@ -452,10 +452,10 @@ def test_random_state_is_the_backends_own_affair() -> None:
         backend.states[1].add_(by)
         return step.replay(1.0)
 
-    verifier.check(_Graph(), eagerly, lambda: replay(1))
+    verifier.check(_Graph(), step.state(), eagerly, lambda: replay(1))
     assert backend.states.tolist() == [[0, 0, 0], [1, 1, 1]]
     with pytest.raises(VerificationError, match="other random numbers"):
-        verifier.check(_Graph(), eagerly, lambda: replay(2))
+        verifier.check(_Graph(), step.state(), eagerly, lambda: replay(2))
     assert backend.states.tolist() == [[0, 0, 0], [1, 1, 1]]
 
 
@@ -467,7 +467,7 @@ def test_other_logged_names_are_a_fault() -> None:
         return result, {**outputs, "a log": torch.zeros(())}
 
     with pytest.raises(VerificationError, match=r"only the captured step logs \['a log'\]"):
-        _verifier(step).check(_Graph(), step.eagerly, replay)
+        _verifier(step).check(_Graph(), step.state(), step.eagerly, replay)
     assert torch.equal(step.weight, torch.ones(4))
 
 
@@ -479,7 +479,7 @@ def test_a_check_that_fails_halfway_leaves_no_trace() -> None:
         raise ValueError("halfway")
 
     with pytest.raises(ValueError, match="halfway"):
-        _verifier(step).check(_Graph(), fails, lambda: step.replay(1.0))
+        _verifier(step).check(_Graph(), step.state(), fails, lambda: step.replay(1.0))
     assert torch.equal(step.weight, torch.ones(4))
 
 
@@ -501,7 +501,7 @@ def test_memory_may_run_out_anywhere(monkeypatch: pytest.MonkeyPatch, when: str)
     if when == "the first copies":
         monkeypatch.setattr(verify, "_copied", no_copies)
     assert verifier.due(graph, 0)
-    assert verifier.check(graph, eagerly, lambda: step.replay(1.0)) == "outputs"
+    assert verifier.check(graph, step.state(), eagerly, lambda: step.replay(1.0)) == "outputs"
     assert torch.equal(step.weight, torch.full((4,), 2.0))
     assert verifier.notes == ["not verified: a check ran out of memory (no more)"]
     assert verifier.checked == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor, nn
 
@@ -74,6 +74,14 @@ class StepCounts:
         self.eager[reason] += 1
 
 
+# Whether a step drops gradients, and whether the optimizer takes its step. With accumulation over
+# several batches, the first in a window drops, the last one steps, and the others do neither.
+Place = tuple[bool, bool]
+_MAKES_GRADIENTS: Place = (True, False)
+_NotYet = Literal["not yet"]
+_NOT_YET: _NotYet = "not yet"
+
+
 @dataclass
 class Step(Generic[T]):
     """One training step, as the engine needs to know it.
@@ -84,7 +92,12 @@ class Step(Generic[T]):
         record: does it in a capture, on the static batch it is given; returns the static outputs.
         rehearse: does the same without a capture, on the static batch, and without timing events.
         values: the tensors among the outputs that can be compared, by name.
+        state: all tensors that it changes, by name, in the order of the step.
         transaction: entered around the captures; when left, all that the host did inside is undone.
+        parameters: those whose gradients it drops and computes anew, and those to whose it only adds.
+        place: whether it drops gradients, and whether the optimizer takes its step: what is captured of
+            it depends on these two.
+        in_window: there are steps that add to the gradients that this one makes.
     """
 
     batch: Any
@@ -92,7 +105,11 @@ class Step(Generic[T]):
     record: Callable[[Any], T]
     rehearse: Callable[[Any], T]
     values: Callable[[T], dict[str, Tensor]]
+    state: Callable[[], dict[str, Tensor]]
     transaction: Callable[[], AbstractContextManager[None]]
+    parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]
+    place: Place
+    in_window: bool
 
 
 class StepEngine(Generic[T]):
@@ -102,7 +119,6 @@ class StepEngine(Generic[T]):
         backend: where steps run.
         guards: what a graph bakes in.
         verifier: checks replays against eager steps.
-        parameters: the parameters that the optimizer steps, and all others that have gradients.
         is_settled: whether all state that steps make has been made; warm-up goes on until then.
         warmup_steps: ordinary training steps on the side stream before a capture.
         takes: captures of the step that take turns.
@@ -117,7 +133,6 @@ class StepEngine(Generic[T]):
         backend: Backend,
         guards: Guards,
         verifier: Verifier,
-        parameters: Callable[[], tuple[Iterable[nn.Parameter], Iterable[nn.Parameter]]],
         is_settled: Callable[[], bool],
         warmup_steps: int,
         takes: int,
@@ -129,7 +144,6 @@ class StepEngine(Generic[T]):
         self._backend = backend
         self._guards = guards
         self._verifier = verifier
-        self._parameters = parameters
         self._is_settled = is_settled
         self._warmup_steps = warmup_steps
         self._takes = takes
@@ -137,8 +151,9 @@ class StepEngine(Generic[T]):
         self._announce = announce
         self._narrow = narrow
         self._on_give_up = on_give_up
-        self._captured: CapturedStep[T] | None = None
-        self._warmups_left: dict[Signature, int] = {}
+        self._signature: Signature | None = None  # of all the graphs
+        self._graphs: dict[Place, CapturedStep[T]] = {}
+        self._warmups_left: dict[Signature, dict[Place, int]] = {}
         self._short_captures = 0  # in a row
         self._given_up: str | None = None
         self.counts = StepCounts()
@@ -170,31 +185,37 @@ class StepEngine(Generic[T]):
             if self._raise_unsupported:
                 raise
             return self._eager(step, error.reason)
-        if self._captured is None:
-            left = self._warmups_left.get(signature, self._warmup_steps)
-            if left > 0 or not self._is_settled():
+        if self._signature is not None and signature != self._signature:
+            return self._eager(step, f"another batch signature: {self._signature.difference(signature)}")
+        captured = self._graphs.get(step.place)
+        if captured is None:
+            left = self._warmups_left.get(signature, {}).get(step.place, self._warmup_steps)
+            if left > 0 or not self._is_settled() or self._maker(step) is _NOT_YET:
                 return self._warm_up(step, signature, left)
             refresh()
             reason = ""
             try:
-                self._captured = self._capture(step, signature)
+                captured = self._capture(step, signature)
             except UnsupportedError as error:
                 self.unsupported(error)
                 reason = error.reason
-            if self._captured is None:
+            if captured is None:
                 # Out of the handler, so that the error is gone, with all that its frames hold.
                 return self._eager(step, reason)
-        elif signature != self._captured.signature:
-            return self._eager(
-                step, f"another batch signature: {self._captured.signature.difference(signature)}"
-            )
+            self._graphs[step.place] = captured
+            self._signature = signature
         refresh()
-        if self._verifier.due(self._captured, self._captured.replays):
-            return self._verify(step, self._captured)
-        outputs = self._captured.replay(step.batch)
-        self._captured.replays += 1
+        if self._verifier.due(captured, captured.replays):
+            return self._verify(step, captured)
+        outputs = captured.replay(step.batch)
+        captured.replays += 1
         self.counts.replayed += 1
         return Phase.CAPTURED, outputs
+
+    def _maker(self, step: Step[T]) -> CapturedStep[T] | _NotYet | None:
+        """The graph whose gradients a step adds to, if it adds to those of another step."""
+        drops, _ = step.place
+        return None if drops else self._graphs.get(_MAKES_GRADIENTS, _NOT_YET)
 
     def _verify(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T | None]:
         def eagerly() -> dict[str, Tensor]:
@@ -208,26 +229,24 @@ class StepEngine(Generic[T]):
         captured.adopt_gradients()
         reason = ""
         try:
-            outputs = self._verifier.check(captured, eagerly, replay)
+            outputs = self._verifier.check(captured, step.state(), eagerly, replay)
         except UnsupportedError as error:
             self.unsupported(error)
             reason = error.reason
         if reason:
-            captured.release()
-            self._captured = None
             return self._eager(step, reason)
         captured.replays += 1
         self.counts.replayed += 1
         return Phase.CAPTURED, outputs
 
     def drop(self, reason: str) -> None:
-        """Let go of the graph, because `reason`; what comes is warmed up and captured anew."""
+        """Let go of the graphs, because `reason`; what comes is warmed up and captured anew."""
+        had_graphs = bool(self._graphs)
+        replays = sum(captured.replays for captured in self._graphs.values())
         self._forget()
-        if self._captured is None:
+        if not had_graphs:
             return
-        self._short_captures = self._short_captures + 1 if self._captured.replays < _FEW_REPLAYS else 0
-        self._captured.release()
-        self._captured = None
+        self._short_captures = self._short_captures + 1 if replays < _FEW_REPLAYS else 0
         self.counts.recaptures.append(reason)
         if self._short_captures >= _MAX_SHORT_CAPTURES:
             self.give_up(
@@ -238,7 +257,11 @@ class StepEngine(Generic[T]):
         self._announce(f"The captured step is stale and is captured anew: {reason}.")
 
     def _forget(self) -> None:
-        """What was learned in warm-up; it begins anew."""
+        """Let go of the graphs and of what was learned in warm-up; it begins anew."""
+        for captured in self._graphs.values():
+            captured.release()
+        self._graphs.clear()
+        self._signature = None
         self._guards.drop()
         self._warmups_left.clear()
 
@@ -254,14 +277,12 @@ class StepEngine(Generic[T]):
     def give_up(self, reason: str) -> None:
         """Run eagerly from now on, because `reason`."""
         self._given_up = reason
+        self._forget()
         self._on_give_up()
         self._announce(f"Training goes on without a graph: {reason}")
 
     def close(self) -> None:
-        """Let go of the graph."""
-        if self._captured is not None:
-            self._captured.release()
-            self._captured = None
+        """Let go of the graphs."""
         self._forget()
 
     @property
@@ -283,7 +304,7 @@ class StepEngine(Generic[T]):
             self._note_variety(signature)
             if len(self._warmups_left) >= _MAX_WARMING_SIGNATURES:
                 del self._warmups_left[next(iter(self._warmups_left))]
-            self._warmups_left[signature] = left
+            self._warmups_left[signature] = {}
         self._guards.watch()
         with ExitStack() as stack:
             stack.enter_context(self._backend.on_side_stream())
@@ -291,7 +312,7 @@ class StepEngine(Generic[T]):
                 stack.enter_context(self._backend.generators.learning())
             step.run()
         # Only a step that went through counts.
-        self._warmups_left[signature] = max(left - 1, 0)
+        self._warmups_left[signature][step.place] = max(left - 1, 0)
         self.counts.warmed_up += 1
         return Phase.WARMING, None
 
@@ -314,10 +335,18 @@ class StepEngine(Generic[T]):
                 "Keep it constant; a scheduler that cycles the momentum has `cycle_momentum=False`.",
                 in_optimizer=True,
             )
+        maker = self._maker(step)
+        if isinstance(maker, CapturedStep):
+            maker.put_back_gradients()
         started_s = time.perf_counter()
         with step.transaction():
             captured = CapturedStep(
-                self._backend, step.batch, signature, step.record, *self._parameters(), self._takes
+                self._backend,
+                step.batch,
+                step.record,
+                *step.parameters(),
+                self._takes,
+                step.in_window and step.place == _MAKES_GRADIENTS,
             )
         self._guards.take()
         self.counts.captures += 1

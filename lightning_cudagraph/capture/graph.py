@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend, Graph
-from lightning_cudagraph.capture.batch import Signature, StaticBatch
+from lightning_cudagraph.capture.batch import StaticBatch
 
 __all__ = ["CapturedStep"]
 
@@ -39,6 +40,27 @@ def _gradients_of(parameters: Iterable[nn.Parameter]) -> _Gradients:
     return [(p, p.grad) for p in parameters if p.grad is not None]
 
 
+def _adopt(gradients: _Gradients) -> None:
+    for parameter, gradient in gradients:
+        if parameter.grad is gradient:
+            continue
+        if parameter.grad is None:  # dropped since, by validation
+            gradient.zero_()
+        else:
+            gradient.copy_(parameter.grad)
+        parameter.grad = gradient
+
+
+def _moved(outputs: T, place: _Gradients) -> T:
+    """At the end of a captured step: its gradients, copied to where another take leaves its own."""
+    if place:
+        made = [parameter.grad for parameter, _ in place if parameter.grad is not None]
+        torch._foreach_copy_([gradient for _, gradient in place], made)
+        for parameter, gradient in place:
+            parameter.grad = gradient
+    return outputs
+
+
 class CapturedStep(Generic[T]):
     """A training step as graphs that read one set of static buffers.
 
@@ -48,11 +70,11 @@ class CapturedStep(Generic[T]):
     Args:
         backend: where it is captured.
         batch: a batch of the signature to capture.
-        signature: the signature of `batch`.
         record: the step, as a function of the static batch. Runs once for each capture.
-        parameters: the parameters whose gradients the step drops and computes anew.
-        others: parameters to whose gradients it only adds, because no optimizer drops them.
+        drops: the parameters whose gradients the step drops and computes anew.
+        adds: the parameters to whose gradients it only adds.
         takes: how many captures take turns.
+        one_place: all captures leave their gradients in one place, for steps that add to them.
 
     Attributes:
         replays: how many steps were replays; counted by who takes them.
@@ -66,30 +88,30 @@ class CapturedStep(Generic[T]):
         self,
         backend: Backend,
         batch: Any,
-        signature: Signature,
         record: Callable[[Any], T],
-        parameters: Iterable[nn.Parameter],
-        others: Iterable[nn.Parameter],
+        drops: Iterable[nn.Parameter],
+        adds: Iterable[nn.Parameter],
         takes: int,
+        one_place: bool = False,
     ) -> None:
-        self.signature = signature
         self._backend = backend
         self._static = StaticBatch(batch)
         self._takes: list[_Take[T]] = []
         self._turn = 0
         self.replays = 0
-        trained = list(parameters)
+        trained = list(drops)
         before = [parameter.grad for parameter in trained]
         # The graph adds to these in place, where they are; all takes to the same.
-        self._accumulated = _gradients_of(others)
+        self._accumulated = _gradients_of(adds)
         try:
             for _ in range(takes):
                 # Without a gradient to add to, the backward pass makes new ones in the graph's pool,
                 # at no cost; the ones of the take before are kept by it.
                 for parameter in trained:
                     parameter.grad = None
+                place = self._takes[0].gradients if one_place and self._takes else []
                 with self._static.unchanged():
-                    graph, outputs = backend.capture(lambda: record(self._static.batch))
+                    graph, outputs = backend.capture(lambda: _moved(record(self._static.batch), place))  # noqa: B023
                 self._takes.append(_Take(graph, outputs, _gradients_of(trained)))
         except BaseException:
             self.release()
@@ -100,14 +122,11 @@ class CapturedStep(Generic[T]):
 
     def adopt_gradients(self) -> None:
         """Bring the gradients that the step only adds to back to the place that the graph knows."""
-        for parameter, gradient in self._accumulated:
-            if parameter.grad is gradient:
-                continue
-            if parameter.grad is None:  # dropped since, by validation
-                gradient.zero_()
-            else:
-                gradient.copy_(parameter.grad)
-            parameter.grad = gradient
+        _adopt(self._accumulated)
+
+    def put_back_gradients(self) -> None:
+        """Bring the gradients that the step makes back to where it makes them."""
+        _adopt(self._takes[0].gradients)
 
     def run_eagerly(self, step: Callable[[Any], T], batch: Any) -> T:
         """Run a function of the static batch on a batch of this signature, without a graph."""

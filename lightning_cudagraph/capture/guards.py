@@ -160,8 +160,8 @@ class Guards:
         self._suspect = False
         self._objects: _Objects | None = None
         self._values: PythonValues | None = None
-        # What the step last captured mentions; set before `take`.
-        self.mentioned = MentionedNames()
+        # What the captured steps mention; each adds its own before `take`.
+        self.mentioned: list[MentionedNames] = []
         self._watched: _State | None = None
         self._moves: list[str | None] = []
 
@@ -182,7 +182,8 @@ class Guards:
         self._quick = self._quick_now()
         self._thorough = self._thorough_state()
         self._objects = _Objects(self._model)
-        self._values = PythonValues(self._model, self.mentioned, self._frameworks_own)
+        mentioned = MentionedNames.union(self.mentioned)
+        self._values = PythonValues(self._model, mentioned, self._frameworks_own)
         self._undisturbed = self._undisturbed_now()
         self._suspect = False
 
@@ -191,6 +192,7 @@ class Guards:
         self._cheap = None
         self._watched = None
         self._moves.clear()
+        self.mentioned.clear()
 
     def suspect(self) -> None:
         """Look at everything before the next replay, because something can have changed."""

@@ -12,7 +12,7 @@ were read through a getter, such as the epoch.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -55,6 +55,16 @@ class MentionedNames:
     names: set[str] = field(default_factory=set)
     user_globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     reads: dict[str, Callable[[], Any]] = field(default_factory=dict)
+
+    @classmethod
+    def union(cls, parts: Iterable[MentionedNames]) -> MentionedNames:
+        """What several steps mention together."""
+        whole = cls()
+        for part in parts:
+            whole.names |= part.names
+            whole.user_globals += part.user_globals
+            whole.reads |= part.reads
+        return whole
 
 
 def _comparable(value: Any, depth: int = 0) -> Any:

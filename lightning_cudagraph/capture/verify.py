@@ -80,7 +80,6 @@ class Verifier:
 
     Attributes:
         backend: where steps run.
-        state: all tensors that a step changes, by name, in the order of the step.
         replays: how many of the first replays of a graph are checked. The first one has the batch of
             the capture; a single check is therefore that of the second one.
         every_n_steps: beyond those, check one replay in so many; None for none.
@@ -91,7 +90,6 @@ class Verifier:
     """
 
     backend: Backend
-    state: Callable[[], _Values]
     replays: int
     every_n_steps: int | None
     rates: Callable[[], tuple[Any, ...]] = _no_rates
@@ -122,6 +120,7 @@ class Verifier:
     def check(
         self,
         graph: object,
+        live: _Values,
         eagerly: Callable[[], _Values],
         replay: Callable[[], tuple[Any, _Values]],
     ) -> Any:
@@ -131,6 +130,7 @@ class Verifier:
 
         Args:
             graph: which graph is replayed.
+            live: all tensors that the step changes, by name, in the order of the step.
             eagerly: the step without a graph and without a trace on the host; returns its outputs.
             replay: the step by replay; returns what the caller wants back, and its outputs.
 
@@ -142,7 +142,6 @@ class Verifier:
         """
         history = self._history(graph)
         history.had_other_rates |= self._rates() != history.captured_rates
-        live = self.state()
         copy = self._copier(live)
         if copy is None:
             return replay()[0]

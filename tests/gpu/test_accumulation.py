@@ -1,0 +1,3 @@
+"""Accumulation on CUDA."""
+
+from tests.test_accumulation import *  # noqa: F403
