@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_cudagraph.capture.host_calls import HostRules, allowance
 from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.metrics import is_metric
 
 __all__ = ["host_rules", "refuse_replaced_methods"]
 
@@ -107,7 +108,8 @@ def host_rules(trainer: pl.Trainer, harmless: frozenset[str]) -> HostRules:
             value is not None and value is vars(logger).get("_experiment") for logger in trainer.loggers
         )
 
-    return HostRules(moving, seldom, _EFFECTS, frozenset({str(rank_zero.__file__)}), records, harmless)
+    passing_on = frozenset({str(rank_zero.__file__)})
+    return HostRules(moving, seldom, _EFFECTS, passing_on, records, is_metric, harmless)
 
 
 def refuse_replaced_methods(

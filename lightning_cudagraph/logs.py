@@ -11,15 +11,17 @@ import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.metrics import DeferredCall, Later, deferred_metrics
 
 __all__ = ["LoggedStep", "recorded_logs"]
 
@@ -31,8 +33,12 @@ TO_TENSOR = "_LightningModule__to_tensor"
 class _Log:
     fx: str
     name: str
-    value: Tensor
+    value: Tensor | Later | Metric
     kwargs: dict[str, Any]
+
+
+# What happens on the host after a replay, in the order of the step.
+_Event = _Log | DeferredCall
 
 
 class _Recorder(_ResultCollection):
@@ -41,93 +47,106 @@ class _Recorder(_ResultCollection):
     def __init__(self, batch: Any) -> None:
         super().__init__(training=True)
         self.batch = batch
-        self.logs: list[_Log] = []
+        self.events: list[_Event] = []
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(value, Tensor):
-            raise CaptureError(
-                f"`self.log({name!r}, ...)` in `{fx}` was given a `{type(value).__qualname__}`; metric"
-                " objects inside a captured step are not supported yet.",
-                "Log the metric in `on_train_batch_end`, or in the validation step.",
-            )
         if kwargs.get("enable_graph"):
             raise CaptureError(
                 f"`self.log({name!r}, ..., enable_graph=True)` in `{fx}` keeps autograd's graph of"
                 " one step, which a replay cannot renew.",
                 "Leave `enable_graph` out.",
             )
-        self.logs.append(_Log(fx, name, value.detach(), kwargs))
+        self.events.append(
+            _Log(fx, name, value if isinstance(value, Metric) else value.detach(), kwargs)
+        )
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         """The first batch of an epoch is dealt with when the logs are handed over."""
 
 
 class LoggedStep:
-    """What one captured step logged.
+    """What one captured step logged, and the calls of metrics that it put off.
 
     Made inside the capture: there the values are packed, one tensor for each dtype, so that after a
     replay one copy for each takes them out of the graph's memory.
+
+    Args:
+        events: what `recorded_logs` has recorded.
     """
 
-    def __init__(self, logs: list[_Log]) -> None:
-        self._calls = [(log.fx, log.name, log.kwargs) for log in logs]
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, log in enumerate(logs):
-            by_dtype.setdefault(log.value.dtype, []).append(index)
+    def __init__(self, events: list[_Event]) -> None:
+        self._events = events
+        by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        for index, event in enumerate(events):
+            if isinstance(event, _Log) and not isinstance(event.value, (Later, Metric)):
+                by_dtype.setdefault(event.value.dtype, []).append((index, event.value))
         self._packed = [
-            (torch.stack([logs[i].value.reshape(()) for i in indices]), indices)
-            for indices in by_dtype.values()
+            (torch.stack([value.reshape(()) for _, value in logged]), [index for index, _ in logged])
+            for logged in by_dtype.values()
         ]
 
     def values(self) -> dict[str, Tensor]:
-        """The logged values, by what they were logged as."""
+        """The logged values, by what they were logged as, and what metrics are given."""
         found: dict[str, Tensor] = {}
         for packed, indices in self._packed:
             for index, value in zip(indices, packed.unbind(), strict=True):
-                fx, name, _ = self._calls[index]
-                found[f"`self.log({name!r}, ...)` in `{fx}` (call {index})"] = value
+                log = cast(_Log, self._events[index])
+                found[f"`self.log({log.name!r}, ...)` in `{log.fx}` (call {index})"] = value
+        for index, event in enumerate(self._events):
+            if isinstance(event, DeferredCall):
+                found |= {f"{label} (call {index})": value for label, value in event.tensors().items()}
         return found
 
     def hand_over(self, trainer: pl.Trainer) -> None:
-        """Log the values of the last replay, as `LightningModule.log` would have.
+        """Call the metrics and log the values of the last replay, as the step itself would have.
 
         Args:
             trainer: whose results and logger connector take them.
         """
-        if not self._calls:
+        if not self._events:
             return
-        results = trainer.fit_loop.epoch_loop._results
-        connector = trainer._logger_connector
-        values: list[Tensor] = [torch.empty(0)] * len(self._calls)
+        values: dict[int, Any] = {}
         for packed, indices in self._packed:
             # A copy, because callbacks keep metrics, and the next replay overwrites the packed tensor.
-            for index, value in zip(indices, packed.clone().unbind(), strict=True):
-                values[index] = value
-        for (fx, name, kwargs), value in zip(self._calls, values, strict=True):
-            key = f"{fx}.{name}"
-            starts_epoch = connector.should_reset_tensors(fx)
-            if starts_epoch:
-                results.reset(metrics=False, fx=fx)
-            metric = results.get(key)
-            if starts_epoch or metric is None or metric.value.device != value.device:
-                results.log(fx, name, value, **kwargs)
+            values.update(zip(indices, packed.clone().unbind(), strict=True))
+        returned: dict[int, list[Any]] = {}
+        for index, event in enumerate(self._events):
+            if isinstance(event, DeferredCall):
+                returned[id(event)] = event.make()
+            elif isinstance(event.value, Later):
+                value = returned[id(event.value.call)][event.value.leaf]
+                _log(trainer, event, getattr(trainer.lightning_module, TO_TENSOR)(value, event.name))
             else:
-                # The short way, once the key is known: no metadata to build, compare and move.
-                size = results._extract_batch_size(metric, kwargs.get("batch_size"), metric.meta)
-                results.update_metrics(key, value, size)
-            connector._current_fx = fx
+                _log(trainer, event, values.get(index, event.value))
+
+
+def _log(trainer: pl.Trainer, log: _Log, value: Any) -> None:
+    results = trainer.fit_loop.epoch_loop._results
+    connector = trainer._logger_connector
+    starts_epoch = connector.should_reset_tensors(log.fx)
+    if starts_epoch:
+        results.reset(metrics=False, fx=log.fx)
+    key = f"{log.fx}.{log.name}"
+    metric = results.get(key)
+    if starts_epoch or metric is None or metric.value.device != value.device:
+        results.log(log.fx, log.name, value, **log.kwargs)
+    else:
+        # The short way, once the key is known: no metadata to build, compare and move.
+        size = results._extract_batch_size(metric, log.kwargs.get("batch_size"), metric.meta)
+        results.update_metrics(key, value, size)
+    connector._current_fx = log.fx
 
 
 @contextmanager
-def recorded_logs(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[_Log]]:
-    """Record what is logged inside, instead of letting Lightning reduce it.
+def recorded_logs(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[_Event]]:
+    """Record what is logged inside instead of letting Lightning reduce it, and put off calls of metrics.
 
     Args:
         trainer: the trainer whose training loop takes the logs.
         module: the module that logs.
 
     Yields:
-        The list that the logs are recorded in. Pass it to `LoggedStep` inside the capture.
+        The list that these are recorded in. Pass it to `LoggedStep` inside the capture.
     """
     loop = trainer.fit_loop.epoch_loop
     connector = trainer._logger_connector
@@ -136,6 +155,8 @@ def recorded_logs(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[l
     to_tensor = getattr(module, TO_TENSOR)
 
     def to_device_tensor(value: Any, name: str) -> Tensor:
+        if isinstance(value, Later):
+            return value
         if isinstance(value, numbers.Number):
             forbid(
                 f"a Python number given to `self.log({name!r}, ...)`, which would stay what it is in"
@@ -148,7 +169,8 @@ def recorded_logs(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[l
     loop._results = recorder
     module.__dict__[TO_TENSOR] = to_device_tensor
     try:
-        yield recorder.logs
+        with deferred_metrics(module, recorder.events.append):
+            yield recorder.events
     finally:
         del module.__dict__[TO_TENSOR]
         loop._results = results

@@ -28,6 +28,7 @@ from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.hooks import undisturbed
+from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer, PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
@@ -101,6 +102,7 @@ class GraphedTraining:
             _OWN,
             self._quick_state,
             lambda: undisturbed(trainer, module),
+            is_metric,
         )
         self._recorder = Recorder(
             trainer, module, backend, self._optimization, self._guards, settings.harmless

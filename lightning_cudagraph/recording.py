@@ -24,7 +24,6 @@ from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.logs import LoggedStep, recorded_logs
-from lightning_cudagraph.metrics import metrics_refused
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.timing.marks import StepMarks
 
@@ -145,7 +144,6 @@ class Recorder:
         inner._call = call
         with ExitStack() as stack:
             logs = stack.enter_context(recorded_logs(self._trainer, self._module))
-            stack.enter_context(metrics_refused(self._module))
             if capturing:
                 audit = frozen_python_audit(
                     self._module,

@@ -162,28 +162,6 @@ def test_an_object_that_hides_tensors(tmp_path: Path, accelerator: str) -> None:
     assert sum(eager.counts.eager.values()) == eager.final["global_step"]
 
 
-def test_metrics_in_the_step(tmp_path: Path, accelerator: str) -> None:
-    from torchmetrics.classification import MulticlassAccuracy
-
-    class Metered(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.accuracy = MulticlassAccuracy(4, average="micro")
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)["loss"]
-            self.accuracy(self(batch[0]), batch[1])
-            self.log("accuracy", self.accuracy)
-            return loss
-
-    with pytest.raises(UnsupportedError, match=r"the metric `accuracy` \(`MulticlassAccuracy`\)"):
-        train(make(Metered), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
-    plain = train(make(Metered), tmp_path / "plain", accelerator=accelerator)
-    callback = CUDAGraphCallback(on_unsupported="eager")
-    eager = train(make(Metered), tmp_path / "eager", callback, accelerator=accelerator)
-    assert_same(plain, eager)
-
-
 def test_given_twice(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"2 `CUDAGraphCallback`s; expected one"):
         train(make(Net), tmp_path, CUDAGraphCallback(), callbacks=(CUDAGraphCallback(),))

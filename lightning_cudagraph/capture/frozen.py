@@ -94,7 +94,7 @@ def frozen_python_audit(
     }
     state = HostState(rules.harmless, on_cpu=device.type == "cpu")
     try:
-        _watch(state, model, trainer)
+        _watch(state, model, trainer, rules)
         with HostCalls(rules, state) as calls:
             yield calls.mentioned
         if calls.found is not None:  # the user's code has caught it, and gone on
@@ -119,12 +119,13 @@ def frozen_python_audit(
         state.release()
 
 
-def _watch(state: HostState, model: nn.Module, trainer: Any) -> None:
+def _watch(state: HostState, model: nn.Module, trainer: Any, rules: HostRules) -> None:
     state.add_generator(torch.default_generator, "torch.default_generator")
     state.add_generator(random.getstate.__self__, "random")  # type: ignore[attr-defined]
     state.add_generator(NUMPYS_OWN, "numpy.random")
     for path, module in model.named_modules():
-        state.add_module(module, f"`{path}`" if path else f"the `{type(model).__qualname__}`")
+        if not rules.stays_on_host(module):
+            state.add_module(module, f"`{path}`" if path else f"the `{type(model).__qualname__}`")
     state.add_trainer(trainer, f"the `{type(trainer).__qualname__}`")
 
 

@@ -136,6 +136,7 @@ class Guards:
             before every replay. Words come from `cheap` and `thorough`. None: `cheap` itself.
         undisturbed: whether no code of the user's runs between two replays. Parameters, which only such
             code can change, are then compared in turns, a share before each replay. Asked at a capture.
+        stays_on_host: whether a module is only called on the host, such as a metric.
     """
 
     def __init__(
@@ -146,7 +147,9 @@ class Guards:
         frameworks_own: frozenset[str],
         quick: Callable[[], tuple[Any, ...]] | None = None,
         undisturbed: Callable[[], bool] = lambda: False,
+        stays_on_host: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
+        self._stays_on_host = stays_on_host
         self._undisturbed_now = undisturbed
         self._undisturbed = False
         self._frameworks_own = frameworks_own
@@ -183,7 +186,7 @@ class Guards:
         self._thorough = self._thorough_state()
         self._objects = _Objects(self._model)
         mentioned = MentionedNames.union(self.mentioned)
-        self._values = PythonValues(self._model, mentioned, self._frameworks_own)
+        self._values = PythonValues(self._model, mentioned, self._frameworks_own, self._stays_on_host)
         self._undisturbed = self._undisturbed_now()
         self._suspect = False
 

@@ -110,6 +110,7 @@ class HostRules:
         effects: functions that print or write, with the names the user knows them by.
         passing_on: files whose functions only pass calls on.
         records: whether an object writes records, as a logger does.
+        stays_on_host: whether a module is only called on the host, such as a metric.
         harmless: names that may be frozen or not repeated, because the user says so.
     """
 
@@ -118,6 +119,7 @@ class HostRules:
     effects: Mapping[CodeType, str] = field(default_factory=dict)
     passing_on: frozenset[str] = frozenset()
     records: Callable[[Any], bool] = lambda value: False
+    stays_on_host: Callable[[Any], bool] = lambda module: False
     harmless: frozenset[str] = frozenset()
 
 

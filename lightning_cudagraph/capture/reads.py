@@ -151,10 +151,15 @@ class PythonValues:
         model: the model whose modules' attributes are watched.
         mentioned: what the captured step mentions.
         frameworks_own: attributes that torch and Lightning keep for themselves in every module.
+        stays_on_host: whether a module is only called on the host, such as a metric.
     """
 
     def __init__(
-        self, model: nn.Module, mentioned: MentionedNames, frameworks_own: frozenset[str]
+        self,
+        model: nn.Module,
+        mentioned: MentionedNames,
+        frameworks_own: frozenset[str],
+        stays_on_host: Callable[[nn.Module], bool],
     ) -> None:
         self._held: list[_Held] = []
         self._seen: dict[Any, Any] = {}
@@ -166,6 +171,8 @@ class PythonValues:
             if not (name.startswith("__") and name.endswith("__")) and not hasattr(nn.Module, name)
         }
         for path, module in model.named_modules():
+            if stays_on_host(module):
+                continue
             where = f"`{path}`" if path else f"the `{type(module).__qualname__}`"
             for name, value in vars(module).items():
                 if name in mentioned.names and name not in frameworks_own:

@@ -1,0 +1,137 @@
+"""torchmetrics inside the captured step come out as without the callback.
+
+`tests/gpu/test_metrics.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, SumMetric
+from torchmetrics.aggregation import CatMetric
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+    MulticlassPrecision,
+    MulticlassRecall,
+)
+from torchmetrics.wrappers import MinMaxMetric, Running
+
+from lightning_cudagraph import CaptureError, CUDAGraphCallback
+from tests.harness import Net, assert_same, make, train
+
+
+class Measured(Net):
+    """Metrics in all the ways that people use them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(4, average="micro")
+        self.macro = MulticlassAccuracy(4, average="macro")  # counts with `bincount`
+        self.mean = MeanMetric()
+        self.auroc = MulticlassAUROC(4, thresholds=None)  # keeps all it is given
+        self.confusion = MulticlassConfusionMatrix(4)
+        self.together = MetricCollection(
+            [MulticlassPrecision(4), MulticlassRecall(4), MulticlassF1Score(4)], prefix="all_"
+        )
+        self.updated = MetricCollection({"error": MeanSquaredError(), "second": MeanSquaredError()})
+        self.kept = CatMetric()
+        self.extremes = MinMaxMetric(MeanMetric())
+        self.recent = Running(SumMetric(), window=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        value = self.accuracy(logits, y)
+        self.log("accuracy_value", value, on_step=True, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.macro.update(logits, y)
+        self.log("macro", self.macro, on_epoch=True, on_step=False)
+        self.mean(loss)
+        self.log("mean", self.mean, prog_bar=True)
+        self.auroc.update(logits.softmax(-1), y)
+        self.confusion.update(logits, y)
+        self.log_dict(self.together(logits, y), on_step=True)
+        self.updated.update(logits, torch.eye(4, device=y.device)[y])
+        self.log_dict(self.updated, on_step=False, on_epoch=True)
+        self.kept.update(loss)
+        self.extremes.update(loss)
+        self.log("recent", self.recent(loss))
+        self.log("loss", loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("auroc", self.auroc.compute())
+        self.log("confused", self.confusion.compute().float().std())
+        self.log("kept", self.kept.compute().float().sum())
+        self.log("highest", self.extremes.compute()["max"])
+        for metric in (self.auroc, self.confusion, self.kept):
+            metric.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*MulticlassAUROC.*", "ignore:.*samples in the buffer")
+@pytest.mark.parametrize("window", [1, 2])
+def test_metrics(tmp_path: Path, accelerator: str, window: int) -> None:
+    kwargs: dict[str, Any] = {
+        "accelerator": accelerator,
+        "accumulate_grad_batches": window,
+        "max_epochs": 4,
+        "val_check_interval": 4,
+    }
+    plain = train(make(Measured), tmp_path / "plain", **kwargs)
+    graph = train(make(Measured), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.captures >= 1
+    assert graph.counts.replayed >= 12
+
+
+class Looks(Measured):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        return nn.functional.cross_entropy(logits, batch[1]) * (1 + self.accuracy(logits, batch[1]))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("accuracy", self.accuracy.compute())
+
+
+class Computes(Measured):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("now", self.accuracy.compute())
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*MulticlassAUROC.*", "ignore:.*samples in the buffer")
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Looks, r"use of what the metric `accuracy` returns.*test_metrics.py:\d+"),
+        (Computes, r"`accuracy.compute\(\)`.*test_metrics.py:\d+"),
+    ],
+)
+def test_what_is_known_only_after_the_replay(
+    tmp_path: Path, accelerator: str, cls: type[Net], message: str
+) -> None:
+    with pytest.raises(CaptureError, match=message):
+        train(make(cls), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
+    plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    eager = train(make(cls), tmp_path / "eager", callback, accelerator=accelerator)
+    plain.csv, eager.csv = plain.csv or "-", eager.csv or "-"
+    assert_same(plain, eager)
+
+
+def test_metrics_are_whole_afterwards(tmp_path: Path, accelerator: str) -> None:
+    module = make(Measured)
+    names = set(vars(module.accuracy))  # type: ignore[arg-type]
+    train(module, tmp_path, CUDAGraphCallback(), accelerator=accelerator, max_epochs=1)
+    assert set(vars(module.accuracy)) == names  # type: ignore[arg-type]
+    module.cpu()
+    assert torch.is_tensor(module.accuracy(torch.rand(3, 4), torch.tensor([0, 1, 2])))  # type: ignore[operator]
