@@ -60,7 +60,8 @@ class CaptureError(UnsupportedError):
 class VerificationError(UnsupportedError):
     """A replay came to other numbers than an eager step from the same state.
 
-    The state has been put back to what it was before the step.
+    All tensors have been put back to what they were before the step. What the eager step of the check
+    did to Python objects has been done.
     """
 
 

@@ -99,10 +99,12 @@ class GraphedTraining:
             module,
             self._cheap_state,
             self._thorough_state,
-            _OWN,
+            _OWN | settings.harmless,
             self._quick_state,
             lambda: undisturbed(trainer, module),
             is_metric,
+            lambda: self._optimizer.places(),
+            {"trainer": trainer},
         )
         self._recorder = Recorder(
             trainer, module, backend, self._optimization, self._guards, settings.harmless
@@ -125,12 +127,7 @@ class GraphedTraining:
             self._put_behind,
             self._give_up,
         )
-        scaler = scaler_of(trainer)
-        self._scaler = (
-            PreparedScaler(scaler, backend.device, lambda: self._optimizer.state_tensors())
-            if scaler is not None
-            else None
-        )
+        self._scaler = self._prepared_scaler()
         # Last, because it changes the optimizer: nothing after it may fail.
         self._optimizer = self._prepared(trainer.optimizers[0])
 
@@ -281,6 +278,12 @@ class GraphedTraining:
         """Whether the optimizer has had a step to make its state in."""
         return self._behind is not None or self._scaler is None or self._scaler.applied
 
+    def _prepared_scaler(self) -> PreparedScaler | None:
+        scaler = scaler_of(self._trainer)
+        if scaler is None:
+            return None
+        return PreparedScaler(scaler, self._backend.device, lambda: self._optimizer.state_tensors())
+
     def _prepared(self, optimizer: Optimizer) -> EagerOptimizer:
         """The optimizer as far as it is in the graph.
 
@@ -294,7 +297,11 @@ class GraphedTraining:
             try:
                 check_optimizer_part(self._trainer, self._module)
                 return PreparedOptimizer(
-                    optimizer, self._backend.device, self._backend.lr_dtype, self._forget
+                    optimizer,
+                    self._backend.device,
+                    self._backend.lr_dtype,
+                    self._forget,
+                    self._scaler is not None,
                 )
             except UnsupportedError as error:
                 if scope == "step" or not error.in_optimizer:
@@ -322,7 +329,11 @@ class GraphedTraining:
         self._optimizer = EagerOptimizer(self._optimizer.optimizer)
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Take over an optimizer that somebody has put in the place of the one before."""
+        """Take over an optimizer, or a scaler, that somebody has put in the place of the one before."""
+        scaler = scaler_of(self._trainer)
+        if scaler is not (self._scaler.scaler if self._scaler is not None else None):
+            self._scaler = self._prepared_scaler()
+            self._forget("the trainer has another gradient scaler")
         if optimizer is self._optimizer.optimizer:
             return
         self._optimizer.restore()
@@ -392,6 +403,7 @@ class GraphedTraining:
             lambda: self._parameters(place),
             place,
             self._trainer.accumulate_grad_batches > 1,
+            lambda: self._behind is not None or not undisturbed(self._trainer, self._module),
         )
         self._phase, outputs = self._engine.step(step, body.optimizer.refresh)
         if outputs is not None:

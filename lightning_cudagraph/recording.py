@@ -39,7 +39,7 @@ class StepOutputs:
         extra: what else it returned.
         logs: what was logged.
         marks: the timing events, or None.
-        gradients: the gradients by name, if the optimizer steps behind the graph.
+        parameters: those with gradients by name, if the optimizer steps behind the graph.
         zero_grads: how often gradients were dropped: once, unless the optimizer calls the closure more
             often than that, or the gradients of several batches are accumulated.
     """
@@ -48,12 +48,17 @@ class StepOutputs:
     extra: dict[str, Any]
     logs: LoggedStep
     marks: StepMarks | None
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     zero_grads: int = 1
 
     def values(self) -> dict[str, Tensor]:
-        """What can be compared, by name, in the order of the step."""
-        return {"the loss": self.loss, **self.logs.values(), **self.gradients}
+        """What can be compared just after the step, by name, in its order."""
+        gradients = {
+            f"the gradient of `{name}`": parameter.grad
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None
+        }
+        return {"the loss": self.loss, **self.logs.values(), **gradients}
 
 
 @dataclass
@@ -163,8 +168,8 @@ class Recorder:
         # The result still holds autograd's graph, and with it the memory of all activations.
         refuse_hidden_tensors(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
-        gradients = {} if body.has_optimizer else self._gradients()
-        return StepOutputs(result.loss, extra, logged, marks, gradients, calls if drops else 0)
+        trained = {} if body.has_optimizer else self._trained()
+        return StepOutputs(result.loss, extra, logged, marks, trained, calls if drops else 0)
 
     def _arguments(self, batch: Any, closure: GraphClosure) -> OrderedDict[str, Any]:
         arguments = OrderedDict(closure.kwargs)
@@ -173,9 +178,9 @@ class Recorder:
             arguments["batch_idx"] = FrozenIndex("batch_idx")
         return arguments
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def _trained(self) -> dict[str, nn.Parameter]:
         return {
-            f"the gradient of `{name}`": parameter.grad
+            name: parameter
             for name, parameter in self._module.named_parameters()
             if parameter.grad is not None
         }

@@ -171,7 +171,7 @@ def _check_precision(trainer: pl.Trainer) -> None:
 def scaler_of(trainer: pl.Trainer) -> GradScaler | None:
     """The gradient scaler of a run in fp16."""
     scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -52,7 +52,7 @@ BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
     "Cyclic": (lambda p: O.SGD(p, lr=0.1, momentum=0.9), cyclic, r"`CyclicLR\(cycle_momentum=True\)`"),
     "OneCycle-foreach": (lambda p: O.AdamW(p, foreach=True), one_cycle, "moves the momentum"),
     "optimizer hooks": (hooked, None, "register_step_post_hook"),
-    "counts in state": (CountsInState, None, r"`step` of parameter 0 .* changed from 2 to 3"),
+    "counts in state": (CountsInState, None, r"`step` in entry 0 of the state .* changed from 2 to 3"),
     "counts on itself": (CountsOnItself, None, r"`steps` of `tests.optimizers.CountsOnItself` changed"),
     "counts-in-group": (CountsInGroup, None, "`k` of param group 0 of .* changed"),
     "reads back": (ReadsBack, None, r"`\.item\(\)`.*found at .*optimizers.py"),

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -76,6 +77,9 @@ class Backend(Protocol):
                 memory and random state are as before.
         """
 
+    def written(self, graph: Graph) -> list[torch.Tensor]:
+        """Tensors older than the capture of a graph that it writes into."""
+
     def release(self, graph: Graph) -> None:
         """Let go of a graph and of its memory."""
 
@@ -107,6 +111,16 @@ class Backend(Protocol):
         """The part of it that one graph has taken, about as much as an eager step needs."""
 
 
+@dataclass
+class _Live:
+    """A graph, the device memory that it has taken, and what it reads and writes outside."""
+
+    graph: Graph
+    taken_bytes: int
+    host_memory: HostMemory
+    written: list[torch.Tensor]
+
+
 class CudaBackend:
     """CUDA graphs through `torch.cuda.CUDAGraph`.
 
@@ -127,8 +141,7 @@ class CudaBackend:
         self._timing_stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
-        # With the device memory that each has taken, and the host memory that it reads.
-        self._live: list[tuple[Graph, int, HostMemory]] = []
+        self._live: list[_Live] = []
         # Events that a fork off the capture stream waits for; they must live until the capture ends.
         self._forks: list[torch.cuda.Event] = []
 
@@ -153,6 +166,7 @@ class CudaBackend:
         rng_state = self.rng_state()
         reserved_bytes = torch.cuda.memory_reserved(self.device)
         memory = HostMemory()
+        sentry = MendingSentry(self.generators, memory)
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators.extra:
             graph.register_generator_state(generator)
@@ -165,11 +179,7 @@ class CudaBackend:
             with torch.cuda.stream(self._side_stream):
                 try:
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                    with (
-                        HostReads(self.device.type),
-                        Constants(memory),
-                        MendingSentry(self.generators, memory),
-                    ):
+                    with HostReads(self.device.type), Constants(memory), sentry:
                         result = body()
                 except BaseException as error:
                     failure = error
@@ -180,7 +190,7 @@ class CudaBackend:
                 gc.enable()
         if failure is None and broken is None:
             taken_bytes = torch.cuda.memory_reserved(self.device) - reserved_bytes
-            self._live.append((graph, taken_bytes, memory))
+            self._live.append(_Live(graph, taken_bytes, memory, sentry.writes.older))
             return graph, result
         if broken is not None:
             self._repair(rng_state)
@@ -231,8 +241,11 @@ class CudaBackend:
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
             torch._C._cuda_releasePool(self._index, self._pool)
 
+    def written(self, graph: Graph) -> list[torch.Tensor]:
+        return next(live.written for live in self._live if live.graph is graph)
+
     def release(self, graph: Graph) -> None:
-        self._live = [entry for entry in self._live if entry[0] is not graph]
+        self._live = [live for live in self._live if live.graph is not graph]
         cast(torch.cuda.CUDAGraph, graph).reset()
 
     def event(self) -> torch.cuda.Event:
@@ -264,13 +277,13 @@ class CudaBackend:
         return torch.cuda.mem_get_info(self.device)[0] + max(0, cached_bytes - self.graph_bytes())
 
     def graph_bytes(self) -> int:
-        return sum(taken_bytes for _, taken_bytes, _ in self._live)
+        return sum(live.taken_bytes for live in self._live)
 
     def host_value_moved(self) -> bool:
-        return any(memory.moved() for _, _, memory in self._live)
+        return any(live.host_memory.moved() for live in self._live)
 
     def largest_graph_bytes(self) -> int:
-        return max((taken_bytes for _, taken_bytes, _ in self._live), default=0)
+        return max((live.taken_bytes for live in self._live), default=0)
 
 
 def _clear_frames(error: BaseException | None) -> None:

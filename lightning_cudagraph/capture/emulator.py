@@ -26,14 +26,11 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from lightning_cudagraph.capture.backend import Graph
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.sentry import HostReads, Sentry, forbid, user_location
+from lightning_cudagraph.capture.writes import storage_id
 
 __all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
 
 T = TypeVar("T")
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:
@@ -101,14 +98,14 @@ class _Undo:
         # All inputs and not only those that a schema declares as written: `native_batch_norm` writes
         # its running statistics without saying so.
         for tensor in tensors:
-            key = _storage_id(tensor)
+            key = storage_id(tensor)
             if key in self._saved or key in self._made_inside:
                 continue
             whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self._saved[key] = (whole, whole.clone())
 
     def after(self, tensors: list[Tensor]) -> None:
-        self._made_inside.update(key for t in tensors if (key := _storage_id(t)) not in self._saved)
+        self._made_inside.update(key for t in tensors if (key := storage_id(t)) not in self._saved)
 
     def roll_back(self) -> None:
         with torch.no_grad():
@@ -134,9 +131,9 @@ class _Recorder(Sentry):
         result = func(*args, **kwargs)
         outputs = _tensors_of(result)
         self._undo.after(outputs)
-        input_storages = {_storage_id(t) for t in inputs}
+        input_storages = {storage_id(t) for t in inputs}
         # A result that shares its storage with an input is a view, or the input itself.
-        results = [None if _storage_id(t) in input_storages else _address(t) for t in outputs]
+        results = [None if storage_id(t) in input_storages else _address(t) for t in outputs]
         is_only_a_view = (
             outputs and not func._schema.is_mutable and all(target is None for target in results)
         )
@@ -164,6 +161,7 @@ class EmulatedGraph:
 
     def __init__(self) -> None:
         self._ops: list[_Op | HostEvent] = []
+        self.written: list[Tensor] = []
 
     def replay(self) -> None:
         """Run the recorded ops again, into the storage they used at capture."""
@@ -177,11 +175,12 @@ class EmulatedGraph:
     def reset(self) -> None:
         """Let go of the recorded ops and of the memory they hold."""
         self._ops.clear()
+        self.written.clear()
 
     def memory_bytes(self) -> int:
         """Bytes of the tensors made inside the capture."""
         storages = {
-            _storage_id(t): t.untyped_storage().nbytes()
+            storage_id(t): t.untyped_storage().nbytes()
             for op in self._ops
             if isinstance(op, _Op)
             for t in op.results
@@ -214,8 +213,10 @@ class EmulatorBackend:
         undo = _Undo(self.generators)
         self._recording = graph
         try:
-            with HostReads("cpu"), _Recorder(graph._ops, undo, self.generators):
+            recorder = _Recorder(graph._ops, undo, self.generators)
+            with HostReads("cpu"), recorder:
                 result = body()
+            graph.written = recorder.writes.older
         except BaseException:
             graph.reset()
             raise
@@ -224,6 +225,9 @@ class EmulatorBackend:
             undo.roll_back()
         self._live.append(graph)
         return graph, result
+
+    def written(self, graph: Graph) -> list[Tensor]:
+        return cast(EmulatedGraph, graph).written
 
     def release(self, graph: Graph) -> None:
         self._live = [live for live in self._live if live is not graph]

@@ -17,6 +17,7 @@ from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.verify import Verifier
+from lightning_cudagraph.capture.writes import storage_id, whole
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = ["Phase", "Step", "StepCounts", "StepEngine"]
@@ -98,6 +99,7 @@ class Step(Generic[T]):
         place: whether it drops gradients, and whether the optimizer takes its step: what is captured of
             it depends on these two.
         in_window: there are steps that add to the gradients that this one makes.
+        kept: whether code of the user's runs between two steps, and can keep gradients.
     """
 
     batch: Any
@@ -110,6 +112,19 @@ class Step(Generic[T]):
     parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]
     place: Place
     in_window: bool
+    kept: Callable[[], bool]
+
+
+def _all_state(step: Step[T], captured: CapturedStep[T]) -> dict[str, Tensor]:
+    """All that a step changes: by name what is known, and whatever else the capture saw it write."""
+    state = step.state()
+    known = {storage_id(tensor) for tensor in state.values()}
+    for tensor in captured.written:
+        if storage_id(tensor) not in known:
+            known.add(storage_id(tensor))
+            shape = "x".join(map(str, tensor.shape)) or "one number"
+            state[f"a tensor that no module knows as its own ({len(state)}, {shape})"] = whole(tensor)
+    return state
 
 
 class StepEngine(Generic[T]):
@@ -188,6 +203,9 @@ class StepEngine(Generic[T]):
         if self._signature is not None and signature != self._signature:
             return self._eager(step, f"another batch signature: {self._signature.difference(signature)}")
         captured = self._graphs.get(step.place)
+        if captured is not None and (change := captured.stale()):
+            self.drop(change)
+            captured = None
         if captured is None:
             left = self._warmups_left.get(signature, {}).get(step.place, self._warmup_steps)
             if left > 0 or not self._is_settled() or self._maker(step) is _NOT_YET:
@@ -229,7 +247,7 @@ class StepEngine(Generic[T]):
         captured.adopt_gradients()
         reason = ""
         try:
-            outputs = self._verifier.check(captured, step.state(), eagerly, replay)
+            outputs = self._verifier.check(captured, _all_state(step, captured), eagerly, replay)
         except UnsupportedError as error:
             self.unsupported(error)
             reason = error.reason
@@ -347,6 +365,7 @@ class StepEngine(Generic[T]):
                 *step.parameters(),
                 self._takes,
                 step.in_window and step.place == _MAKES_GRADIENTS,
+                step.kept(),
             )
         self._guards.take()
         self.counts.captures += 1

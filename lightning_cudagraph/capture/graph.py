@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
@@ -19,13 +20,27 @@ T = TypeVar("T")
 _Gradients = list[tuple[nn.Parameter, Tensor]]
 
 
+def _references_of_grad() -> int:
+    """How many Python references `parameter.grad` is: none, or one, by the version of torch."""
+    parameter, gradient = nn.Parameter(torch.zeros(())), torch.zeros(())
+    before = sys.getrefcount(gradient)
+    parameter.grad = gradient
+    return sys.getrefcount(gradient) - before
+
+
+_REFERENCES_OF_GRAD = _references_of_grad()
+
+
 class _Take(Generic[T]):
     """One capture of the step, with the gradients that it writes."""
 
-    def __init__(self, graph: Graph, outputs: T, gradients: _Gradients) -> None:
+    def __init__(self, graph: Graph, outputs: T, makes: list[nn.Parameter], drops: int) -> None:
         self.graph = graph
         self.outputs = outputs
-        self.gradients = gradients
+        self.gradients = _gradients_of(makes)
+        # Dropped, and not made anew: not all of them take part in every kind of step.
+        self._without = [parameter for parameter in makes[:drops] if parameter.grad is None]
+        self._references: list[int] = []
 
     def replay(self) -> T:
         self.graph.replay()
@@ -33,7 +48,27 @@ class _Take(Generic[T]):
         # its own, and who looks at `param.grad` after the step must find those.
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
+        for parameter in self._without:
+            parameter.grad = None
         return self.outputs
+
+    def count_references(self) -> None:
+        """Note who refers to the gradients when nobody outside does."""
+        self._references = self._counts()
+
+    def give_away(self) -> None:
+        """Leave gradients that somebody has kept to him, before they are overwritten."""
+        for index, (was, now) in enumerate(zip(self._references, self._counts(), strict=False)):
+            if now > was:
+                parameter, gradient = self.gradients[index]
+                self.gradients[index] = (parameter, gradient.detach())
+                gradient.data = gradient.clone()
+
+    def _counts(self) -> list[int]:
+        return [
+            sys.getrefcount(gradient) - (_REFERENCES_OF_GRAD if parameter.grad is gradient else 0)
+            for parameter, gradient in self.gradients
+        ]
 
 
 def _gradients_of(parameters: Iterable[nn.Parameter]) -> _Gradients:
@@ -75,9 +110,11 @@ class CapturedStep(Generic[T]):
         adds: the parameters to whose gradients it only adds.
         takes: how many captures take turns.
         one_place: all captures leave their gradients in one place, for steps that add to them.
+        kept: code of the user's runs between two replays, and can keep gradients.
 
     Attributes:
         replays: how many steps were replays; counted by who takes them.
+        written: tensors older than the step that it writes into.
 
     Raises:
         CaptureError: if the step did something that no graph can hold; gradients, memory and random
@@ -93,32 +130,46 @@ class CapturedStep(Generic[T]):
         adds: Iterable[nn.Parameter],
         takes: int,
         one_place: bool = False,
+        kept: bool = False,
     ) -> None:
         self._backend = backend
         self._static = StaticBatch(batch)
         self._takes: list[_Take[T]] = []
         self._turn = 0
+        self._kept = kept and not one_place
         self.replays = 0
-        trained = list(drops)
-        before = [parameter.grad for parameter in trained]
+        self.written: list[Tensor] = []
+        dropped, added = list(drops), list(adds)
         # The graph adds to these in place, where they are; all takes to the same.
-        self._accumulated = _gradients_of(adds)
+        self._accumulated = _gradients_of(added)
+        # Without a gradient to add to, the step makes one, as long as there is none before it.
+        self._absent = [parameter for parameter in added if parameter.grad is None]
+        makes = [*dropped, *self._absent]
+        before = [parameter.grad for parameter in makes]
         try:
             for _ in range(takes):
                 # Without a gradient to add to, the backward pass makes new ones in the graph's pool,
                 # at no cost; the ones of the take before are kept by it.
-                for parameter in trained:
+                for parameter in makes:
                     parameter.grad = None
                 place = self._takes[0].gradients if one_place and self._takes else []
                 with self._static.unchanged():
                     graph, outputs = backend.capture(lambda: _moved(record(self._static.batch), place))  # noqa: B023
-                self._takes.append(_Take(graph, outputs, _gradients_of(trained)))
+                self._takes.append(_Take(graph, outputs, makes, len(dropped)))
+                self.written += backend.written(graph)
+            self._absent = [parameter for parameter in self._absent if parameter.grad is not None]
         except BaseException:
             self.release()
             raise
         finally:
-            for parameter, gradient in zip(trained, before, strict=True):
+            for parameter, gradient in zip(makes, before, strict=True):
                 parameter.grad = gradient
+
+    def stale(self) -> str | None:
+        """Why this is not the step any more, in words, or None."""
+        if any(parameter.grad is not None for parameter in self._absent):
+            return "a parameter that had no gradient before the step has one now"
+        return None
 
     def adopt_gradients(self) -> None:
         """Bring the gradients that the step only adds to back to the place that the graph knows."""
@@ -147,7 +198,12 @@ class CapturedStep(Generic[T]):
         self.adopt_gradients()
         take = self._takes[self._turn]
         self._turn = (self._turn + 1) % len(self._takes)
-        return take.replay()
+        if not self._kept:
+            return take.replay()
+        take.give_away()
+        outputs = take.replay()
+        take.count_references()
+        return outputs
 
     def release(self) -> None:
         """Let go of the graphs and their memory."""

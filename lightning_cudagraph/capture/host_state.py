@@ -25,6 +25,7 @@ from lightning_cudagraph.capture.host_objects import (
     attributes_of,
     is_plain_object,
     is_users_class,
+    is_users_part,
     mapping_access,
     member_access,
     namespace_of,
@@ -179,6 +180,12 @@ class HostState:
         self._add(_Entry(cell, "", of, lambda: {name: cell.cell_contents}, write))
         self._walk(cell.cell_contents, name, of, 1)
 
+    def add_attributes(self, namespace: dict[str, Any], watched: dict[str, Any], of: str) -> None:
+        """Watch some names of an object, and what can be reached from their values."""
+        self._add_names(namespace, [*watched], "", of)
+        for name, value in watched.items():
+            self._walk(value, name, of, 1)
+
     def add_value(self, value: Any, path: str, of: str) -> None:
         """Watch what can be reached from a value."""
         self._walk(value, path, of, 1)
@@ -278,7 +285,7 @@ class HostState:
         if issubclass(kind, type):
             return self._look_into_class(value, path, of) if is_users_class(value) else None
         parts = self._look_into_container(value, path, of)
-        if is_plain_object(kind):
+        if is_plain_object(kind) or is_users_part(kind):
             parts = [*(parts or []), *self._look_into_object(value, path, of)]
         return parts
 

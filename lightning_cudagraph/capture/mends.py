@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.sentry import Sentry, forbid, user_location
+from lightning_cudagraph.capture.writes import storage_id
 
 __all__ = ["Constants", "HostMemory", "MendingSentry"]
 
@@ -151,18 +152,18 @@ class MendingSentry(Sentry):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(on_host) == len(tensors):
             # `lift_fresh` hands out what `torch.tensor` has just made, without an op for the making.
-            older = [] if func._schema.name == "aten::lift_fresh" else list(map(_storage, on_host))
+            older = [] if func._schema.name == "aten::lift_fresh" else list(map(storage_id, on_host))
             for leaf in tree_iter(result):
                 if (
                     isinstance(leaf, Tensor)
                     and leaf.device.type == "cpu"
-                    and _storage(leaf) not in older
+                    and storage_id(leaf) not in older
                 ):
-                    self._made_inside[_storage(leaf)] = leaf
+                    self._made_inside[storage_id(leaf)] = leaf
         return result
 
     def _is_made_inside(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self._made_inside
+        return storage_id(tensor) in self._made_inside
 
     def _mend(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -199,7 +200,3 @@ class MendingSentry(Sentry):
                 forbid(*_HOST_WRITE, user_location())
             if not all_on_host and tensor.ndim == 0:
                 self._memory.scalars.append((tensor, tensor.item()))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.writes import Writes
 from lightning_cudagraph.errors import CaptureError
 
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -305,6 +306,7 @@ class Sentry(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._generators = generators
+        self.writes = Writes()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -323,7 +325,9 @@ class Sentry(TorchDispatchMode):
         ):
             forbid(*_GENERATOR, user_location())
         check(func, args, kwargs, self._device_type)
-        return self.run(func, args, kwargs)
+        result = self.run(func, args, kwargs)
+        self.writes.note(func, args, kwargs, result)
+        return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that has passed the check."""

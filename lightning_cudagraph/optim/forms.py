@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_cudagraph.capture.host_state import HostState
 from lightning_cudagraph.errors import UnsupportedError
 
-__all__ = ["Form", "HostSide", "form_of", "host_state_of", "moving_values"]
+__all__ = [
+    "Form",
+    "HostSide",
+    "form_of",
+    "host_state_of",
+    "moving_values",
+    "refuse_step_hooks",
+    "step_hooks",
+]
 
 
 @dataclass(frozen=True)
@@ -96,8 +106,12 @@ def _code(cls: type[Optimizer], name: str) -> Any:
     return inspect.unwrap(getattr(cls, name, _code))
 
 
-def form_of(optimizer: Optimizer) -> Form:
+def form_of(optimizer: Optimizer, scaled: bool) -> Form:
     """The form in which an optimizer is captured.
+
+    Args:
+        optimizer: the optimizer.
+        scaled: its steps can be skipped by a gradient scaler.
 
     Raises:
         UnsupportedError: if there is none; `in_optimizer` says whether it can step eagerly behind a
@@ -108,13 +122,13 @@ def form_of(optimizer: Optimizer) -> Form:
             "The optimizer is a `SparseAdam`, for gradients whose size depends on values.",
             "Use dense embeddings with `Adam`.",
         )
-    if any(_step_hooks(optimizer)):
+    if _code(type(optimizer), "zero_grad") is not _code(Optimizer, "zero_grad"):
         raise UnsupportedError(
-            f"`{_name(optimizer)}` has hooks registered with `register_step_pre_hook`,"
-            " `register_step_post_hook` or their global forms: host code that a replay would not run.",
-            "Do the same in `on_train_batch_start` or `on_train_batch_end`.",
-            in_optimizer=True,
+            f"`{_name(optimizer)}` has a `zero_grad` of its own; a graph makes gradients anew in each"
+            " step.",
+            "Leave it out.",
         )
+    refuse_step_hooks(optimizer)
     form: Form | None = _known(optimizer, _FORMS)
     if form is not None:
         return form
@@ -129,17 +143,42 @@ def form_of(optimizer: Optimizer) -> Form:
             "Use another optimizer to have its step in the graph too.",
             in_optimizer=True,
         )
+    if scaled:
+        # What is put back after an overflow is the state that torch's own classes have.
+        raise UnsupportedError(
+            f"`{_name(optimizer)}` is not one of torch's own: what it changes in a step that overflows in"
+            " fp16 is not known.",
+            "Use another optimizer, or bf16, to have its step in the graph too.",
+            in_optimizer=True,
+        )
     return _INSPECTED
 
 
-def _step_hooks(optimizer: Optimizer) -> list[Any]:
+def refuse_step_hooks(optimizer: Optimizer) -> None:
+    """Refuse an optimizer with hooks around its step.
+
+    Raises:
+        UnsupportedError: saying so.
+    """
+    if step_hooks(optimizer):
+        raise UnsupportedError(
+            f"`{_name(optimizer)}` has hooks registered with `register_step_pre_hook`,"
+            " `register_step_post_hook` or their global forms: host code that a replay would not run.",
+            "Do the same in `on_train_batch_start` or `on_train_batch_end`.",
+            in_optimizer=True,
+        )
+
+
+def step_hooks(optimizer: Optimizer) -> int:
+    """How many hooks run around the step of an optimizer."""
     everywhere = sys.modules[Optimizer.__module__]
-    return [
+    tables = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
-        getattr(everywhere, "_global_optimizer_pre_hooks", None),
-        getattr(everywhere, "_global_optimizer_post_hooks", None),
-    ]
+        getattr(everywhere, "_global_optimizer_pre_hooks", ()),
+        getattr(everywhere, "_global_optimizer_post_hooks", ()),
+    )
+    return sum(map(len, tables))
 
 
 def host_state_of(optimizer: Optimizer, device: torch.device) -> str | None:
@@ -156,48 +195,66 @@ def host_state_of(optimizer: Optimizer, device: torch.device) -> str | None:
 
 
 class HostSide:
-    """What an optimizer keeps on the host, and which tensors are its state; to be put back."""
+    """What an optimizer keeps on the host, and which tensors are its state, to be put back."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._parameters = set(optimizer.state)  # by identity: tensors hash so
-        self._values = moving_values(optimizer)
-        holders = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
-        self._held = [(holder, dict(holder)) for holder in holders]
+        self._keys = set(optimizer.state)  # tensors among them, by identity
+        self._held = HostState(frozenset(), on_cpu=True)  # generators of torch are the backend's affair
+        of = f"`{_name(optimizer)}`"
+        for index, group in enumerate(optimizer.param_groups):
+            self._held.add_value(group, f"param_groups[{index}]", of)
+        for index, state in enumerate(optimizer.state.values()):
+            self._held.add_value(state, f"state[{index}]", of)
+        named = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+        self._held.add_attributes(optimizer.state, named, of)
+        # Without these two: to walk the state by itself would name its entries by printing tensors.
+        attributes = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups")}
+        self._held.add_attributes(vars(optimizer), attributes, of)
 
     def changed(self) -> str | None:
-        """The first number that is not what it was, in words, or None."""
-        now = moving_values(self._optimizer)
-        for label in {**self._values, **now}:
-            was, is_now = self._values.get(label), now.get(label)
-            if was != is_now and (was == was or is_now == is_now):
-                return f"{label} from {was} to {is_now}"
-        return None
+        """The first thing that is not what it was, in words, or None."""
+        change = self._held.changed()
+        return None if change is None else f"`{change.name}` of {change.of}"
 
     def restore(self) -> None:
         """Put everything back."""
-        for parameter in [p for p in self._optimizer.state if p not in self._parameters]:
-            del self._optimizer.state[parameter]
-        for holder, held in self._held:
-            holder.clear()
-            holder.update(held)
+        for key in [key for key in self._optimizer.state if key not in self._keys]:
+            del self._optimizer.state[key]
+        self._held.restore()
+
+    def release(self) -> None:
+        """Let go of what stood in for iterators."""
+        self._held.release()
+
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
 
 
 def moving_values(optimizer: Optimizer) -> dict[str, Any]:
-    """The numbers that an optimizer of which nothing is known keeps on the host, by the user's words."""
+    """The plain values that an optimizer of which nothing is known keeps on the host, by name."""
     name = _name(optimizer)
     found = {
-        f"`{attribute}` of `{name}`": value
+        f"`{attribute}` of `{name}`": deepcopy(value)
         for attribute, value in vars(optimizer).items()
-        if isinstance(value, (int, float))
+        if attribute not in ("state", "param_groups", "defaults") and _is_plain(value)
     }
     for group_idx, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if isinstance(value, (int, float)) and key not in ("lr", "initial_lr"):
-                found[f"`{key}` of param group {group_idx} of `{name}`"] = value
-        for index, parameter in enumerate(group["params"]):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, (int, float)):
-                    label = f"`{key}` of parameter {index} in param group {group_idx} of `{name}`"
-                    found[label] = value
+            if key not in ("lr", "initial_lr", "params") and _is_plain(value):
+                found[f"`{key}` of param group {group_idx} of `{name}`"] = deepcopy(value)
+    for index, (key, state) in enumerate(optimizer.state.items()):
+        if isinstance(key, str) and _is_plain(state):
+            found[f"`{key}` in the state of `{name}`"] = deepcopy(state)
+        for entry, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, (int, float)):
+                found[f"`{entry}` in entry {index} of the state of `{name}`"] = value
     return found

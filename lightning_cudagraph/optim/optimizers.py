@@ -13,7 +13,7 @@ place a step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,7 +23,14 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.alpha import TensorAlphaMode
-from lightning_cudagraph.optim.forms import HostSide, form_of, host_state_of, moving_values
+from lightning_cudagraph.optim.forms import (
+    HostSide,
+    form_of,
+    host_state_of,
+    moving_values,
+    refuse_step_hooks,
+    step_hooks,
+)
 from lightning_cudagraph.optim.groups import PreparedGroup, check_group
 
 __all__ = ["EagerOptimizer", "PreparedOptimizer"]
@@ -60,11 +67,18 @@ class EagerOptimizer:
 
     def frozen_values(self) -> tuple[Any, ...]:
         """The values of `hyperparameters`, without the words: compared before every replay."""
-        return ()
+        # Also behind a graph, which makes the gradients of these parameters and of no others.
+        groups = self.optimizer.param_groups
+        return tuple((id(group), id(group["params"]), len(group["params"])) for group in groups)
+
+    def places(self) -> list[Collection[Any]]:
+        """Lists, and views of dictionaries, whose members a capture freezes."""
+        groups = self.optimizer.param_groups
+        return [groups, *(group["params"] for group in groups)]
 
     def learning_rates(self) -> tuple[Any, ...]:
-        """The learning rates that a captured step reads."""
-        return ()
+        """The learning rates, which a captured step can read, be it in the user's code."""
+        return tuple(group["lr"] for group in self.optimizer.param_groups)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All tensors of the optimizer's state that a captured step changes, by name."""
@@ -107,6 +121,7 @@ class PreparedOptimizer(EagerOptimizer):
         lr_dtype: dtype of the learning rate's mirrors.
         on_load: called with a reason after `optimizer.load_state_dict`, which puts other tensors in
             the place of those that a graph knows.
+        scaled: a gradient scaler can skip its steps.
 
     Raises:
         UnsupportedError: if this optimizer has no form that a graph can hold.
@@ -118,33 +133,37 @@ class PreparedOptimizer(EagerOptimizer):
         device: torch.device,
         lr_dtype: torch.dtype,
         on_load: Callable[[str], None],
+        scaled: bool = False,
     ) -> None:
         super().__init__(optimizer)
-        self._form = form_of(optimizer)
+        self._form = form_of(optimizer, scaled)
         self._device = device
         self._lr_dtype = lr_dtype
         self._on_load = on_load
         self._groups: list[PreparedGroup] = []
         self._restored = False
-        self._allow_cpu = self._cpu_switch()
+        self._restore = ExitStack()
         self._prepare_groups()
+        self._allow_cpu()
         self._hooks = [
             optimizer.register_state_dict_post_hook(self._as_the_user_has_it),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
 
-    def _cpu_switch(self) -> tuple[Any, str] | None:
-        """Where torch keeps the list of devices that it lets `capturable` run on.
+    def _allow_cpu(self) -> None:
+        """Put the CPU on the list of devices that torch lets `capturable` run on, until `restore`.
 
-        The emulator stands in for such a device, so while a step runs its device is on the list.
+        The emulator stands in for such a device.
         """
         if self._device.type != "cpu" or not self._form.capturable:
-            return None
+            return
         name = "_get_capturable_supported_devices"
         for cls in type(self.optimizer).__mro__:
             module = sys.modules[cls.__module__]
             if cls is not Optimizer and hasattr(module, name):
-                return module, name
+                self._restore.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, _and_cpu(getattr(module, name)))
+                return
         raise UnsupportedError(
             f"torch {torch.__version__} has no `{name}` beside `{type(self.optimizer).__qualname__}`,"
             " and the CPU emulator needs it to run capturable optimizers.",
@@ -225,14 +244,17 @@ class PreparedOptimizer(EagerOptimizer):
     def frozen_values(self) -> tuple[Any, ...]:
         values: list[Any] = [prepared.frozen_values() for prepared in self._groups]
         values.append(tuple(map(id, self.optimizer.param_groups)))  # added, or replaced
+        values.append((id(self.optimizer.state), len(self.optimizer.state)))
         if self._form.inspected:
             values.append(tuple(moving_values(self.optimizer).values()))
         return tuple(values)
 
-    def learning_rates(self) -> tuple[Any, ...]:
-        return tuple(group["lr"] for group in self.optimizer.param_groups) if self._form.mirror else ()
+    def places(self) -> list[Collection[Any]]:
+        states = [state.values() for state in self.optimizer.state.values() if isinstance(state, dict)]
+        return [*super().places(), self.optimizer.state.values(), *states]
 
     def check_state(self) -> None:
+        refuse_step_hooks(self.optimizer)  # since the form was found, some may have been registered
         reason = host_state_of(self.optimizer, self._device)
         if reason is not None:
             raise UnsupportedError(
@@ -254,6 +276,7 @@ class PreparedOptimizer(EagerOptimizer):
         found = super().addresses()
         for name, tensor in self.state_tensors().items():
             found[f"the address of {name}"] = tensor.data_ptr()
+        found["the number of hooks around the step of the optimizer"] = step_hooks(self.optimizer)
         return found
 
     def refresh(self) -> None:
@@ -279,11 +302,6 @@ class PreparedOptimizer(EagerOptimizer):
         with ExitStack() as stack:
             if capturing:
                 stack.enter_context(self._host_side_unchanged())
-            if self._allow_cpu is not None:
-                module, name = self._allow_cpu
-                devices = getattr(module, name)
-                setattr(module, name, lambda *args, **kwargs: [*devices(*args, **kwargs), "cpu"])
-                stack.callback(setattr, module, name, devices)
             if self._form.alpha:
                 stack.enter_context(TensorAlphaMode())
             for prepared in self._groups:
@@ -303,8 +321,8 @@ class PreparedOptimizer(EagerOptimizer):
             yield
             if self._form.inspected and (change := host_side.changed()) is not None:
                 raise CaptureError(
-                    f"The step of the optimizer changes {change}, on the host, which a replay would not"
-                    " do.",
+                    f"The step of the optimizer sets or changes {change} on the host, which a replay"
+                    " would not do.",
                     "Use one of torch's own optimizers to have its step in the graph too.",
                     in_optimizer=True,
                 )
@@ -318,6 +336,8 @@ class PreparedOptimizer(EagerOptimizer):
         except BaseException:
             host_side.restore()
             raise
+        finally:
+            host_side.release()
 
     @contextmanager
     def floats_inside(self, capturing: bool = False) -> Iterator[None]:
@@ -341,11 +361,15 @@ class PreparedOptimizer(EagerOptimizer):
         if self._restored:
             return
         self._restored = True
-        with ExitStack() as stack:
+        with self._restore as stack:
             for hook in self._hooks:
                 stack.callback(hook.remove)
             for prepared in self._groups:
                 stack.callback(prepared.restore)
+
+
+def _and_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    return lambda *args, **kwargs: [*devices(*args, **kwargs), "cpu"]
 
 
 def _lr_set_inside() -> CaptureError:

@@ -43,6 +43,7 @@ class PreparedScaler:
         state_tensors: the tensors of the optimizer's state.
 
     Attributes:
+        scaler: the scaler.
         skipped_steps: how many steps were skipped because a gradient overflowed, on the device.
 
     Raises:
@@ -59,7 +60,7 @@ class PreparedScaler:
                     " is built on it. Use a version of torch that this package names as supported, or"
                     ' pass `CUDAGraphCallback(backend="off")`.'
                 )
-        self._scaler = scaler
+        self.scaler = scaler
         self._state_tensors = state_tensors
         self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
         self._applied = False
@@ -67,15 +68,15 @@ class PreparedScaler:
     def tensors(self) -> dict[str, Tensor]:
         """What a step changes of the scaler, by name."""
         found = {"the number of skipped steps": self.skipped_steps}
-        if self._scaler._scale is not None:
-            found["the scale of the gradient scaler"] = self._scaler._scale
-        if self._scaler._growth_tracker is not None:
-            found["the growth tracker of the gradient scaler"] = self._scaler._growth_tracker
+        if self.scaler._scale is not None:
+            found["the scale of the gradient scaler"] = self.scaler._scale
+        if self.scaler._growth_tracker is not None:
+            found["the growth tracker of the gradient scaler"] = self.scaler._growth_tracker
         return found
 
     def frozen(self) -> dict[str, Any]:
         """What a capture freezes of the scaler, by the user's words."""
-        scaler = self._scaler
+        scaler = self.scaler
         return {
             "`growth_factor` of the gradient scaler": scaler._growth_factor,
             "`backoff_factor` of the gradient scaler": scaler._backoff_factor,
@@ -97,7 +98,7 @@ class PreparedScaler:
 
         Otherwise torch's own way is taken, and skipped steps are counted all the same.
         """
-        scaler = self._scaler
+        scaler = self.scaler
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         own_update = scaler.update
 
@@ -141,7 +142,7 @@ class PreparedScaler:
         try:
             yield
         finally:
-            self._scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            self.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
 
 def _overflowed(state: dict[str, Any]) -> Tensor:
