@@ -115,7 +115,7 @@ def guards_us(parameters: int) -> dict[str, float]:
     def measure() -> None:
         assert callback._training is not None
         guards = callback._training._guards
-        objects, values = guards._objects, guards._values
+        objects, values = guards._structure, guards._values
         assert objects is not None
         assert values is not None
         for undisturbed in (False, True):
@@ -126,7 +126,7 @@ def guards_us(parameters: int) -> dict[str, float]:
             "settings": guards._quick_now,
             "addresses": objects.parameters.addresses_changed,
             "requires_grad": objects.parameters.requires_grad_changed,
-            "a share of both": objects.shares[0].changed,
+            "a share of both": objects.share_changed,
             "modes": objects.modes.changed,
             "buffers": objects.buffers.changed,
             "Python values": values.changed,

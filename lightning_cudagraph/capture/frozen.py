@@ -20,7 +20,7 @@ from torch import nn
 from lightning_cudagraph.capture.host_calls import HostCalls, HostRules, allowance, frozen_read
 from lightning_cudagraph.capture.host_lines import NUMPYS_OWN
 from lightning_cudagraph.capture.host_state import Change, HostState
-from lightning_cudagraph.capture.reads import MentionedNames
+from lightning_cudagraph.capture.mentions import MentionedNames
 from lightning_cudagraph.capture.sentry import Location, user_location
 from lightning_cudagraph.errors import CaptureError
 

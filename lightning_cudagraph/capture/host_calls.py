@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_cudagraph.capture.host_draws import is_iterator
 from lightning_cudagraph.capture.host_lines import line_that_sets, stores
 from lightning_cudagraph.capture.host_state import Change, HostState
-from lightning_cudagraph.capture.reads import MentionedNames
+from lightning_cudagraph.capture.mentions import MentionedNames
 from lightning_cudagraph.capture.sentry import Location, is_user_code, user_frame
 from lightning_cudagraph.errors import CaptureError
 
@@ -332,6 +332,7 @@ class HostCalls:
         if not self._users(frame):
             return
         self._users_code.append(code)
+        self.mentioned.add_users_code(code)
         namespace = frame.f_globals
         for name in names:
             if name not in namespace:
@@ -345,6 +346,7 @@ class HostCalls:
                         self.mentioned.user_globals.append((vars(value), inner))
                         self._state.add_global(vars(value), inner)
         if code.co_freevars and id(code) not in self._made_inside:
+            self.mentioned.closures.append(code)
             self._watch_closure(frame)
         self._made_inside |= {id(inner) for inner in code.co_consts if isinstance(inner, CodeType)}
 

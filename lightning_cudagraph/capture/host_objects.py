@@ -20,6 +20,7 @@ __all__ = [
     "attributes_of",
     "is_plain_object",
     "is_users_class",
+    "is_users_part",
     "lineage",
     "mapping_access",
     "member_access",
@@ -40,6 +41,8 @@ VALUES = frozenset(
 # Installed beside the user's own packages, and none of theirs.
 _NOT_USERS = ("numpy", "tensorboard", "tensorboardX", "wandb", "comet_ml", "mlflow", "clearml", "aim")
 _FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
+# Classes of Lightning's that users derive their own from, apart from modules.
+_PARTS = ("Callback", "LightningDataModule")
 _PLAIN_OF_PYTHON = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
 
 
@@ -132,6 +135,24 @@ def _is_plain_object(cls: Any) -> bool:
         if module.partition(".")[0] in _FRAMEWORKS:
             return False
     return True
+
+
+def is_users_part(cls: Any) -> bool:
+    """Whether a class is the user's own callback or datamodule, whose attributes are the user's too."""
+    return _is_users_part(cls)
+
+
+@lru_cache(maxsize=4096)
+def _is_users_part(cls: Any) -> bool:
+    if not is_users_class(cls):
+        return False
+    bases = [namespace_of(base) for base in lineage(cls)[:-1]]
+    if any("__getattr__" in base or "__getattribute__" in base for base in bases):
+        return False
+    return any(
+        base.__name__ in _PARTS and namespace_of(base)["__module__"].partition(".")[0] in _FRAMEWORKS
+        for base in lineage(cls)
+    )
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:

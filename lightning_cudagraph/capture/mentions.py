@@ -1,0 +1,84 @@
+"""What the code of a step mentions: names, globals, and variables of closures."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+__all__ = ["MentionedNames"]
+
+# Functions that find an attribute by a text.
+_BY_TEXT = frozenset({"getattr", "hasattr", "attrgetter", "getattr_static", "vars", "__dict__"})
+_MAX_CELLS = 500
+
+
+@dataclass
+class MentionedNames:
+    """What the code of a step mentions.
+
+    Attributes:
+        names: of attributes and globals.
+        users: those of them that the user's code mentions.
+        texts: constants of the user's code that can be the name of an attribute.
+        user_globals: the global namespaces of the user's code among it, with the names from each.
+        closures: the user's code that has variables of functions around it, which were left before.
+        reads: values that move seldom and were read, by what the user knows them as, with a way to read
+            them again.
+    """
+
+    names: set[str] = field(default_factory=set)
+    users: set[str] = field(default_factory=set)
+    texts: set[str] = field(default_factory=set)
+    user_globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    closures: list[CodeType] = field(default_factory=list)
+    reads: dict[str, Callable[[], Any]] = field(default_factory=dict)
+
+    @classmethod
+    def union(cls, parts: Iterable[MentionedNames]) -> MentionedNames:
+        """What several steps mention together."""
+        whole = cls()
+        for part in parts:
+            whole.names |= part.names
+            whole.users |= part.users
+            whole.texts |= part.texts
+            whole.user_globals += part.user_globals
+            whole.closures += part.closures
+            whole.reads |= part.reads
+        return whole
+
+    def add_users_code(self, code: CodeType) -> None:
+        """Note the names and the texts of a piece of the user's code."""
+        self.users.update(code.co_names)
+        self.texts.update(filter(str.isidentifier, _texts(code.co_consts)))
+
+    def of_users_objects(self) -> set[str]:
+        """The names under which the user's code can have read an attribute.
+
+        Texts count as soon as any of that code finds attributes by text: `getattr(self, "scale")`.
+        """
+        return self.users | self.texts if self.users & _BY_TEXT else set(self.users)
+
+    def cells(self) -> Iterator[tuple[CellType, str, str]]:
+        """The variables of closures, with their names and those of the functions."""
+        # A frame knows the values only; the cells are known by the functions with its code.
+        codes = {id(code): code for code in self.closures}
+        seen: set[int] = set()
+        for function in gc.get_referrers(*codes.values()) if codes else ():
+            if type(function) is not FunctionType or id(function.__code__) not in codes:
+                continue
+            code = function.__code__
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                if id(cell) not in seen and len(seen) < _MAX_CELLS:
+                    seen.add(id(cell))
+                    yield cell, name, code.co_name
+
+
+def _texts(constants: Iterable[Any]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, (tuple, frozenset)):
+            yield from _texts(constant)
