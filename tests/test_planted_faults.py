@@ -216,7 +216,7 @@ FAULTS: dict[str, Fault] = {
         SetsTheWeightDecay, recapture="`weight_decay` of param group 0 changed", control="guards"
     ),
     "a parameter replaced": Fault(
-        ReplacesAParameter, recapture="parameter 5 in param group 0 of the optimizer", control="guards"
+        ReplacesAParameter, recapture="the parameter `head.bias` changed", control="guards"
     ),
     "requires_grad toggled": Fault(
         TogglesRequiresGrad,

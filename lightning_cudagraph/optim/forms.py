@@ -146,8 +146,8 @@ def form_of(optimizer: Optimizer, scaled: bool) -> Form:
     if scaled:
         # What is put back after an overflow is the state that torch's own classes have.
         raise UnsupportedError(
-            f"`{_name(optimizer)}` is not one of torch's own: what it changes in a step that overflows in"
-            " fp16 is not known.",
+            f"`{_name(optimizer)}` is not one of torch's own: what it changes in a step that overflows"
+            " in fp16 is not known.",
             "Use another optimizer, or bf16, to have its step in the graph too.",
             in_optimizer=True,
         )
