@@ -204,10 +204,11 @@ class HostSide:
         of = f"`{_name(optimizer)}`"
         for index, group in enumerate(optimizer.param_groups):
             self._held.add_value(group, f"param_groups[{index}]", of)
-        for index, state in enumerate(optimizer.state.values()):
-            self._held.add_value(state, f"state[{index}]", of)
-        named = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
-        self._held.add_attributes(optimizer.state, named, of)
+        state: dict[Any, Any] = optimizer.state  # optimizers of others use names as keys, too
+        for index, value in enumerate(state.values()):
+            self._held.add_value(value, f"state[{index}]", of)
+        named = {key: value for key, value in state.items() if isinstance(key, str)}
+        self._held.add_attributes(state, named, of)
         # Without these two: to walk the state by itself would name its entries by printing tensors.
         attributes = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups")}
         self._held.add_attributes(vars(optimizer), attributes, of)
@@ -251,10 +252,11 @@ def moving_values(optimizer: Optimizer) -> dict[str, Any]:
         for key, value in group.items():
             if key not in ("lr", "initial_lr", "params") and _is_plain(value):
                 found[f"`{key}` of param group {group_idx} of `{name}`"] = deepcopy(value)
-    for index, (key, state) in enumerate(optimizer.state.items()):
-        if isinstance(key, str) and _is_plain(state):
-            found[f"`{key}` in the state of `{name}`"] = deepcopy(state)
-        for entry, value in state.items() if isinstance(state, dict) else ():
+    state: dict[Any, Any] = optimizer.state
+    for index, (owner, entries) in enumerate(state.items()):
+        if isinstance(owner, str) and _is_plain(entries):
+            found[f"`{owner}` in the state of `{name}`"] = deepcopy(entries)
+        for entry, value in entries.items() if isinstance(entries, dict) else ():
             if isinstance(value, (int, float)):
                 found[f"`{entry}` in entry {index} of the state of `{name}`"] = value
     return found
