@@ -19,12 +19,16 @@ _OF_MODULES = (
     "optimizer_step",
     "lr_scheduler_step",
 )
-_KNOWN = ("lightning.", "lightning_cudagraph.")
+_OF_DATAMODULES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_KNOWN = ("lightning.", "lightning_cudagraph.", "torch.")
 
 
 def undisturbed(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether only Lightning's own code and this package's runs between two training steps."""
     hooks = [getattr(module, name) for name in _OF_MODULES]
     hooks += [getattr(callback, name) for callback in callbacks_of(trainer) for name in _OF_CALLBACKS]
+    if (datamodule := getattr(trainer, "datamodule", None)) is not None:
+        hooks += [getattr(datamodule, name) for name in _OF_DATAMODULES]
+    hooks += [config.scheduler.step for config in getattr(trainer, "lr_scheduler_configs", ())]
     # By the function and not by the class, so that lambdas and what was set on an instance count.
     return all(str(getattr(hook, "__module__", None)).startswith(_KNOWN) for hook in hooks)

@@ -833,7 +833,7 @@ GUARDED: dict[type[Net], str] = {
     ClassAsNamespace: "`Settings.scale` of `tests.test_frozen` changed from 1.0 to 5.0",
     OwnClassAttribute: "`factor` of the `OwnClassAttribute` changed from 1.0 to 5.0",
     SlotOfAGlobal: "`SLOTS.count` of `tests.test_frozen` changed from 1.0 to 5.0",
-    NestedOptions: "`options` of the `NestedOptions` changed",
+    NestedOptions: "`options['loss']['scale'][0]` of the `NestedOptions` changed from 1.0 to 5.0",
 }
 
 

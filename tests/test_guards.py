@@ -25,9 +25,9 @@ def _no_state() -> dict[str, Any]:
 
 
 class _Layers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
         self.norm = nn.BatchNorm1d(2)
         self.register_buffer("maybe", None)
 
@@ -41,6 +41,18 @@ def _guards(model: nn.Module, **kwargs: Any) -> Guards:
 
 def _other_data(model: Any) -> None:
     model.layers[2].weight.data = torch.ones(2, 2)
+
+
+def _other_parameter(model: Any) -> None:
+    model.layers[2].weight = nn.Parameter(model.layers[2].weight.data)  # at the same address
+
+
+def _other_module(model: Any) -> None:
+    model.layers[1] = nn.Linear(2, 2)
+
+
+def _more_modules(model: Any) -> None:
+    model.layers[1].more = nn.Identity()
 
 
 def _other_buffer(model: Any) -> None:
@@ -67,6 +79,9 @@ def _mode(model: Any) -> None:
     ("change", "words"),
     [
         (_other_data, "the address of parameter `layers.2.weight` changed"),
+        (_other_parameter, "the parameter `layers.2.weight` changed from a `Parameter` at"),
+        (_other_module, "the module `layers.1` changed from a `Linear` at"),
+        (_more_modules, "the module `layers.1.more` changed from None"),
         (_other_buffer, "the address of buffer `norm.running_mean` changed"),
         (_no_buffer, "the address of buffer `norm.running_mean` changed"),
         (_new_buffer, "the address of buffer `maybe` changed from None"),
@@ -91,22 +106,24 @@ def test_what_was_frozen_is_seen_to_thaw() -> None:
     assert "`training` of `layers.1` changed from False to True" in (guards.changed() or "")
 
 
-@pytest.mark.parametrize("change", [_other_data, _frozen])
+@pytest.mark.parametrize("change", [_other_data, _frozen, _other_parameter])
 def test_undisturbed_parameters_are_compared_in_turns(change: Callable[[Any], None]) -> None:
-    model = _Layers()
+    model = _Layers(20)
     guards = _guards(model, undisturbed=lambda: True)
     change(model)
-    seen = [guards.changed() is not None for _ in range(8)]
-    assert any(seen[:4])
-    assert seen[:4] == seen[4:]
-    while guards.changed() is not None:
-        pass
+    seen = [guards.changed() is not None for _ in range(10)]
+    assert any(seen[:5])
+    assert not all(seen[:5])
+    assert seen[:5] == seen[5:]
+    for _ in range(10):
+        if guards.changed() is None:
+            break
     guards.suspect()
     assert guards.changed() is not None  # whoever's turn it is
 
 
 def test_a_whole_submodule_is_seen_at_once_though_undisturbed() -> None:
-    model = _Layers()
+    model = _Layers(20)
     guards = _guards(model, undisturbed=lambda: True)
     model.layers.requires_grad_(False)
     assert all("`requires_grad`" in (guards.changed() or "") for _ in range(8))
@@ -156,8 +173,6 @@ def test_hooks_of_modules(register: str, words: str) -> None:
     guards = _guards(model)
     was_there.remove()
     getattr(model.layers[1], register)(_second_hook)
-    assert guards.changed() is None
-    guards.suspect()
     change = guards.changed() or ""
     assert words in change
     assert "from `_hook` (" in change
@@ -169,15 +184,35 @@ def test_hooks_of_parameters(register: str) -> None:
     model = _Layers()
     guards = _guards(model)
     getattr(model.layers[0].bias, register)(_hook)
-    guards.suspect()
     assert "of parameter `layers.0.bias` changed from none to `_hook` (" in (guards.changed() or "")
+
+
+def test_hooks_that_are_removed() -> None:
+    model = _Layers()
+    handles = [model.layers[0].register_forward_hook(_hook), model.norm.weight.register_hook(_hook)]
+    for handle in handles:
+        guards = _guards(model)
+        handle.remove()
+        assert "to none" in (guards.changed() or "")
+
+
+def test_hooks_of_others() -> None:
+    guards = _guards(_Layers())
+    nn.Linear(1, 1).register_forward_hook(_hook)
+    assert guards.changed() is None
+
+
+def test_what_has_to_stay() -> None:
+    state = {"a": {"moment": torch.ones(1)}}
+    guards = _guards(_Layers(), others=lambda: [state.values(), state["a"].values()])
+    state["a"]["moment"] = torch.ones(1)  # equal, and another one
+    assert guards.changed() == "an object of the model or the optimizer was replaced"
 
 
 def test_hooks_of_all_modules() -> None:
     guards = _guards(_Layers())
     handle = torch.nn.modules.module.register_module_forward_hook(_hook)
     try:
-        guards.suspect()
         assert "`_forward_hooks` of all modules" in (guards.changed() or "")
     finally:
         handle.remove()

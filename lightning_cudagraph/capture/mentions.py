@@ -22,7 +22,8 @@ class MentionedNames:
     Attributes:
         names: of attributes and globals.
         users: those of them that the user's code mentions.
-        texts: constants of the user's code that can be the name of an attribute.
+        texts: constants of the user's code that can be the name of an attribute, by file.
+        finds_by_text: files whose code finds attributes by a text.
         user_globals: the global namespaces of the user's code among it, with the names from each.
         closures: the user's code that has variables of functions around it, which were left before.
         reads: values that move seldom and were read, by what the user knows them as, with a way to read
@@ -31,7 +32,8 @@ class MentionedNames:
 
     names: set[str] = field(default_factory=set)
     users: set[str] = field(default_factory=set)
-    texts: set[str] = field(default_factory=set)
+    texts: dict[str, set[str]] = field(default_factory=dict)
+    finds_by_text: set[str] = field(default_factory=set)
     user_globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     closures: list[CodeType] = field(default_factory=list)
     reads: dict[str, Callable[[], Any]] = field(default_factory=dict)
@@ -43,7 +45,9 @@ class MentionedNames:
         for part in parts:
             whole.names |= part.names
             whole.users |= part.users
-            whole.texts |= part.texts
+            whole.finds_by_text |= part.finds_by_text
+            for file, texts in part.texts.items():
+                whole.texts.setdefault(file, set()).update(texts)
             whole.user_globals += part.user_globals
             whole.closures += part.closures
             whole.reads |= part.reads
@@ -52,14 +56,18 @@ class MentionedNames:
     def add_users_code(self, code: CodeType) -> None:
         """Note the names and the texts of a piece of the user's code."""
         self.users.update(code.co_names)
-        self.texts.update(filter(str.isidentifier, _texts(code.co_consts)))
+        texts = self.texts.setdefault(code.co_filename, set())
+        texts.update(filter(str.isidentifier, _texts(code.co_consts)))
+        if not _BY_TEXT.isdisjoint(code.co_names):
+            self.finds_by_text.add(code.co_filename)
 
     def of_users_objects(self) -> set[str]:
         """The names under which the user's code can have read an attribute.
 
-        Texts count as soon as any of that code finds attributes by text: `getattr(self, "scale")`.
+        Texts count in files that find attributes by text (`getattr(self, "scale")`); elsewhere they are
+        what things are logged as.
         """
-        return self.users | self.texts if self.users & _BY_TEXT else set(self.users)
+        return self.users.union(*(self.texts[file] for file in self.finds_by_text))
 
     def cells(self) -> Iterator[tuple[CellType, str, str]]:
         """The variables of closures, with their names and those of the functions."""

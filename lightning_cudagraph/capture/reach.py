@@ -6,7 +6,7 @@ objects under mentioned names. Like the audit (`host_state.py`), it runs no code
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,12 +30,12 @@ from lightning_cudagraph.capture.host_objects import (
 )
 from lightning_cudagraph.capture.sentry import is_user_code
 
-__all__ = ["Reach", "as_bytes"]
+__all__ = ["Container", "Reach", "as_bytes"]
 
 # Of objects in one another. More is not looked at before every replay.
 _MAX_DEPTH = 6
 _MAX_MEMBERS = 1000  # of one container; of larger ones only the length
-_MAX_WATCHED = 3000  # altogether, of what is found below the first level
+_MAX_WATCHED = 2000  # altogether, of what is found below the first level
 _MAX_ARRAY_BYTES = 4096
 
 
@@ -54,7 +54,8 @@ class Container:
     """A container, its members as they were, and what they are called."""
 
     value: Any
-    label: str
+    path: str
+    where: str
     members: list[Any]
 
     @property
@@ -64,7 +65,22 @@ class Container:
             return [dict.keys(self.value), dict.values(self.value)]
         return [self.value]
 
+    @property
+    def label(self) -> str:
+        """Itself in words."""
+        return f"`{self.path}` of {self.where}"
+
+    def label_of(self, index: int) -> str:
+        """A member in words."""
+        key: Any = index
+        if issubclass(type(self.value), dict):
+            key = self.members[index - len(self.members) // 2]
+        if type(key) not in VALUES or issubclass(type(self.value), set):
+            return self.label
+        return f"`{self.path}[{key!r}]` of {self.where}"
+
     def now(self) -> list[Any]:
+        """The members as they are."""
         return [member for part in self.parts for member in part]
 
 
@@ -121,17 +137,27 @@ class Reach:
             if self.stays_on_host(module):
                 continue
             where = f"`{path}`" if path else f"the `{type(module).__qualname__}`"
-            self.add_namespace(vars(module), self.names, where)
-            self._add_class_attributes(type(module), vars(module), "", where, self._of_classes)
+            kind = type(module)
+            # The code of a framework does not read what a class of the user's own calls by that name.
+            foreign = self.names - self.users if _is_users_alone(kind) else set()
+            known = {name for base in lineage(kind) for name in namespace_of(base)} | {"_hparams"}
+            self.add_namespace(vars(module), self.names, where, left_out=foreign - known)
+            self._add_class_attributes(kind, vars(module), "", where, self._of_classes)
 
     def add_namespace(
-        self, namespace: dict[str, Any], names: set[str], where: str, path: str = "", depth: int = 1
+        self,
+        namespace: dict[str, Any],
+        names: set[str],
+        where: str,
+        path: str = "",
+        depth: int = 1,
+        left_out: Collection[str] = (),
     ) -> None:
         """The attributes of one object under certain names; also those that it does not have yet."""
         for name in namespace:
-            if name in names and name not in self.unwatched:
+            if name in names and name not in self.unwatched and name not in left_out:
                 self.add_value(namespace, name, path + name, where, depth)
-        self.spaces.append((namespace, f"{path}{{}}` of {where}", names))
+        self.spaces.append((namespace, f"{path}{{}}` of {where}", names.difference(left_out)))
 
     def add_value(self, namespace: Any, name: str, path: str, where: str, depth: int = 1) -> None:
         """One name of a namespace."""
@@ -184,9 +210,10 @@ class Reach:
                 defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
                 yield from ((part, path) for part in defaults)
         elif issubclass(kind, (tuple, frozenset)):
-            yield from ((part, f"{path}[{i}]") for i, part in enumerate([*value][:_MAX_MEMBERS]))
-        elif issubclass(kind, (list, set, dict, deque)):
-            container = Container(value, f"`{path}` of {where}", [])
+            members = (tuple if issubclass(kind, tuple) else frozenset).__iter__(value)
+            yield from ((part, f"{path}[{i}]") for i, part in enumerate(members) if i < _MAX_MEMBERS)
+        elif _is_container(kind):
+            container = Container(value, path, where, [])
             if len(value) > _MAX_MEMBERS:
                 self.large.append(container)
                 return
@@ -253,6 +280,24 @@ def _contents(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return UNSET
+
+
+def _is_container(kind: type) -> bool:
+    """Whether objects of this class can be asked for their members without code of the user's."""
+    if issubclass(kind, dict):
+        return kind.__len__ is dict.__len__ or kind is OrderedDict
+    return any(
+        issubclass(kind, base) and kind.__iter__ is base.__iter__ and kind.__len__ is base.__len__
+        for base in (list, set, deque)
+    )
+
+
+def _is_users_alone(kind: type) -> bool:
+    """Whether a class of modules has its attributes from the user alone, from no layer of torch."""
+    bases = lineage(kind)
+    roots = [nn.Module, *(base for base in bases if base.__name__ == "LightningModule")]
+    allowed = {above for root in roots for above in lineage(root)}
+    return all(is_users_class(base) or base in allowed for base in bases)
 
 
 def _is_dunder(name: str) -> bool:

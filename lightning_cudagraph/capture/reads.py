@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.host_objects import UNSET, VALUES
 from lightning_cudagraph.capture.mentions import MentionedNames
-from lightning_cudagraph.capture.reach import Reach, as_bytes
+from lightning_cudagraph.capture.reach import Container, Reach, as_bytes
 from lightning_cudagraph.capture.structure import Members
 
 __all__ = ["MentionedNames", "PythonValues"]
@@ -142,11 +142,11 @@ class PythonValues:
             if not _same(held.value, now):
                 return f"{held.label} changed{_shown(held.value, now)}"
         for container in self._reach.containers:
-            if not _same(container.members, container.now()):
-                return f"{container.label} changed"
+            if change := _first_member(container):
+                return change
         for container, length in zip(self._reach.large, self._lengths, strict=True):
             if len(container.value) != length:
-                return f"{container.label} changed"
+                return f"{container.label} changed its length"
         for (tensor, label), address in zip(self._reach.tensors, self._addresses, strict=True):
             if tensor.data_ptr() != address:
                 return f"{label} changed"
@@ -156,7 +156,7 @@ class PythonValues:
         return None
 
     def _take_again(self) -> None:
-        """Other objects are there that say the same. Numbers are replaced here, all else is found anew."""
+        """Other objects are there that say the same. Numbers are noted here, all else is found anew."""
         for index, held in enumerate(self._reach.held):
             now = held.namespace[held.name]
             if now is not held.value and type(now) in VALUES:
@@ -164,6 +164,16 @@ class PythonValues:
         self._sizes = [*map(len, self._spaces)]
         if not self._unmoved():
             self._take()
+
+
+def _first_member(container: Container) -> str | None:
+    was, now = container.members, container.now()
+    if len(was) != len(now):
+        return f"{container.label} changed its length"
+    for index, (one, other) in enumerate(zip(was, now, strict=True)):
+        if not _same(one, other):
+            return f"{container.label_of(index)} changed{_shown(one, other)}"
+    return None
 
 
 def _shown(was: Any, now: Any) -> str:

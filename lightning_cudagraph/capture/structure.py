@@ -24,8 +24,9 @@ _requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type:
 _training = operator.itemgetter("training")
 
 # Each attribute of a parameter costs about 100 ns to read, and nothing reads many at once. Where no code
-# of the user's runs between two replays, one object in so many is looked at before each.
-SHARES = 32
+# of the user's runs between two replays, a share of at least so many is looked at before each.
+_SHARE = 8
+_MAX_SHARES = 32
 
 _MODULE_HOOKS = (
     "_forward_pre_hooks",
@@ -167,9 +168,10 @@ class Structure:
         self.submodules = Members([m._modules.values() for m in modules])
         self.parameters, self.places = _Parameters(parameters), Members(places)
         self.hooks = _Hooks(modules, parameters)
+        shares = max(1, min(_MAX_SHARES, len(parameters) // _SHARE))
         self._shares = [
-            (_Parameters(parameters[start::SHARES]), Members(places[start::SHARES]))
-            for start in range(SHARES)
+            (_Parameters(parameters[start::shares]), Members(places[start::shares]))
+            for start in range(shares)
         ]
         self._turn = 0
 
@@ -180,7 +182,7 @@ class Structure:
         return self.share_changed() if undisturbed else self.all_changed()
 
     def share_changed(self) -> bool:
-        self._turn = (self._turn + 1) % SHARES
+        self._turn = (self._turn + 1) % len(self._shares)
         parameters, places = self._shares[self._turn]
         return parameters.changed() or places.changed()
 

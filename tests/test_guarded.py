@@ -1,0 +1,462 @@
+"""Runs that change what a step reads between two steps, in every way there is to change it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.errors import CaptureError
+from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class Changing(Net):
+    """Changes something in the middle of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum)
+        self.act: nn.Module = nn.Tanh()
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make what will change."""
+
+    def change(self) -> None:
+        """Change it."""
+
+    def factor(self) -> Any:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x)) * self.factor()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.change()
+
+
+class Parameter(Changing):
+    def change(self) -> None:
+        self.head.weight = nn.Parameter(self.head.weight.detach() * 0.5)
+
+
+class Assigned(Changing):
+    def change(self) -> None:
+        self.load_state_dict({k: v.clone() for k, v in self.state_dict().items()}, assign=True)
+
+
+class Submodule(Changing):
+    def change(self) -> None:
+        self.act = nn.Sigmoid()
+
+
+class ForwardHook(Changing):
+    def change(self) -> None:
+        self.act.register_forward_hook(lambda module, args, output: output * 2)
+
+
+class TensorHook(Changing):
+    def change(self) -> None:
+        self.head.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+class StateCleared(Changing):
+    def change(self) -> None:
+        self.trainer.optimizers[0].state.clear()
+
+
+class StateRebound(Changing):
+    def change(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        for parameter in optimizer.state:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+class AddedGroup(Changing):
+    def prepare(self) -> None:
+        self.aux = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.aux(x)
+
+    def configure_optimizers(self) -> Any:
+        return momentum([*self.features.parameters(), *self.head.parameters()])
+
+    def change(self) -> None:
+        self.trainer.optimizers[0].add_param_group({"params": list(self.aux.parameters())})
+
+
+def _decay(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        torch._foreach_mul_([p.detach() for p in group["params"]], 0.9)
+
+
+class StepHook(Changing):
+    def change(self) -> None:
+        self.trainer.optimizers[0].register_step_post_hook(_decay)
+
+
+class Scale:
+    def __init__(self, factor: float) -> None:
+        self.gain = factor
+
+    def __call__(self) -> float:
+        return self.gain
+
+
+class Mode(enum.Enum):
+    ONCE = 1
+    THRICE = 3
+
+
+class Replaced(Changing):
+    def prepare(self) -> None:
+        self.scale: Any = Scale(1.0)
+
+    def change(self) -> None:
+        self.scale = Scale(3.0)
+
+    def factor(self) -> Any:
+        return self.scale()
+
+
+class Partial(Replaced):
+    def prepare(self) -> None:
+        self.scale = partial(max, 0.0, 1.0)
+
+    def change(self) -> None:
+        self.scale = partial(max, 0.0, 3.0)
+
+
+class EnumMember(Changing):
+    def prepare(self) -> None:
+        self.mode = Mode.ONCE
+
+    def change(self) -> None:
+        self.mode = Mode.THRICE
+
+    def factor(self) -> Any:
+        return 3.0 if self.mode is Mode.THRICE else 1.0
+
+
+class Generator(Changing):
+    def prepare(self) -> None:
+        self.noise = torch.Generator().manual_seed(0)
+
+    def change(self) -> None:
+        self.noise = torch.Generator().manual_seed(1)
+
+    def factor(self) -> Any:
+        return 2.0 if self.noise.initial_seed() else 1.0
+
+
+class Method(Changing):
+    def change(self) -> None:
+        self.factor = lambda: 3.0  # type: ignore[method-assign]
+
+
+class Forward(Changing):
+    def change(self) -> None:
+        head = self.head
+        head.forward = lambda x: nn.functional.linear(x, head.weight) * 2  # type: ignore[method-assign]
+
+
+class NumpyNumber(Changing):
+    def prepare(self) -> None:
+        self.gain = np.float32(1)
+
+    def change(self) -> None:
+        self.gain = np.float32(3)
+
+    def factor(self) -> Any:
+        return float(self.gain)
+
+
+class NumpyArray(NumpyNumber):
+    def prepare(self) -> None:
+        self.gain: Any = np.ones(2)
+
+    def change(self) -> None:
+        self.gain[0] = 3
+
+    def factor(self) -> Any:
+        return float(self.gain[0])
+
+
+class OddMember(Changing):
+    def prepare(self) -> None:
+        self.options = {"gain": 1.0, "mode": Mode.ONCE, "scale": Scale(1.0)}
+
+    def change(self) -> None:
+        self.options["gain"] = 3.0
+
+    def factor(self) -> Any:
+        return self.options["gain"]
+
+
+class Hparams(Changing):
+    def prepare(self) -> None:
+        self.save_hyperparameters({"gain": 1.0, "mode": Mode.ONCE})
+
+    def change(self) -> None:
+        self.hparams.gain = 3.0
+
+    def factor(self) -> Any:
+        return self.hparams.gain
+
+
+class SecondLevel(Changing):
+    def prepare(self) -> None:
+        self.outer: Any = Scale(0.0)
+        self.outer.gain = Scale(1.0)
+
+    def change(self) -> None:
+        self.outer.gain.gain = 3.0
+
+    def factor(self) -> Any:
+        return self.outer.gain.gain
+
+
+class InAList(SecondLevel):
+    def prepare(self) -> None:
+        self.outer = [Scale(1.0)]
+
+    def change(self) -> None:
+        self.outer[0].gain = 3.0
+
+    def factor(self) -> Any:
+        return self.outer[0]()
+
+
+class ByText(NumpyNumber):
+    def factor(self) -> Any:
+        return float(getattr(self, "gain"))  # noqa: B009
+
+
+class OfTheTrainer(Changing):
+    def change(self) -> None:
+        self.trainer.gain = 3.0  # type: ignore[attr-defined]
+
+    def factor(self) -> Any:
+        return getattr(self.trainer, "gain", 1.0)
+
+
+class OfACallback(Changing):
+    def change(self) -> None:
+        self.trainer.callbacks[-2].gain = 3.0  # type: ignore[attr-defined]
+
+    def factor(self) -> Any:
+        return next(c.gain for c in self.trainer.callbacks if isinstance(c, Gain))
+
+
+class Gain(Callback):
+    gain = 1.0
+
+
+class Data(LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = 1.0
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+class OfTheData(Changing):
+    def change(self) -> None:
+        self.data.gain = 3.0
+
+    def prepare(self) -> None:
+        self.data = Data()
+
+    def factor(self) -> Any:
+        return self.data.gain
+
+
+class HiddenMode(Changing):
+    def prepare(self) -> None:
+        self.teachers = [nn.Dropout(0.5).eval()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.teachers[0](super().forward(x))
+
+    def change(self) -> None:
+        self.teachers[0].train()
+
+
+class HiddenParameter(Changing):
+    def prepare(self) -> None:
+        self.teachers = [nn.Linear(12, 4).requires_grad_(False)]
+
+    def on_fit_start(self) -> None:
+        self.teachers[0].to(self.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.teachers[0](x)
+
+    def change(self) -> None:
+        self.teachers[0].weight.data = torch.zeros_like(self.teachers[0].weight)
+
+
+def closure() -> Net:
+    gain: Any = 1.0
+    table = {"gain": 1.0, "mode": Mode.ONCE}
+
+    class Closure(Changing):
+        def factor(self) -> Any:
+            return gain * table["gain"]
+
+        def change(self) -> None:
+            nonlocal gain
+            gain = 3.0
+
+    return Closure()
+
+
+def table() -> Net:
+    table = {"gain": 1.0, "mode": Mode.ONCE}
+
+    class Table(Changing):
+        def factor(self) -> Any:
+            return table["gain"]
+
+        def change(self) -> None:
+            table["gain"] = 3.0
+
+    return Table()
+
+
+CHANGES: list[tuple[Callable[[], Net], str]] = [
+    (Parameter, "the parameter `head.weight` changed from a `Parameter`"),
+    (Assigned, "the parameter `features.0.weight` changed from a `Parameter`"),
+    (Submodule, "the module `act` changed from a `Tanh`"),
+    (ForwardHook, "`_forward_hooks` of `act` changed from none"),
+    (TensorHook, "`_backward_hooks` of parameter `head.weight` changed from none"),
+    (StateCleared, "the address of `momentum_buffer` of parameter 0"),
+    (StateRebound, "the address of `momentum_buffer` of parameter 0"),
+    (AddedGroup, "param group 1"),
+    (StepHook, "the number of hooks around the step of the optimizer changed from 0 to 1"),
+    (Replaced, "`scale` of the `Replaced` changed"),
+    (Partial, "`scale` of the `Partial` changed"),
+    (EnumMember, "`mode` of the `EnumMember` changed"),
+    (Generator, "`noise` of the `Generator` changed"),
+    (Method, "`factor` of the `Method` was set"),
+    (Forward, "`forward` of `head` was set"),
+    (NumpyNumber, "`gain` of the `NumpyNumber` changed"),
+    (NumpyArray, "`gain` of the `NumpyArray` changed"),
+    (OddMember, "`options['gain']` of the `OddMember` changed from 1.0 to 3.0"),
+    (Hparams, "`_hparams['gain']` of the `Hparams` changed from 1.0 to 3.0"),
+    (SecondLevel, "`outer.gain.gain` of the `SecondLevel` changed from 1.0 to 3.0"),
+    (InAList, "`outer[0].gain` of the `InAList` changed from 1.0 to 3.0"),
+    (ByText, "`gain` of the `ByText` changed"),
+    (OfTheTrainer, "`gain` of the `Trainer` was set to 3.0"),
+    (OfACallback, ".gain` of the `Trainer` was set to 3.0"),
+    (OfTheData, "`data.gain` of the `OfTheData` changed from 1.0 to 3.0"),
+    (HiddenMode, "`training` of `teachers[0]` changed from False to True"),
+    (HiddenParameter, "the address of parameter `teachers[0].weight` changed"),
+    (closure, "`gain` of the closure of `factor` changed from 1.0 to 3.0"),
+    (table, "`table['gain']` of the closure of `factor` changed from 1.0 to 3.0"),
+]
+
+
+def _pair(build: Any, tmp_path: Path, accelerator: str, **arguments: Any) -> tuple[Trace, Trace]:
+    def run(name: str, callback: CUDAGraphCallback | None) -> Trace:
+        return train(
+            make(build),
+            tmp_path / name,
+            callback,
+            accelerator=accelerator,
+            callbacks=(Gain(),),
+            checkpoint_every=1000,
+            train_loader=loader(ragged=False, batches=24),
+            max_epochs=1,
+        )
+
+    return run("plain", None), run("graph", CUDAGraphCallback(verify_replays=0, **arguments))
+
+
+@pytest.mark.parametrize(("build", "words"), CHANGES, ids=lambda v: getattr(v, "__name__", ""))
+def test_is_captured_anew(build: Any, words: str, tmp_path: Path, accelerator: str) -> None:
+    plain, graph = _pair(build, tmp_path, accelerator)
+    assert_same(plain, graph)
+    (reason,) = graph.counts.recaptures
+    assert words in reason
+    assert graph.counts.replayed > 12
+
+
+@pytest.mark.parametrize("build", [AddedGroup, Parameter, Submodule])
+def test_is_captured_anew_behind(build: Any, tmp_path: Path, accelerator: str) -> None:
+    plain, graph = _pair(build, tmp_path, accelerator, scope="forward_backward")
+    assert_same(plain, graph)
+    assert len(graph.counts.recaptures) == 1
+
+
+@pytest.mark.parametrize("build", [Submodule, Replaced, HiddenMode, closure])
+def test_these_runs_would_be_wrong(
+    build: Any, tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Guards, "changed", lambda self: None)
+    plain, graph = _pair(build, tmp_path, accelerator)
+    assert differences(plain.final["weights"], graph.final["weights"])
+
+
+class Restless(Changing):
+    """Sets, at every step, what the step does not mention, or to what it was."""
+
+    def prepare(self) -> None:
+        self.weights = [0.5, 0.5]
+        self.scale = Scale(1.0)
+
+    def factor(self) -> Any:
+        return sum(self.weights) * self.scale()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weights = [0.5, 0.5]
+        self.scale.gain = float(str(1.0))
+        self.scale.calls = batch_idx  # type: ignore[attr-defined]
+        self.results = {"batch": batch}  # a name of Lightning's and torch's
+        nn.Linear(1, 1).register_forward_hook(print)
+
+
+def test_what_stays_the_same_is_left_alone(tmp_path: Path, accelerator: str) -> None:
+    plain, graph = _pair(Restless, tmp_path, accelerator)
+    assert_same(plain, graph)
+    assert not graph.counts.recaptures
+
+
+def test_harmless_names_are_not_compared(tmp_path: Path, accelerator: str) -> None:
+    _, graph = _pair(Replaced, tmp_path, accelerator, harmless=["scale"])
+    assert not graph.counts.recaptures
+
+
+class Collects(Callback):
+    """Its method is a hook inside the step."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.head.register_forward_hook(self.hook)
+
+    def hook(self, module: Any, args: Any, output: Any) -> None:
+        self.seen += 1
+
+
+def test_a_callback_whose_method_is_a_hook(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError, match=r"sets or changes `_forward_hooks\[\d+\].seen` of `head`"):
+        train(make(Net), tmp_path, CUDAGraphCallback(), accelerator=accelerator, callbacks=(Collects(),))
