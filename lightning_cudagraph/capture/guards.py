@@ -126,9 +126,10 @@ class Guards:
             return None
         if self._quick_now() != self._quick:
             return self._in_words("the settings of the optimizer changed")
-        if self._structure.changed(self._undisturbed and not self._suspect):
+        undisturbed = self._undisturbed and not self._suspect
+        if self._structure.changed(undisturbed):
             return self._in_words("an object of the model or the optimizer was replaced")
-        if change := self._values.changed():
+        if change := self._values.changed(undisturbed):
             return change
         if self._structure.hooks.registered() or self._suspect:
             self._suspect = False

@@ -110,8 +110,8 @@ class PythonValues:
             (r.read, r.label, r.value) for r in reach.reads
         ]
 
-    def _unmoved(self) -> bool:
-        """Whether the same objects are in their places."""
+    def _unmoved(self, undisturbed: bool = False) -> bool:
+        """Whether the same objects are in their places; `undisturbed`: and nobody can have added one."""
         try:
             now = map(operator.getitem, self._namespaces, self._names)
             if not all(map(operator.is_, now, self._values)):
@@ -119,15 +119,15 @@ class PythonValues:
         except KeyError:
             return False
         return (
-            [*map(len, self._spaces)] == self._sizes
+            (undisturbed or [*map(len, self._spaces)] == self._sizes)
             and not self._members.changed()
             and [*map(len, self._large)] == self._lengths
             and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
         )
 
-    def changed(self) -> str | None:
+    def changed(self, undisturbed: bool = False) -> str | None:
         """The first value that is not as it was, in words, or None."""
-        if not self._unmoved():
+        if not self._unmoved(undisturbed):
             if change := self._in_words():
                 return change
             self._take_again()
