@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +23,28 @@ from tests.harness import Net, assert_same, differences, fused_adamw, make, trai
 EPSILON = torch.finfo(torch.float32).eps
 
 
-class _Inner:
-    scale = 1.0
+SCALE = "SCALE_OF_A_TEST"  # a variable of the environment: no guard looks there
 
 
-class _Settings:
-    inner = _Inner()
+@pytest.fixture(autouse=True)
+def _scale_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SCALE, "1.0")
 
 
-SETTINGS = _Settings()
+def _scale() -> float:
+    return float(os.environ[SCALE])
 
 
 class ReadsAGlobal(Net):
-    """The scale is two levels down, where no guard looks; it changes before step `changes_at`."""
+    """The scale changes before step `changes_at`."""
 
     changes_at = 4
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx)["loss"] * SETTINGS.inner.scale
+        return super().training_step(batch, batch_idx)["loss"] * _scale()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        SETTINGS.inner.scale = 1.0 if self.global_step < self.changes_at else 3.0
+        os.environ[SCALE] = "1.0" if self.global_step < self.changes_at else "3.0"
 
 
 class ReadsAGlobalLate(ReadsAGlobal):
@@ -189,7 +191,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * SETTINGS.inner.scale
+        return gradients[0] * _scale()
 
 
 class ReadsInBackward(ReadsAGlobal):
@@ -208,7 +210,7 @@ class ReadsForABuffer(ReadsAGlobal):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = Net.training_step(self, batch, batch_idx)
-        self.running.add_(outputs["logits"].mean(0), alpha=SETTINGS.inner.scale)
+        self.running.add_(outputs["logits"].mean(0), alpha=_scale())
         return outputs
 
 

@@ -225,10 +225,15 @@ class StepEngine(Generic[T]):
         refresh()
         if self._verifier.due(captured, captured.replays):
             return self._verify(step, captured)
-        outputs = captured.replay(step.batch)
+        outputs = self._replay(captured, step)
         captured.replays += 1
         self.counts.replayed += 1
         return Phase.CAPTURED, outputs
+
+    def _replay(self, captured: CapturedStep[T], step: Step[T]) -> T:
+        for graph in self._graphs.values():
+            graph.give_away()
+        return captured.replay(step.batch)
 
     def _maker(self, step: Step[T]) -> CapturedStep[T] | _NotYet | None:
         """The graph whose gradients a step adds to, if it adds to those of another step."""
@@ -241,7 +246,7 @@ class StepEngine(Generic[T]):
                 return step.values(captured.run_eagerly(step.rehearse, step.batch))
 
         def replay() -> tuple[T, dict[str, Tensor]]:
-            outputs = captured.replay(step.batch)
+            outputs = self._replay(captured, step)
             return outputs, step.values(outputs)
 
         captured.adopt_gradients()

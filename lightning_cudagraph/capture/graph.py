@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend, Graph
 from lightning_cudagraph.capture.batch import StaticBatch
+from lightning_cudagraph.capture.writes import storage_id
 
 __all__ = ["CapturedStep"]
 
@@ -137,6 +138,7 @@ class CapturedStep(Generic[T]):
         self._takes: list[_Take[T]] = []
         self._turn = 0
         self._kept = kept and not one_place
+        self._last: _Take[T] | None = None
         self.replays = 0
         self.written: list[Tensor] = []
         dropped, added = list(drops), list(adds)
@@ -158,6 +160,8 @@ class CapturedStep(Generic[T]):
                 self._takes.append(_Take(graph, outputs, makes, len(dropped)))
                 self.written += backend.written(graph)
             self._absent = [parameter for parameter in self._absent if parameter.grad is not None]
+            own = {storage_id(gradient) for take in self._takes for _, gradient in take.gradients}
+            self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
         except BaseException:
             self.release()
             raise
@@ -198,12 +202,20 @@ class CapturedStep(Generic[T]):
         self.adopt_gradients()
         take = self._takes[self._turn]
         self._turn = (self._turn + 1) % len(self._takes)
-        if not self._kept:
-            return take.replay()
-        take.give_away()
         outputs = take.replay()
-        take.count_references()
+        if self._kept:
+            take.count_references()
+            self._last = take
         return outputs
+
+    def give_away(self) -> None:
+        """Leave the gradients of the last replay to whoever has kept them.
+
+        To be called before any replay: all graphs of a pool may write into the same memory.
+        """
+        if self._last is not None:
+            self._last.give_away()
+            self._last = None
 
     def release(self) -> None:
         """Let go of the graphs and their memory."""

@@ -27,7 +27,9 @@ def _made() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 # of torch, where it imports its own compiler
-@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.*deprecated:DeprecationWarning", "ignore:TensorFloat32 tensor cores"
+)
 def test_a_compiled_module_is_captured_compiled() -> None:
     backend = CudaBackend(torch.device("cuda", 0))
     model, optimizer = _made()
@@ -52,7 +54,9 @@ def test_a_compiled_module_is_captured_compiled() -> None:
     assert torch.equal(torch.stack(captured), torch.stack(eager))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.*deprecated:DeprecationWarning", "ignore:TensorFloat32 tensor cores"
+)
 def test_a_host_read_between_compiled_regions_is_named() -> None:
     backend = CudaBackend(torch.device("cuda", 0))
     model, optimizer = _made()
