@@ -326,7 +326,9 @@ class GraphedTraining:
 
     def _let_go_of_optimizer(self) -> None:
         self._optimizer.restore()
+        notes = [f"until then, {note}" for note in self._optimizer.notes]
         self._optimizer = EagerOptimizer(self._optimizer.optimizer)
+        self._optimizer.notes = notes
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Take over an optimizer, or a scaler, that somebody has put in the place of the one before."""

@@ -212,6 +212,8 @@ class HostSide:
         # Without these two: to walk the state by itself would name its entries by printing tensors.
         attributes = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups")}
         self._held.add_attributes(vars(optimizer), attributes, of)
+        for cls in type(optimizer).__mro__:  # of which only the user's are looked into
+            self._held.add_value(cls, "", of)
 
     def changed(self) -> str | None:
         """The first thing that is not what it was, in words, or None."""
@@ -248,6 +250,10 @@ def moving_values(optimizer: Optimizer) -> dict[str, Any]:
         for attribute, value in vars(optimizer).items()
         if attribute not in ("state", "param_groups", "defaults") and _is_plain(value)
     }
+    for cls in type(optimizer).__mro__[: type(optimizer).__mro__.index(Optimizer)]:
+        for attribute, value in vars(cls).items():
+            if not attribute.startswith("__") and _is_plain(value):
+                found[f"`{attribute}` of the class `{cls.__qualname__}`"] = deepcopy(value)
     for group_idx, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in ("lr", "initial_lr", "params") and _is_plain(value):
