@@ -26,6 +26,10 @@ __all__ = ["CUDAGraphCallback"]
 _AUTOMATIC_LAYERS = LayerTimings()
 
 
+def _is_whole(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
 class CUDAGraphCallback(Callback):
     """Trains through one CUDA graph: forward, backward, clipping and optimizer step in one launch.
 
@@ -93,11 +97,13 @@ class CUDAGraphCallback(Callback):
                 f"`CUDAGraphCallback(warmup_steps={warmup_steps!r})`: expected an int of at least 1,"
                 " because optimizers make their state in their first step. Leave it out for the default."
             )
-        if verify_replays < 0 or (verify_every_n_steps is not None and verify_every_n_steps < 1):
+        if not _is_whole(verify_replays, 0) or not (
+            verify_every_n_steps is None or _is_whole(verify_every_n_steps, 1)
+        ):
             raise ConfigurationError(
-                f"`CUDAGraphCallback(verify_replays={verify_replays},"
-                f" verify_every_n_steps={verify_every_n_steps})`: expected at least 0, and at least 1"
-                " or None."
+                f"`CUDAGraphCallback(verify_replays={verify_replays!r},"
+                f" verify_every_n_steps={verify_every_n_steps!r})`: expected an int of at least 0, and"
+                " an int of at least 1 or None."
             )
         if isinstance(harmless, str) or not (
             isinstance(harmless, Sequence) and all(isinstance(name, str) for name in harmless)

@@ -557,7 +557,9 @@ def test_distance_and_rounding() -> None:
     assert rounding(torch.tensor([1.0]), torch.tensor([1.0])) == EPSILON
 
 
-@pytest.mark.parametrize("kwargs", [{"verify_replays": -1}, {"verify_every_n_steps": 0}])
+@pytest.mark.parametrize(
+    "kwargs", [{"verify_replays": -1}, {"verify_replays": "2"}, {"verify_every_n_steps": 0}]
+)
 def test_bad_arguments(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="verify_replays"):
         CUDAGraphCallback(**kwargs)

@@ -355,7 +355,7 @@ class StepEngine(Generic[T]):
         if moving := self._guards.moving():
             raise UnsupportedError(
                 f"Between any two steps, {moving}: a graph would be stale at once.",
-                "Keep it constant; a scheduler that cycles the momentum has `cycle_momentum=False`.",
+                'Keep it constant, or pass `scope="forward_backward"`.',
                 in_optimizer=True,
             )
         maker = self._maker(step)
