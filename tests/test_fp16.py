@@ -162,6 +162,38 @@ def test_the_scaler_changed_by_hand(tmp_path: Path, accelerator: str) -> None:
     assert graph.counts.recaptures == ["`growth_interval` of the gradient scaler changed from 7 to 3"]
 
 
+class ReplacesTheScaler(Overflows):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self.global_step == 12:
+            scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**8, growth_interval=2)
+            self.trainer.precision_plugin.scaler = scaler
+
+
+@pytest.mark.parametrize("scope", ["step", "forward_backward"])
+def test_another_scaler_in_the_middle_of_a_run(tmp_path: Path, accelerator: str, scope: Any) -> None:
+    plain, one = run(tmp_path / "plain", accelerator, ReplacesTheScaler, None)
+    callback = CUDAGraphCallback(scope=scope)
+    graph, other = run(tmp_path / "graph", accelerator, ReplacesTheScaler, callback)
+    assert not differences(one.history, other.history)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 2
+    assert "the trainer has another gradient scaler" in graph.counts.recaptures
+
+
+def test_a_scaler_that_is_switched_off(tmp_path: Path, accelerator: str) -> None:
+    device = "cuda" if accelerator == "gpu" else "cpu"
+
+    def plugins() -> Any:
+        return [MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, enabled=False))]
+
+    kwargs: dict[str, Any] = {"accelerator": accelerator}
+    plain = train(make(Net), tmp_path / "plain", plugins=plugins(), **kwargs)
+    graph = train(make(Net), tmp_path / "graph", CUDAGraphCallback(), plugins=plugins(), **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+
+
 class ItemLate(Overflows):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         nn.utils.clip_grad_norm_(self.parameters(), 1.0).item()

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph import CUDAGraphCallback, VerificationError
+from lightning_cudagraph import CUDAGraphCallback, UnsupportedError, VerificationError
 from lightning_cudagraph.capture import engine
 from tests.harness import Net, Trace, assert_same, differences, make, train
 from tests.optimizers import Own
@@ -254,6 +254,35 @@ def test_a_parameter_stepped_by_hand(tmp_path: Path, accelerator: str) -> None:
     graph = train(make(SteppedByHand), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
     assert_same(_logged(plain), _logged(graph))
     assert graph.counts.replayed >= 10
+
+
+class KeptNowAndThen(SteppedByHand):
+    """Drops the gradient after most steps, and lets it add up over one of them."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step != 13:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+def test_a_gradient_that_was_not_there_at_the_capture(tmp_path: Path, accelerator: str) -> None:
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "checkpoint_every": 1000}
+    plain = train(make(KeptNowAndThen), tmp_path / "plain", **kwargs)
+    graph = train(make(KeptNowAndThen), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    assert_same(_logged(plain), _logged(graph))
+    assert graph.counts.recaptures == ["a parameter that had no gradient before the step has one now"]
+
+
+class ZeroesItsOwnWay(Own):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none=False)
+
+
+def test_an_optimizer_with_a_zero_grad_of_its_own(tmp_path: Path, accelerator: str) -> None:
+    def build() -> Net:
+        return Net(ZeroesItsOwnWay)
+
+    with pytest.raises(UnsupportedError, match=r"`.*ZeroesItsOwnWay` has a `zero_grad` of its own"):
+        train(make(build), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
 
 
 class Collects(Callback):
