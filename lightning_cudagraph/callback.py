@@ -11,7 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.capture.engine import StepCounts
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
-from lightning_cudagraph.loop import GraphedTraining, Scope, Settings
+from lightning_cudagraph.loop import GraphedTraining, Settings
+from lightning_cudagraph.optimizer_part import Scope
 from lightning_cudagraph.support import (
     BackendName,
     callbacks_of,

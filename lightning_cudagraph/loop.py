@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -22,25 +22,23 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves
-from lightning_cudagraph.capture.engine import Phase, Place, Step, StepCounts, StepEngine
+from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.metrics import is_metric
-from lightning_cudagraph.optim.optimizers import EagerOptimizer, PreparedOptimizer
-from lightning_cudagraph.optim.scaler import PreparedScaler
+from lightning_cudagraph.optim.optimizers import EagerOptimizer
+from lightning_cudagraph.optimizer_part import OptimizerPart, Scope
 from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
-from lightning_cudagraph.support import check_optimizer_part, check_private_names, scaler_of
+from lightning_cudagraph.support import check_private_names
 from lightning_cudagraph.timing.layers import LayerTimings, select_layers
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 
-__all__ = ["GraphedTraining", "Scope", "Settings"]
-
-Scope = Literal["auto", "step", "forward_backward"]
+__all__ = ["GraphedTraining", "Settings"]
 
 # What torch and Lightning keep for themselves in every module.
 _OWN = frozenset(vars(pl.LightningModule()))
@@ -92,18 +90,19 @@ class GraphedTraining:
         self._patches = ExitStack()
         self._in_step = False
         self._phase = Phase.EAGER
-        # Why the optimizer steps eagerly behind the graph; None as long as it is in the graph.
-        self._behind: str | None = None
+        self._part = OptimizerPart(
+            trainer, module, backend, settings.scope, lambda reason: self._engine.drop(reason), _announce
+        )
         self._optimization = GraphedOptimization.__new__(GraphedOptimization)
         self._guards = Guards(
             module,
-            self._cheap_state,
-            self._thorough_state,
+            self._part.cheap_state,
+            self._part.thorough_state,
             _OWN | settings.harmless,
-            self._quick_state,
+            self._part.quick_state,
             lambda: undisturbed(trainer, module),
             is_metric,
-            lambda: self._optimizer.places(),
+            lambda: self._part.optimizer.places(),
             {"trainer": trainer},
         )
         self._recorder = Recorder(
@@ -113,23 +112,22 @@ class GraphedTraining:
             backend,
             settings.verify_replays,
             settings.verify_every_n_steps,
-            lambda: self._optimizer.learning_rates(),
+            lambda: self._part.optimizer.learning_rates(),
         )
         self._engine: StepEngine[StepOutputs] = StepEngine(
             backend,
             self._guards,
             self._verifier,
-            self._is_settled,
+            self._part.is_settled,
             settings.warmup_steps,
             backend.graphs_per_step if settings.timings is not None else 1,
             settings.raise_unsupported,
             _announce,
-            self._put_behind,
-            self._give_up,
+            self._part.put_behind,
+            self._part.let_go,
         )
-        self._scaler = self._prepared_scaler()
         # Last, because it changes the optimizer: nothing after it may fail.
-        self._optimizer = self._prepared(trainer.optimizers[0])
+        self._part.prepare(trainer.optimizers[0])
 
     @property
     def counts(self) -> StepCounts:
@@ -139,12 +137,7 @@ class GraphedTraining:
     @property
     def notes(self) -> list[str]:
         """What was changed for the capture, in words."""
-        behind = (
-            [f"forward and backward are captured, and the optimizer steps eagerly: {self._behind}"]
-            if self._behind
-            else []
-        )
-        return [*behind, *self._optimizer.notes]
+        return self._part.notes
 
     def install(self) -> None:
         """Take the seat."""
@@ -181,7 +174,7 @@ class GraphedTraining:
         with ExitStack() as stack:  # every part, also where one of them fails
             stack.callback(self._engine.close)
             stack.callback(self._tensorboard.close)
-            stack.callback(self._optimizer.restore)
+            stack.callback(self._part.optimizer.restore)
             stack.callback(self._patches.close)
 
     def suspect(self) -> None:
@@ -206,153 +199,23 @@ class GraphedTraining:
     def _notes(self) -> list[str]:
         notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
         notes += [*self._verifier.notes, *self.notes]
-        if self._scaler is not None:
+        if self._part.scaler is not None:
             notes.append(
-                f"{int(self._scaler.skipped_steps)} step(s) skipped, because a gradient overflowed"
+                f"{int(self._part.scaler.skipped_steps)} step(s) skipped, because a gradient overflowed"
             )
         return notes
 
     def _step_number(self) -> int:
         return self._trainer.fit_loop.epoch_loop._batches_that_stepped
 
-    def _forget(self, reason: str) -> None:
-        self._engine.drop(reason)
-
-    def _state(self, place: Place) -> dict[str, Tensor]:
-        """All tensors that a captured step changes, by name, in the order of the step."""
-        state: dict[str, Tensor] = {
-            **{f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()},
-            **{
-                f"the gradient of a parameter that the step only adds to ({index})": parameter.grad
-                for index, parameter in enumerate(self._parameters(place)[1])
-                if parameter.grad is not None
-            },
-        }
-        _, has_optimizer = place
-        if not has_optimizer:
-            return state
-        if self._scaler is not None:
-            state |= self._scaler.tensors()
-        return {
-            **state,
-            **self._optimizer.state_tensors(),
-            **{f"parameter `{name}`": value for name, value in self._module.named_parameters()},
-        }
-
-    def _parameters(self, place: Place) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Those whose gradients a step drops and makes anew, and those to whose it only adds."""
-        stepped = self._optimizer.parameters
-        known = {id(parameter) for parameter in stepped}
-        others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in known]
-        drops, _ = place
-        return (stepped, others) if drops else ([], stepped + others)
-
-    def _cheap_state(self) -> dict[str, Any]:
-        state = self._optimizer.hyperparameters()
-        state["`accumulate_grad_batches` of the trainer"] = self._trainer.accumulate_grad_batches
-        if self._behind is None:
-            state["`gradient_clip_val` of the trainer"] = self._trainer.gradient_clip_val
-            state["`gradient_clip_algorithm` of the trainer"] = self._trainer.gradient_clip_algorithm
-            if self._scaler is not None:
-                state |= self._scaler.frozen()
-        return state
-
-    def _quick_state(self) -> tuple[Any, ...]:
-        """The values of `_cheap_state` without the words."""
-        values = (*self._optimizer.frozen_values(), self._trainer.accumulate_grad_batches)
-        if self._behind is not None:
-            return values
-        return (
-            *values,
-            self._trainer.gradient_clip_val,
-            self._trainer.gradient_clip_algorithm,
-            *(() if self._scaler is None else self._scaler.frozen().values()),
-        )
-
-    def _thorough_state(self) -> dict[str, Any]:
-        plugin = self._trainer.precision_plugin
-        described = f"{type(plugin).__qualname__} ({plugin.precision}, {id(plugin)})"
-        return {**self._optimizer.addresses(), "the precision plugin of the trainer": described}
-
-    def _is_settled(self) -> bool:
-        """Whether the optimizer has had a step to make its state in."""
-        return self._behind is not None or self._scaler is None or self._scaler.applied
-
-    def _prepared_scaler(self) -> PreparedScaler | None:
-        scaler = scaler_of(self._trainer)
-        if scaler is None:
-            return None
-        return PreparedScaler(scaler, self._backend.device, lambda: self._optimizer.state_tensors())
-
-    def _prepared(self, optimizer: Optimizer) -> EagerOptimizer:
-        """The optimizer as far as it is in the graph.
-
-        Raises:
-            UnsupportedError: if it cannot be in it, and the user asked for that.
-        """
-        scope = self._settings.scope
-        if scope == "forward_backward":
-            self._behind = '`scope="forward_backward"`'
-        if self._behind is None:
-            try:
-                check_optimizer_part(self._trainer, self._module)
-                return PreparedOptimizer(
-                    optimizer,
-                    self._backend.device,
-                    self._backend.lr_dtype,
-                    self._forget,
-                    self._scaler is not None,
-                )
-            except UnsupportedError as error:
-                if scope == "step" or not error.in_optimizer:
-                    raise
-                self._behind = error.reason
-        return EagerOptimizer(optimizer)
-
-    def _put_behind(self, error: UnsupportedError) -> bool:
-        """Let the optimizer step eagerly behind the graph, if that is what `error` asks for."""
-        if not error.in_optimizer or self._settings.scope != "auto" or self._behind is not None:
-            return False
-        self._behind = error.reason
-        self._let_go_of_optimizer()
-        _announce(
-            "Forward and backward are captured from now on, and the optimizer steps eagerly:"
-            f" {error.reason}"
-        )
-        return True
-
-    def _give_up(self) -> None:
-        self._let_go_of_optimizer()
-
-    def _let_go_of_optimizer(self) -> None:
-        self._optimizer.restore()
-        notes = [f"until then, {note}" for note in self._optimizer.notes]
-        self._optimizer = EagerOptimizer(self._optimizer.optimizer)
-        self._optimizer.notes = notes
-
-    def _adopt(self, optimizer: Optimizer) -> None:
-        """Take over an optimizer, or a scaler, that somebody has put in the place of the one before."""
-        scaler = scaler_of(self._trainer)
-        if scaler is not (self._scaler.scaler if self._scaler is not None else None):
-            self._scaler = self._prepared_scaler()
-            self._forget("the trainer has another gradient scaler")
-        if optimizer is self._optimizer.optimizer:
-            return
-        self._optimizer.restore()
-        self._optimizer = EagerOptimizer(optimizer)
-        if self._engine.given_up:
-            return
-        self._forget("the trainer has another optimizer")
-        try:
-            self._optimizer = self._prepared(optimizer)
-        except UnsupportedError as error:
-            self._engine.unsupported(error)
-
     def _optimizer_step(
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
     ) -> Any:
         """In the place of `Strategy.optimizer_step`: the whole training step happens in here."""
-        self._adopt(optimizer)
+        try:
+            self._part.adopt(optimizer, not self._engine.given_up)
+        except UnsupportedError as error:
+            self._engine.unsupported(error)
         if not isinstance(closure, GraphClosure):
             reason = (
                 "a step of the optimizer without one of Lightning's closures, or without backward pass"
@@ -360,17 +223,17 @@ class GraphedTraining:
             self._engine.counts.note_eager(reason)
             with self._backend.on_side_stream():
                 return self._run(optimizer, closure, model, kwargs)
-        if self._behind is not None:
+        if self._part.behind is not None:
             # The closure is what is captured, wherever the optimizer calls it.
-            with self._arithmetic(optimizer, capturing=False):
+            with self._part.arithmetic(optimizer, capturing=False):
                 result = self._eager_step(optimizer, closure, model, **kwargs)
             self._pace.tick(self._phase)
             return result
         returned: list[Any] = []
         body = StepBody(
             lambda inner: self._eager_step(optimizer, inner, model, **kwargs),
-            self._optimizer,
-            lambda capturing: self._arithmetic(optimizer, capturing),
+            self._part.optimizer,
+            lambda capturing: self._part.arithmetic(optimizer, capturing),
             has_optimizer=True,
         )
         outputs = self._step(
@@ -382,10 +245,10 @@ class GraphedTraining:
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
         """In the place of `Closure.__call__`."""
         if self._in_step:
-            with self._optimizer.floats_inside():
+            with self._part.optimizer.floats_inside():
                 return plain()
         # The optimizer steps behind the graph, or not at all on this batch.
-        optimizer = EagerOptimizer(self._optimizer.optimizer)
+        optimizer = EagerOptimizer(self._part.optimizer.optimizer)
         body = StepBody(lambda inner: inner(), optimizer, self._no_arithmetic, has_optimizer=False)
         loss: list[Tensor | None] = []
         outputs = self._step(closure, body, lambda: loss.append(plain()))
@@ -400,12 +263,12 @@ class GraphedTraining:
             lambda batch: self._recorder.record(batch, closure, body, self._layers, True),
             lambda batch: self._recorder.record(batch, closure, body, None, False),
             StepOutputs.values,
-            lambda: self._state(place),
+            lambda: self._part.state(place),
             self._undone,
-            lambda: self._parameters(place),
+            lambda: self._part.parameters(place),
             place,
             self._trainer.accumulate_grad_batches > 1,
-            lambda: self._behind is not None or not undisturbed(self._trainer, self._module),
+            lambda: self._part.behind is not None or not undisturbed(self._trainer, self._module),
         )
         self._phase, outputs = self._engine.step(step, body.optimizer.refresh)
         if outputs is not None:
@@ -419,21 +282,13 @@ class GraphedTraining:
 
     def _run(self, optimizer: Optimizer, closure: Any, model: Any, kwargs: dict[str, Any]) -> Any:
         """The training step, eagerly, in the arithmetic of the captured one."""
-        self._optimizer.refresh()
-        with self._arithmetic(optimizer, capturing=False):
+        self._part.optimizer.refresh()
+        with self._part.arithmetic(optimizer, capturing=False):
             self._in_step = True
             try:
                 return self._eager_step(optimizer, closure, model, **kwargs)
             finally:
                 self._in_step = False
-
-    @contextmanager
-    def _arithmetic(self, optimizer: Optimizer, capturing: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._scaler is not None:
-                stack.enter_context(self._scaler.step_arithmetic(optimizer, capturing))
-            stack.enter_context(self._optimizer.step_arithmetic(capturing))
-            yield
 
     @contextmanager
     def _no_arithmetic(self, capturing: bool) -> Iterator[None]:
@@ -443,8 +298,7 @@ class GraphedTraining:
     def _undone(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self._recorder.undone())
-            if self._scaler is not None:
-                stack.enter_context(self._scaler.undone())
+            stack.enter_context(self._part.undone())
             yield
 
     def _take_outputs(self, outputs: StepOutputs, closure: GraphClosure) -> Tensor:

@@ -19,7 +19,7 @@ FLOORS = [
     ["optim"],
     ["timing"],
     ["closures", "hooks", "host_rules", "logs", "metrics", "support"],
-    ["recording"],
+    ["optimizer_part", "recording"],
     ["loop"],
     ["callback"],
     ["__init__"],
