@@ -6,18 +6,23 @@ same functions serve the tests on the emulator and, under `tests/gpu`, those on 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import csv
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CUDAGraphCallback
@@ -94,9 +99,11 @@ class Trace:
     final: dict[str, Any] = field(default_factory=dict)
     checkpoints: dict[str, Any] = field(default_factory=dict)
     csv: str = ""
+    folder: Path = Path()
     callback: CUDAGraphCallback | None = None
     trainer: pl.Trainer | None = None
     module: pl.LightningModule | None = None
+    error: BaseException | None = None
 
     @property
     def counts(self) -> Any:
@@ -104,18 +111,48 @@ class Trace:
         assert self.callback is not None
         return self.callback.counts
 
+    def portable(self, tree: Any) -> Any:
+        """A tree of saved values in which the run's own folder has a name that all runs share."""
+        if isinstance(tree, dict):
+            return {self.portable(key): self.portable(value) for key, value in tree.items()}
+        if isinstance(tree, str):
+            return tree.replace(str(self.folder), "<folder>")
+        return tree
+
+
+# The hooks of callbacks that Lightning calls on the host: all but those between the start of the forward
+# pass and the end of the optimizer's step.
+HOST_HOOKS = sorted(
+    {name for name in vars(Callback) if name.startswith("on_")}
+    - {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"}
+    | {"setup", "teardown"}
+)
+
+
+def _as_it_was(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return repr(value) if isinstance(value, BaseException) else value
+
 
 class _Watcher(Callback):
+    """Notes every hook that is called, with its arguments, and what each step left."""
+
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.trace.hooks.append(("batch_start", batch_idx, trainer.global_step))
+    def note(self, name: str, trainer: pl.Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        given: Any = (args, kwargs)
+        if name in ("on_save_checkpoint", "on_load_checkpoint"):
+            given = sorted(args[0])  # the contents are compared as files
+        given = tree_map(_as_it_was, given)
+        self.trace.hooks.append((name, given, trainer.global_step, trainer.current_epoch))
+        if name == "on_train_batch_end":
+            self.note_step(trainer, pl_module, *args, **kwargs)
+        if name == "on_train_end":
+            self.note_end(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.trace.hooks.append(("batch_end", batch_idx, trainer.global_step))
+    def note_step(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         optimizer = trainer.optimizers[0]
         self.trace.steps.append(
             {
@@ -128,13 +165,12 @@ class _Watcher(Callback):
                 "gradients": [
                     None if p.grad is None else p.grad.clone() for p in pl_module.parameters()
                 ],
+                "loops": copy.deepcopy(trainer.fit_loop.state_dict()),
+                "callbacks": self.states(trainer),
             }
         )
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self.trace.hooks.append(("validation_end", trainer.global_step))
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def note_end(self, trainer: Any, pl_module: Any) -> None:
         device = pl_module.device
         self.trace.final = copy.deepcopy(
             {
@@ -146,8 +182,41 @@ class _Watcher(Callback):
                 "loops": trainer.fit_loop.state_dict(),
                 "global_step": trainer.global_step,
                 "callback_metrics": dict(trainer.callback_metrics),
+                "logged_metrics": dict(trainer.logged_metrics),
+                "progress_bar_metrics": dict(trainer.progress_bar_metrics),
+                "should_stop": trainer.should_stop,
+                "callbacks": self.states(trainer),
             }
         )
+
+    def states(self, trainer: Any) -> dict[str, Any]:
+        """What the other callbacks would save."""
+        return {
+            callback.state_key: copy.deepcopy(self.trace.portable(callback.state_dict()))
+            for callback in trainer.callbacks
+            if not isinstance(callback, (CUDAGraphCallback, _Watcher))
+        }
+
+
+def _noting(name: str) -> Callable[..., None]:
+    @functools.wraps(getattr(Callback, name))
+    def hook(self: _Watcher, *args: Any, **kwargs: Any) -> None:
+        self.note(name, *args, **kwargs)
+
+    # Lightning's own code between two steps is known by its module; this is not.
+    hook.__module__ = __name__
+    return hook
+
+
+for _name in HOST_HOOKS:
+    setattr(_Watcher, _name, _noting(_name))
+
+
+class _EndWatcher(Callback):
+    """Notes what there is at the end, and runs no code between two steps."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.on_train_end = _Watcher(trace).note_end  # type: ignore[method-assign]
 
 
 def train(
@@ -162,6 +231,10 @@ def train(
     callbacks: tuple[Callback, ...] = (),
     ckpt_path: str | None = None,
     checkpoint_every: int = 4,
+    position: int = 0,
+    watched: bool = True,
+    raises: type[BaseException] | None = None,
+    fit: Callable[..., None] = pl.Trainer.fit,
     **trainer_kwargs: Any,
 ) -> Trace:
     """Run a fit and keep what it did.
@@ -176,10 +249,15 @@ def train(
         seed: seeds everything just before the fit.
         callbacks: others.
         ckpt_path: checkpoint to resume from.
-        checkpoint_every: steps between checkpoints.
+        checkpoint_every: steps between checkpoints; 0 for none but those of `callbacks`.
+        position: where `callback` stands among the callbacks; from the end if negative.
+        watched: note all hooks, and every step. Without, only Lightning's own code runs between two
+            steps, if neither the module nor `callbacks` have any; then only the end is noted.
+        raises: the exception with which the run must end; it is kept.
+        fit: called as `Trainer.fit` is, in its place.
         trainer_kwargs: for the `Trainer`.
     """
-    trace = Trace(callback=callback, module=module)
+    trace = Trace(callback=callback, module=module, folder=tmp_path)
     kwargs: dict[str, Any] = {
         "max_epochs": 3,
         "accelerator": accelerator,
@@ -189,29 +267,35 @@ def train(
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
+        "default_root_dir": tmp_path,
         **trainer_kwargs,
     }
     saver = ModelCheckpoint(
         tmp_path / "ckpt", every_n_train_steps=checkpoint_every, save_top_k=-1, save_last=True
     )
-    ours = () if callback is None else (callback,)
-    trainer = pl.Trainer(callbacks=[*ours, _Watcher(trace), saver, *callbacks], **kwargs)
+    watcher = _Watcher(trace) if watched else _EndWatcher(trace)
+    others: list[Callback] = [watcher, *([saver] if checkpoint_every else []), *callbacks]
+    if callback is not None:
+        others.insert(position if position >= 0 else len(others) + 1 + position, callback)
+    trainer = pl.Trainer(callbacks=others, **kwargs)
     trace.trainer = trainer
     pl.seed_everything(seed, verbose=False)
-    trainer.fit(
-        module,
-        loader() if train_loader is None else train_loader,
-        loader(seed=1, batches=2) if val_loader is None else val_loader,
-        ckpt_path=ckpt_path,
-        weights_only=False,
-    )
-    for path in sorted((tmp_path / "ckpt").glob("*.ckpt")):
+    with contextlib.nullcontext() if raises is None else pytest.raises(raises) as caught:
+        fit(
+            trainer,
+            module,
+            loader() if train_loader is None else train_loader,
+            loader(seed=1, batches=2) if val_loader is None else val_loader,
+            ckpt_path=ckpt_path,
+            weights_only=False,
+        )
+    trace.error = None if caught is None else caught.value
+    for path in sorted(tmp_path.rglob("*.ckpt")):
         saved = torch.load(path, weights_only=False, map_location="cpu")
-        # What names a folder, or the callbacks that were there, differs by design.
-        saved.pop("callbacks")
-        trace.checkpoints[path.name] = saved
-    for path in tmp_path.rglob("metrics.csv"):
-        trace.csv = path.read_text()
+        saved["callbacks"] = trace.portable(saved.get("callbacks", {}))
+        trace.checkpoints[str(path.relative_to(tmp_path)).removeprefix("ckpt/")] = saved
+    for path in sorted(tmp_path.rglob("metrics.csv")):
+        trace.csv += path.read_text()
     return trace
 
 
@@ -246,13 +330,39 @@ def differences(one: Any, other: Any) -> list[str]:
     return found
 
 
-def assert_same(one: Trace, other: Trace) -> None:
-    """Fail unless two runs did the same, bit for bit."""
+def assert_same(one: Trace, other: Trace, ignore: Sequence[str] = ()) -> None:
+    """Fail unless two runs did the same, bit for bit.
+
+    Args:
+        one: a run.
+        other: the other.
+        ignore: globs of the names of logged values, and of other leaves, that differ from run to run
+            anyway, such as times. They have to be there in both.
+    """
     for name in ("hooks", "steps", "final", "checkpoints"):
-        found = differences(getattr(one, name), getattr(other, name))
+        found = [
+            path
+            for path in differences(getattr(one, name), getattr(other, name))
+            if not any(fnmatch(path, f"*{pattern}*") for pattern in ignore)
+        ]
         assert not found, f"{name} differ at {len(found)} places, the first: {found[:8]}"
-    assert one.csv == other.csv
-    assert one.csv
+    assert (one.error is None) == (other.error is None)
+    assert repr(one.error) == repr(other.error)
+    assert _without(one.csv, ignore) == _without(other.csv, ignore)
+    assert one.csv or one.error is not None
+
+
+def _without(text: str, ignore: Sequence[str]) -> object:
+    """Logged values without those whose names match."""
+    if not ignore:
+        return text
+    return [
+        {
+            name: (value != "" if any(fnmatch(name, f"*{g}*") for g in ignore) else value)
+            for name, value in row.items()
+        }
+        for row in csv.DictReader(text.splitlines())
+    ]
 
 
 def make(build: Callable[[], pl.LightningModule], seed: int = 3) -> pl.LightningModule:

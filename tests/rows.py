@@ -1,0 +1,145 @@
+"""One row of a table of Lightning's features: a plain run, one with the callback, and what became of it.
+
+Used by `test_rows_*.py`. A row says what a run is made of, once; both runs are built from it anew.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
+from tests.harness import Net, Trace, assert_same, make, train
+
+__all__ = ["Row", "became", "refused", "row"]
+
+
+@dataclass
+class Row:
+    """Two runs that did the same.
+
+    Attributes:
+        plain: the run without the callback.
+        graph: the run with it.
+    """
+
+    plain: Trace
+    graph: Trace
+
+
+def _nothing(folder: Path) -> dict[str, Any]:
+    return {}
+
+
+def row(
+    tmp_path: Path,
+    accelerator: str,
+    build: Callable[[], pl.LightningModule] = Net,
+    setting: Callable[[Path], dict[str, Any]] = _nothing,
+    *,
+    ours: Callable[[], CUDAGraphCallback] = CUDAGraphCallback,
+    ignore: Sequence[str] = (),
+    **kwargs: Any,
+) -> Row:
+    """Train plainly and with the callback, and fail unless both runs did the same, bit for bit.
+
+    Compared are hooks with their arguments, and after each step outputs, metrics, gradients, loops and
+    the state of other callbacks; weights, optimizer and random state at the end; checkpoints; logs.
+
+    Args:
+        tmp_path: where the runs keep their files, each in a folder of its own.
+        accelerator: where they train.
+        build: makes the module.
+        setting: given the folder of a run, the keywords for `harness.train` that must be made anew for
+            each: callbacks, loggers, loaders that remember.
+        ours: makes the callback under test.
+        ignore: globs of names whose values differ from run to run anyway, such as times.
+        kwargs: further keywords for `harness.train`.
+    """
+
+    def run(name: str, callback: CUDAGraphCallback | None) -> Trace:
+        folder = tmp_path / name
+        merged = {**kwargs, **setting(folder)}
+        return train(make(build), folder, callback, accelerator=accelerator, **merged)
+
+    plain, graph = run("plain", None), run("graph", ours())
+    assert_same(plain, graph, ignore)
+    for name, saved in graph.checkpoints.items():
+        assert "CUDAGraph" not in str(saved["callbacks"].keys()), name
+    return Row(plain, graph)
+
+
+def became(
+    trace: Trace,
+    *,
+    replayed: int,
+    captures: int = 1,
+    because: Sequence[str] = (),
+    eager: dict[str, int] | None = None,
+) -> None:
+    """Fail unless this became of the steps of a run.
+
+    Args:
+        trace: the run, with the callback.
+        replayed: how many steps were replays.
+        captures: how many captures there were.
+        because: part of the reason for each recapture, in order.
+        eager: how many steps ran eagerly, by part of the reason.
+    """
+    counts = trace.counts
+    told = f"{counts}"
+    assert counts.replayed == replayed, told
+    assert counts.captures == captures, told
+    assert len(counts.recaptures) == len(because), told
+    for found, part in zip(counts.recaptures, because, strict=True):
+        assert part in found, told
+    eager = eager or {}
+    assert sum(counts.eager.values()) == sum(eager.values()), told
+    for part, number in eager.items():
+        assert sum(n for reason, n in counts.eager.items() if part in reason) == number, told
+
+
+def refused(
+    tmp_path: Path,
+    accelerator: str,
+    build: Callable[[], pl.LightningModule] = Net,
+    setting: Callable[[Path], dict[str, Any]] = _nothing,
+    *,
+    match: str,
+    **kwargs: Any,
+) -> Row:
+    """A row that no graph can hold: an error that says so, or the plain run where that is asked for.
+
+    Args:
+        tmp_path: where the runs keep their files.
+        accelerator: where they train.
+        build: makes the module.
+        setting: as for `row`.
+        match: what the error says, as a regular expression.
+        kwargs: further keywords for `harness.train`.
+    """
+    folder = tmp_path / "refused"
+    merged = {**kwargs, **setting(folder)}
+    with pytest.raises(UnsupportedError, match=match):
+        train(make(build), folder, CUDAGraphCallback(), accelerator=accelerator, **merged)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lightning_cudagraph: ")
+        done = row(
+            tmp_path,
+            accelerator,
+            build,
+            setting,
+            ours=lambda: CUDAGraphCallback(on_unsupported="eager"),
+            **kwargs,
+        )
+    callback = done.graph.callback
+    assert callback is not None
+    assert re.search(match, callback.report or ""), callback.report
+    return done
