@@ -1,12 +1,14 @@
-"""Whose code runs between two training steps."""
+"""Whose code runs between two training steps, and who sees their batches."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_cudagraph.support import callbacks_of
 
-__all__ = ["undisturbed"]
+__all__ = ["batches_unseen", "undisturbed"]
 
 # The hooks that Lightning calls between two steps in the middle of an epoch. What runs at its ends, and
 # around validation and checkpoints, makes the guards look at everything anyway.
@@ -20,15 +22,35 @@ _OF_MODULES = (
     "lr_scheduler_step",
 )
 _OF_DATAMODULES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+# Of these, the ones that are given a batch on the device, and may keep it.
+_ARRIVED = ("transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lightning.", "lightning_cudagraph.", "torch.")
 
 
 def undisturbed(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether only Lightning's own code and this package's runs between two training steps."""
-    hooks = [getattr(module, name) for name in _OF_MODULES]
+    schedulers = [config.scheduler.step for config in getattr(trainer, "lr_scheduler_configs", ())]
+    return _all_known([*_hooks(trainer, module, _OF_MODULES, _OF_DATAMODULES), *schedulers])
+
+
+def batches_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether nobody's hooks but Lightning's and this package's are given a batch on the device."""
+    return _all_known(_hooks(trainer, module, (*_OF_CALLBACKS, *_ARRIVED), _ARRIVED))
+
+
+def _hooks(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    of_module: tuple[str, ...],
+    of_datamodule: tuple[str, ...],
+) -> list[Any]:
+    hooks = [getattr(module, name) for name in of_module]
     hooks += [getattr(callback, name) for callback in callbacks_of(trainer) for name in _OF_CALLBACKS]
     if (datamodule := getattr(trainer, "datamodule", None)) is not None:
-        hooks += [getattr(datamodule, name) for name in _OF_DATAMODULES]
-    hooks += [config.scheduler.step for config in getattr(trainer, "lr_scheduler_configs", ())]
+        hooks += [getattr(datamodule, name) for name in of_datamodule]
+    return hooks
+
+
+def _all_known(hooks: list[Any]) -> bool:
     # By the function and not by the class, so that lambdas and what was set on an instance count.
     return all(str(getattr(hook, "__module__", None)).startswith(_KNOWN) for hook in hooks)

@@ -37,6 +37,7 @@ from lightning_cudagraph.timing.layers import LayerTimings, select_layers
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
+from lightning_cudagraph.transfer import BatchTransfer
 
 __all__ = ["GraphedTraining", "Settings"]
 
@@ -157,16 +158,19 @@ class GraphedTraining:
         self._patches.callback(give_back)
 
         self._eager_step: Callable[..., Any] = strategy.optimizer_step
-        had = strategy.__dict__.get("optimizer_step")
+        self._replace(strategy, "optimizer_step", self._optimizer_step)
+        self._transfer = BatchTransfer(
+            self._trainer, self._module, strategy.batch_to_device, lambda: self._engine.static
+        )
+        self._replace(strategy, "batch_to_device", self._transfer)
 
-        def put_back() -> None:
-            if had is None:
-                del strategy.__dict__["optimizer_step"]
-            else:
-                strategy.__dict__["optimizer_step"] = had
-
-        strategy.__dict__["optimizer_step"] = self._optimizer_step
-        self._patches.callback(put_back)
+    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
+        """Put something in the place of a method of an object, until the seat is left."""
+        if name in vars(owner):
+            self._patches.callback(vars(owner).__setitem__, name, vars(owner)[name])
+        else:
+            self._patches.callback(vars(owner).pop, name)
+        vars(owner)[name] = replacement
 
     def close(self) -> None:
         """Leave the seat: put everything back, and let go of graphs and their memory."""
@@ -180,6 +184,7 @@ class GraphedTraining:
     def suspect(self) -> None:
         """Something other than training steps has happened, and can have changed what is baked in."""
         self._guards.suspect()
+        self._transfer.suspect()
         self._pace.pause()
 
     def finish(self, description: str) -> str:

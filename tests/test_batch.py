@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph import BatchError
-from lightning_cudagraph.capture.batch import Signature, StaticBatch, flatten_batch
+from lightning_cudagraph.capture.batch import Signature, flatten_batch
+from lightning_cudagraph.capture.static import StaticBatch
 
 CPU = torch.device("cpu")
 
@@ -138,3 +139,48 @@ def test_tensors_elsewhere_and_sparse_ones_are_refused() -> None:
         Signature([torch.zeros(1, device="meta")], CPU)
     with pytest.raises(BatchError, match=r"`batch\[0\]` is a tensor of layout torch.sparse_coo"):
         Signature([torch.zeros(2, 2).to_sparse()], CPU)
+
+
+def plain_batch() -> Any:
+    return {"x": torch.zeros(2, 3), "rest": (torch.zeros(4), "a", 1, None)}
+
+
+def test_a_quick_yes() -> None:
+    static = StaticBatch(plain_batch())
+    other = plain_batch()
+    tensors = static.tensors_of(other, "cpu")
+    assert tensors is not None
+    assert [id(tensor) for tensor in tensors] == [id(other["x"]), id(other["rest"][0])]
+    assert Signature(plain_batch(), CPU) == Signature(other, CPU)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.zeros(2, 4)},
+        {"x": torch.zeros(3, 2).t()},
+        {"x": torch.zeros(2, 3, dtype=torch.float64)},
+        {"x": torch.zeros(2, 3, requires_grad=True)},
+        {"x": torch.zeros(2, 3).to_sparse()},
+        {"x": torch.nn.Parameter(torch.zeros(2, 3))},
+        {"x": [torch.zeros(2, 3)]},
+        {"rest": [torch.zeros(4), "a", 1, None]},
+        {"rest": (torch.zeros(4), "b", 1, None)},
+        {"rest": (torch.zeros(4), "a", True, None)},
+        {"rest": (torch.zeros(4), "a", 1)},
+        {"more": 1},
+    ],
+)
+def test_no_quick_yes(change: dict[str, Any]) -> None:
+    static = StaticBatch(plain_batch())
+    assert static.tensors_of({**plain_batch(), **change}, "cpu") is None
+    assert static.tensors_of(plain_batch(), "cuda") is None
+
+
+def test_no_quick_yes_where_only_a_signature_can_tell() -> None:
+    one = torch.zeros(3)
+    assert StaticBatch([one, one]).tensors_of([one, one], "cpu") is None
+    assert StaticBatch([one, one.clone()]).tensors_of([one, one], "cpu") is None
+    assert StaticBatch(batch()).tensors_of(batch(), "cpu") is None
+    expanded = torch.zeros(1, 3).expand(2, 3)
+    assert StaticBatch([expanded]).tensors_of([torch.zeros(2, 3)], "cpu") is None

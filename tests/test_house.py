@@ -19,7 +19,7 @@ FLOORS = [
     ["optim"],
     ["timing"],
     ["closures", "hooks", "host_rules", "logs", "metrics", "support"],
-    ["optimizer_part", "recording"],
+    ["optimizer_part", "recording", "transfer"],
     ["loop"],
     ["callback"],
     ["__init__"],

@@ -1,9 +1,7 @@
-"""Batches: what they look like, and the static buffers that a graph reads them from.
+"""Batches: how they are walked, and what they look like.
 
-A graph reads fixed addresses. The first batch of a signature gives the shape of a set of static
-buffers; every later batch of the same signature is copied into them before the replay. A batch that
-looks different in any way is another signature, and is never copied into the wrong buffers: `copy_`
-would broadcast it without a word.
+A batch that looks different in any way from the captured one is another signature, and is never copied
+into its static buffers (`static.py`): `copy_` would broadcast it without a word.
 
 What can be walked is what Lightning can move to a device: tensors in lists, tuples, named tuples,
 mappings and dataclasses. An object that hides tensors from the walk is refused by its path.
@@ -13,8 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -23,11 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.errors import BatchError, CaptureError
+from lightning_cudagraph.errors import BatchError
 
-__all__ = ["Signature", "StaticBatch", "flatten_batch", "map_leaves", "refuse_hidden_tensors"]
+__all__ = [
+    "PLAIN",
+    "Signature",
+    "flatten_batch",
+    "map_leaves",
+    "refuse_hidden_tensors",
+    "structure_of",
+]
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
 
 
@@ -107,7 +111,7 @@ def flatten_batch(batch: Any) -> _Leaves:
     return leaves
 
 
-def _structure(value: Any) -> Any:
+def structure_of(value: Any) -> Any:
     """The types and keys of the containers of a batch, as one comparable value."""
     children = _children(value, "")
     if children is None:
@@ -115,7 +119,7 @@ def _structure(value: Any) -> Any:
     keys: Any = len(children)
     if isinstance(value, Mapping):
         keys = tuple(value)
-    return (type(value), keys, tuple(_structure(child) for _, child in children))
+    return (type(value), keys, tuple(structure_of(child) for _, child in children))
 
 
 def map_leaves(value: Any, new_leaf: Callable[[Any], Any]) -> Any:
@@ -140,7 +144,7 @@ def refuse_hidden_tensors(tree: Any, what: str) -> None:
 
     def walk(value: Any, path: str) -> None:
         children = _children(value, path)
-        if isinstance(value, (Tensor, *_PLAIN)):
+        if isinstance(value, (Tensor, *PLAIN)):
             return
         is_plain = type(value) in (list, tuple, dict)
         if not is_plain and (hidden := _hides_tensor(value, walked=children is not None)):
@@ -175,7 +179,7 @@ def _hides_tensor(value: Any, depth: int = 3, walked: bool = False) -> str | Non
             if isinstance(leaf, Tensor):
                 if id(leaf) not in seen:
                     return f".{name}{inner}"
-            elif not isinstance(leaf, _PLAIN) and (below := _hides_tensor(leaf, depth - 1)):
+            elif not isinstance(leaf, PLAIN) and (below := _hides_tensor(leaf, depth - 1)):
                 return f".{name}{inner}{below}"
     return None
 
@@ -218,7 +222,7 @@ class Signature:
                 )
             else:
                 described.append((type(leaf), self._value_of(path, leaf)))
-        self._key = (_structure(batch), tuple(described))
+        self._key = (structure_of(batch), tuple(described))
         self._paths = tuple(paths)
         try:
             self._hash = hash(self._key)
@@ -249,12 +253,12 @@ class Signature:
 
     @staticmethod
     def _value_of(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, _PLAIN):
+        if isinstance(leaf, PLAIN):
             return leaf
         if isinstance(leaf, (np.ndarray, np.generic)):
             # Arrays compare element by element; their bytes compare as one value.
             return (str(leaf.dtype), leaf.shape, leaf.tobytes())
-        if isinstance(leaf, (set, frozenset)) and all(isinstance(x, _PLAIN) for x in leaf):
+        if isinstance(leaf, (set, frozenset)) and all(isinstance(x, PLAIN) for x in leaf):
             return frozenset(leaf)
         if isinstance(leaf, (Enum, PurePath, slice, range)):
             return leaf if not isinstance(leaf, slice) else (leaf.start, leaf.stop, leaf.step)
@@ -291,73 +295,3 @@ def _in_words(described: tuple[Any, ...]) -> str:
     shape, stride, dtype, device, requires_grad, _ = described
     text = f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}"
     return f"{text}, requires_grad" if requires_grad else text
-
-
-class StaticBatch:
-    """A batch whose tensors stay at the same addresses.
-
-    Args:
-        example: a batch of the signature to hold; its values are copied.
-
-    Attributes:
-        batch: the same containers as `example` around the static buffers.
-    """
-
-    def __init__(self, example: Any) -> None:
-        buffers: dict[int, Tensor] = {}
-
-        def static(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if id(leaf) not in buffers:
-                # `empty_strided` keeps the layout, so that the same kernels are chosen as in eager.
-                buffers[id(leaf)] = self._empty_like(leaf)
-            return buffers[id(leaf)]
-
-        self.batch = map_leaves(example, static)
-        self._buffers = list(buffers.values())
-        self.copy_from(example)
-        self._structure = _structure(self.batch)
-
-    @staticmethod
-    def _empty_like(leaf: Tensor) -> Tensor:
-        # `empty_strided` keeps the layout, so that the same kernels are chosen as in eager; not that
-        # of an expanded tensor, whose elements share memory and cannot be written.
-        overlaps = any(st == 0 and n > 1 for st, n in zip(leaf.stride(), leaf.shape, strict=True))
-        if overlaps:
-            buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-        else:
-            buffer = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-        return buffer.requires_grad_(leaf.requires_grad)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Refuse a step that changes the batch: hooks would see another one than in an eager step.
-
-        Raises:
-            CaptureError: naming the tensor that was written, or that the containers changed.
-        """
-        versions = [buffer._version for buffer in self._buffers]
-        yield
-        if _structure(self.batch) != self._structure:
-            raise CaptureError(
-                "The training step adds to the containers of its batch, or takes from them.",
-                "Copy the container first: `batch = dict(batch)`.",
-            )
-        for buffer, version in zip(self._buffers, versions, strict=True):
-            if buffer._version != version:
-                path = next(path for path, leaf in flatten_batch(self.batch) if leaf is buffer)
-                raise CaptureError(
-                    f"The training step writes into `{path}` in place.",
-                    "Write into a copy: `x = x.clone()`.",
-                )
-
-    def copy_from(self, batch: Any) -> None:
-        """Copy the tensors of a batch of the same signature into the static buffers."""
-        sources: dict[int, Tensor] = {}
-        for _, leaf in flatten_batch(batch):
-            if isinstance(leaf, Tensor):
-                sources.setdefault(id(leaf), leaf)
-        with torch.no_grad():
-            for buffer, source in zip(self._buffers, sources.values(), strict=True):
-                buffer.copy_(source, non_blocking=True)

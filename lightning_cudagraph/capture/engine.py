@@ -16,6 +16,7 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.capture.writes import storage_id, whole
 from lightning_cudagraph.errors import UnsupportedError
@@ -167,6 +168,7 @@ class StepEngine(Generic[T]):
         self._narrow = narrow
         self._on_give_up = on_give_up
         self._signature: Signature | None = None  # of all the graphs
+        self._static: StaticBatch | None = None  # which they read
         self._graphs: dict[Place, CapturedStep[T]] = {}
         self._warmups_left: dict[Signature, dict[Place, int]] = {}
         self._short_captures = 0  # in a row
@@ -195,7 +197,7 @@ class StepEngine(Generic[T]):
         elif self._backend.host_value_moved():
             self.drop("a tensor in host memory, which the step uses as a number, changed")
         try:
-            signature = Signature(step.batch, self._backend.device)
+            signature = self._known_signature(step.batch) or Signature(step.batch, self._backend.device)
         except UnsupportedError as error:
             if self._raise_unsupported:
                 raise
@@ -221,7 +223,7 @@ class StepEngine(Generic[T]):
                 # Out of the handler, so that the error is gone, with all that its frames hold.
                 return self._eager(step, reason)
             self._graphs[step.place] = captured
-            self._signature = signature
+            self._signature, self._static = signature, captured.static
         refresh()
         if self._verifier.due(captured, captured.replays):
             return self._verify(step, captured)
@@ -229,6 +231,20 @@ class StepEngine(Generic[T]):
         captured.replays += 1
         self.counts.replayed += 1
         return Phase.CAPTURED, outputs
+
+    @property
+    def static(self) -> StaticBatch | None:
+        """The static buffers that the graphs read; who fills them may hand on their `batch`."""
+        return self._static
+
+    def _known_signature(self, batch: Any) -> Signature | None:
+        """The signature of the graphs, if a quick look can tell that it is also that of a batch."""
+        static = self._static
+        if static is None:
+            return None
+        if batch is static.batch or static.tensors_of(batch, self._backend.device.type) is not None:
+            return self._signature
+        return None
 
     def _replay(self, captured: CapturedStep[T], step: Step[T]) -> T:
         for graph in self._graphs.values():
@@ -284,7 +300,7 @@ class StepEngine(Generic[T]):
         for captured in self._graphs.values():
             captured.release()
         self._graphs.clear()
-        self._signature = None
+        self._signature = self._static = None
         self._guards.drop()
         self._warmups_left.clear()
 
@@ -362,10 +378,12 @@ class StepEngine(Generic[T]):
         if isinstance(maker, CapturedStep):
             maker.put_back_gradients()
         started_s = time.perf_counter()
+        static = self._static or StaticBatch(step.batch)
+        static.copy_from(step.batch)
         with step.transaction():
             captured = CapturedStep(
                 self._backend,
-                step.batch,
+                static,
                 step.record,
                 *step.parameters(),
                 self._takes,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend, Graph
-from lightning_cudagraph.capture.batch import StaticBatch
+from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.writes import storage_id
 
 __all__ = ["CapturedStep"]
@@ -105,7 +105,7 @@ class CapturedStep(Generic[T]):
 
     Args:
         backend: where it is captured.
-        batch: a batch of the signature to capture.
+        static: the static buffers of the signature to capture, with the values of a batch in them.
         record: the step, as a function of the static batch. Runs once for each capture.
         drops: the parameters whose gradients the step drops and computes anew.
         adds: the parameters to whose gradients it only adds.
@@ -114,6 +114,7 @@ class CapturedStep(Generic[T]):
         kept: code of the user's runs between two replays, and can keep gradients.
 
     Attributes:
+        static: the static buffers that it reads.
         replays: how many steps were replays; counted by who takes them.
         written: tensors older than the step that it writes into.
 
@@ -125,7 +126,7 @@ class CapturedStep(Generic[T]):
     def __init__(
         self,
         backend: Backend,
-        batch: Any,
+        static: StaticBatch,
         record: Callable[[Any], T],
         drops: Iterable[nn.Parameter],
         adds: Iterable[nn.Parameter],
@@ -134,7 +135,7 @@ class CapturedStep(Generic[T]):
         kept: bool = False,
     ) -> None:
         self._backend = backend
-        self._static = StaticBatch(batch)
+        self.static = static
         self._takes: list[_Take[T]] = []
         self._turn = 0
         self._kept = kept and not one_place
@@ -155,8 +156,8 @@ class CapturedStep(Generic[T]):
                 for parameter in makes:
                     parameter.grad = None
                 place = self._takes[0].gradients if one_place and self._takes else []
-                with self._static.unchanged():
-                    graph, outputs = backend.capture(lambda: _moved(record(self._static.batch), place))  # noqa: B023
+                with self.static.unchanged():
+                    graph, outputs = backend.capture(lambda: _moved(record(self.static.batch), place))  # noqa: B023
                 self._takes.append(_Take(graph, outputs, makes, len(dropped)))
                 self.written += backend.written(graph)
             self._absent = [parameter for parameter in self._absent if parameter.grad is not None]
@@ -185,8 +186,8 @@ class CapturedStep(Generic[T]):
 
     def run_eagerly(self, step: Callable[[Any], T], batch: Any) -> T:
         """Run a function of the static batch on a batch of this signature, without a graph."""
-        self._static.copy_from(batch)
-        return step(self._static.batch)
+        self.static.copy_from(batch)
+        return step(self.static.batch)
 
     def replay(self, batch: Any) -> T:
         """Run the step on a batch of this signature.
@@ -198,7 +199,7 @@ class CapturedStep(Generic[T]):
             What `record` returned in the capture whose turn it is. The tensors in it are static, and
             are overwritten by the next replay.
         """
-        self._static.copy_from(batch)
+        self.static.copy_from(batch)
         self.adopt_gradients()
         take = self._takes[self._turn]
         self._turn = (self._turn + 1) % len(self._takes)

@@ -1,0 +1,190 @@
+"""Batches go straight into the static buffers where nobody else sees them, and only there.
+
+`tests/gpu/test_transfer.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+
+from lightning_cudagraph import CUDAGraphCallback
+from tests.harness import Net, differences, loader, make
+
+STEPS = 3 * 8  # three epochs of seven full batches and a ragged one
+
+
+class Run:
+    """A run without any hooks that could see a batch, and how often Lightning itself moved one."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        accelerator: str,
+        monkeypatch: pytest.MonkeyPatch,
+        callback: CUDAGraphCallback | None,
+        build: Callable[[], pl.LightningModule] = Net,
+        others: tuple[Callback, ...] = (),
+        datamodule: pl.LightningDataModule | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.module = make(build)
+        self.moved = 0
+        move = Strategy.batch_to_device
+
+        def counted(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+            self.moved += int(bool(strategy.lightning_module.trainer.training))  # type: ignore[union-attr]
+            return move(strategy, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Strategy, "batch_to_device", counted)
+            trainer = pl.Trainer(
+                accelerator=accelerator,
+                devices=1,
+                max_epochs=3,
+                logger=CSVLogger(tmp_path),
+                log_every_n_steps=1,
+                callbacks=[*others, *([] if callback is None else [callback])],
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                enable_checkpointing=False,
+                **kwargs,
+            )
+            pl.seed_everything(7, verbose=False)
+            if datamodule is None:
+                trainer.fit(self.module, loader(), loader(seed=1, batches=2))
+            else:
+                trainer.fit(self.module, datamodule=datamodule)
+        self.csv = next(tmp_path.rglob("metrics.csv")).read_text()
+        self.state = self.module.state_dict()
+
+
+def assert_same(plain: Run, graph: Run) -> None:
+    assert not differences(plain.state, graph.state)
+    assert plain.csv == graph.csv
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_straight_into_the_buffers(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, window: int, pinned: bool
+) -> None:
+    if pinned and accelerator == "cpu":
+        pytest.skip("there is no memory to pin without a GPU")
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            batches = loader()
+            return torch.utils.data.DataLoader(batches.dataset, batch_size=8, pin_memory=pinned)
+
+        def val_dataloader(self) -> Any:
+            return loader(seed=1, batches=2)
+
+    runs = [
+        Run(
+            tmp_path / name,
+            accelerator,
+            monkeypatch,
+            callback,
+            datamodule=Data(),
+            accumulate_grad_batches=window,
+        )
+        for name, callback in (("plain", None), ("graph", CUDAGraphCallback()))
+    ]
+    assert_same(*runs)
+    assert runs[0].moved == STEPS
+    # Until the first capture, and the ragged ones.
+    assert runs[1].moved < STEPS // 2
+
+
+class Keeps(Callback):
+    """Keeps batches, and looks at them at the end."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.kept.append(batch[0])
+
+
+class KeepsInHook(Net):
+    kept: list[Tensor]
+
+    def on_train_start(self) -> None:
+        self.kept = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.kept.append(batch[0])
+
+
+class Scales(Net):
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return [batch[0].to(device) * 2, batch[1].to(device)]
+
+
+class AddsNoise(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + torch.rand_like(batch[0]), batch[1]]
+
+
+@pytest.mark.parametrize("build", [Net, KeepsInHook, Scales, AddsNoise])
+def test_others_get_batches_of_their_own(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, build: type[Net]
+) -> None:
+    keepers = [Keeps(), Keeps()]
+    runs = [
+        Run(
+            tmp_path / name,
+            accelerator,
+            monkeypatch,
+            callback,
+            build,
+            (keeper,) if build is Net else (),
+        )
+        for name, callback, keeper in zip(
+            ("plain", "graph"), (None, CUDAGraphCallback()), keepers, strict=True
+        )
+    ]
+    assert_same(*runs)
+    assert runs[1].moved == STEPS
+    assert not differences(keepers[0].kept, keepers[1].kept)
+    if build is KeepsInHook:
+        assert not differences(runs[0].module.kept, runs[1].module.kept)
+        assert len(runs[1].module.kept) == STEPS  # type: ignore[arg-type]
+
+
+def test_a_hook_that_comes_later(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A callback that joins at the end of an epoch sees batches that stay."""
+
+    class Joins(Callback):
+        def __init__(self) -> None:
+            self.keeper = Keeps()
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.callbacks.append(self.keeper)
+
+    joins = [Joins(), Joins()]
+    runs = [
+        Run(tmp_path / name, accelerator, monkeypatch, callback, Net, (one,))
+        for name, callback, one in zip(
+            ("plain", "graph"), (None, CUDAGraphCallback()), joins, strict=True
+        )
+    ]
+    assert_same(*runs)
+    assert runs[1].moved < STEPS
+    assert len(joins[1].keeper.kept) == 8
+    assert not differences(joins[0].keeper.kept, joins[1].keeper.kept)
