@@ -1,0 +1,132 @@
+"""The models that ship with Lightning run unchanged, and as without the callback.
+
+`tests/gpu/test_demos.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos import boring_classes, lstm, transformer
+
+from lightning_cudagraph import CUDAGraphCallback
+from tests.rows import became, refused, row
+
+WORDS = 40
+
+
+@pytest.fixture
+def _text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text where the demos look for theirs, which they download if it is not there."""
+    rng = random.Random(0)
+    lines = (" ".join(rng.choices([f"w{i}" for i in range(WORDS - 1)], k=12)) for _ in range(400))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "wikitext-2.txt").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    # It looks for a package that it needs to download with, before it sees that there is nothing to do.
+    monkeypatch.setattr(transformer, "_REQUESTS_AVAILABLE", True)
+    monkeypatch.setitem(__import__("sys").modules, "requests", object())
+
+
+def _alone(trainer: pl.Trainer, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+    """With the loaders that the module makes."""
+    trainer.fit(module)
+
+
+def _fit_with(make_data: Callable[[], pl.LightningDataModule]) -> Callable[..., None]:
+    def fit(trainer: pl.Trainer, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        trainer.fit(module, datamodule=make_data())
+
+    return fit
+
+
+BORING: dict[str, tuple[Callable[[], pl.LightningModule], Callable[..., None], int]] = {
+    "BoringModel": (boring_classes.BoringModel, _alone, 64),
+    "BoringModel, BoringDataModule": (
+        boring_classes.BoringModel,
+        _fit_with(boring_classes.BoringDataModule),
+        64,
+    ),
+    "BoringModel, BoringDataModuleNoLen": (
+        boring_classes.BoringModel,
+        _fit_with(boring_classes.BoringDataModuleNoLen),
+        512,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BORING)
+def test_boring_models(tmp_path: Path, accelerator: str, name: str) -> None:
+    build, fit, batches = BORING[name]
+    epochs = 1 if batches > 100 else 2
+    done = row(tmp_path, accelerator, build, fit=fit, max_epochs=epochs, checkpoint_every=50)
+    became(done.graph, replayed=epochs * batches - 3)
+
+
+def test_a_demo_model_with_loaders_of_ones_own(tmp_path: Path, accelerator: str) -> None:
+    def fit(trainer: pl.Trainer, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        data = torch.randn(9, 4, 32, generator=torch.Generator().manual_seed(0))
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+
+    # Its Adam counts on the host, and would round differently in a graph.
+    done = row(
+        tmp_path,
+        accelerator,
+        boring_classes.DemoModel,
+        ours=lambda: CUDAGraphCallback(scope="forward_backward"),
+        fit=fit,
+    )
+    became(done.graph, replayed=27 - 3)
+
+
+def test_a_manual_boring_model(tmp_path: Path, accelerator: str) -> None:
+    refused(
+        tmp_path,
+        accelerator,
+        boring_classes.ManualOptimBoringModel,
+        match="`ManualOptimBoringModel` uses manual optimization",
+        fit=_alone,
+        max_epochs=1,
+        checkpoint_every=0,
+    )
+
+
+@pytest.mark.usefixtures("_text")
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_the_transformer(tmp_path: Path, accelerator: str) -> None:
+    refused(
+        tmp_path,
+        accelerator,
+        lambda: transformer.LightningTransformer(vocab_size=WORDS),
+        match=r"cannot hold `\.item\(\)`",
+        fit=_alone,
+        max_epochs=2,
+        limit_train_batches=6,
+        checkpoint_every=0,
+    )
+
+
+def _small_lstm() -> pl.LightningModule:
+    """Narrower, so that a CPU is soon done with it."""
+    module = lstm.LightningLSTM(vocab_size=WORDS)
+    module.model = lstm.SimpleLSTM(vocab_size=WORDS, ninp=16, nhid=16, nlayers=2)
+    return module
+
+
+@pytest.mark.usefixtures("_text")
+def test_the_lstm(tmp_path: Path, accelerator: str) -> None:
+    refused(
+        tmp_path,
+        accelerator,
+        _small_lstm,
+        match="sets or changes `hidden` of the `LightningLSTM`",
+        fit=_alone,
+        max_epochs=2,
+        checkpoint_every=0,
+    )
