@@ -31,6 +31,7 @@ from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.optimizer_part import OptimizerPart, Scope
+from lightning_cudagraph.profilers import around_replays, profiler_note
 from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
 from lightning_cudagraph.support import check_private_names
 from lightning_cudagraph.timing.layers import LayerTimings, select_layers
@@ -126,6 +127,7 @@ class GraphedTraining:
             _announce,
             self._part.put_behind,
             self._part.let_go,
+            around_replays(trainer),
         )
         # Last, because it changes the optimizer: nothing after it may fail.
         self._part.prepare(trainer.optimizers[0])
@@ -138,7 +140,7 @@ class GraphedTraining:
     @property
     def notes(self) -> list[str]:
         """What was changed for the capture, in words."""
-        return self._part.notes
+        return [*self._part.notes, *profiler_note(self._trainer)]
 
     def install(self) -> None:
         """Take the seat."""

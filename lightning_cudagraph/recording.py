@@ -25,6 +25,7 @@ from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.logs import LoggedStep, recorded_logs
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
+from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.timing.marks import StepMarks
 
 __all__ = ["Recorder", "StepBody", "StepOutputs"]
@@ -148,6 +149,7 @@ class Recorder:
 
         inner._call = call
         with ExitStack() as stack:
+            stack.enter_context(unprofiled(self._trainer))
             logs = stack.enter_context(recorded_logs(self._trainer, self._module))
             if capturing:
                 audit = frozen_python_audit(

@@ -18,7 +18,7 @@ FLOORS = [
     ["capture"],
     ["optim"],
     ["timing"],
-    ["closures", "hooks", "host_rules", "logs", "metrics", "support"],
+    ["closures", "hooks", "host_rules", "logs", "metrics", "profilers", "support"],
     ["optimizer_part", "recording", "transfer"],
     ["loop"],
     ["callback"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, Literal, TypeVar
@@ -142,6 +142,7 @@ class StepEngine(Generic[T]):
         announce: told, in a sentence, what the user should know once.
         narrow: told why a step could not be captured; whether less of it will be captured from now on.
         on_give_up: called when the run goes on without graphs.
+        around_replays: what is entered around each replay.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class StepEngine(Generic[T]):
         announce: Callable[[str], None],
         narrow: Callable[[UnsupportedError], bool],
         on_give_up: Callable[[], None],
+        around_replays: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._backend = backend
         self._guards = guards
@@ -167,6 +169,7 @@ class StepEngine(Generic[T]):
         self._announce = announce
         self._narrow = narrow
         self._on_give_up = on_give_up
+        self._around_replays = around_replays
         self._signature: Signature | None = None  # of all the graphs
         self._static: StaticBatch | None = None  # which they read
         self._graphs: dict[Place, CapturedStep[T]] = {}
@@ -249,7 +252,8 @@ class StepEngine(Generic[T]):
     def _replay(self, captured: CapturedStep[T], step: Step[T]) -> T:
         for graph in self._graphs.values():
             graph.give_away()
-        return captured.replay(step.batch)
+        with self._around_replays():
+            return captured.replay(step.batch)
 
     def _maker(self, step: Step[T]) -> CapturedStep[T] | _NotYet | None:
         """The graph whose gradients a step adds to, if it adds to those of another step."""

@@ -181,14 +181,19 @@ class HostCalls:
         sys.setprofile(self._note)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        taken_away = sys.getprofile() != self._note
         sys.setprofile(None)
-        if self._before is None:
-            return
         if callable(self._before):
             sys.setprofile(self._before)
-        else:
+        elif self._before is not None:
             self._before.enable()
+        if taken_away and error is None:
+            raise CaptureError(
+                "The training step switches on a profiler of the interpreter (`cProfile`,"
+                " `sys.setprofile`), in whose place stood what looks for host code in the step.",
+                "Leave it out of the step, or start it before `fit`.",
+            )
 
     def where(self, change: Change) -> Location | None:
         """The user's line that made a change: seen, or else found in the code that ran."""

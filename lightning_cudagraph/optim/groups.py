@@ -25,8 +25,8 @@ class PreparedGroup:
         lr_dtype: dtype of the mirror, unless the parameters ask for more.
 
     Attributes:
-        group: the optimizer's own dictionary.
-        flags: the user's values of the options that were changed.
+        group: the optimizer's own dictionary, as the user has it but inside a step.
+        flags: what takes the place of the user's options inside a step.
         options: name of each option that a capture freezes, with the user's words for it.
     """
 
@@ -42,11 +42,9 @@ class PreparedGroup:
         self._optimizer = optimizer
         self._device = device
         self.group: dict[str, Any] = optimizer.param_groups[index]
-        wanted: dict[str, Any] = {}
-        if form.capturable and not self.group["capturable"]:
-            wanted["capturable"] = True
-        self.flags = {name: self.group[name] for name in wanted}
-        self.group.update(wanted)
+        capturable = form.capturable and not self.group["capturable"]
+        self.flags: dict[str, Any] = {"capturable": True} if capturable else {}
+        self._own_flags = {name: self.group[name] for name in self.flags}
         # What schedulers keep in a group (`initial_lr`) is not read by the step.
         self.options = [
             (name, f"`{name}` of param group {index}") for name in optimizer.defaults if name != "lr"
@@ -95,17 +93,19 @@ class PreparedGroup:
             self._mirror.fill_(self.group["lr"])
 
     def swap_in(self, capturing: bool) -> None:
-        """Put the mirror in the place of the learning rate.
+        """Put the mirror in the place of the learning rate, and the flags in that of the user's.
 
         An eager step gets a mirror of its own, so that a replay whose mirror is stale differs from it.
         """
+        self.group.update(self.flags)
         if self._mirror is not None:
             self._lr = self.group["lr"]
             self._inside = self._mirror if capturing else torch.full_like(self._mirror, self._lr)
             self.group["lr"] = self._inside
 
     def swap_out(self) -> bool:
-        """Put the learning rate back; tells whether somebody has set another one in between."""
+        """Put both back; tells whether somebody has set another learning rate in between."""
+        self.group.update(self._own_flags)
         if self._mirror is None:
             return False
         if self.group["lr"] is not self._inside:
@@ -120,7 +120,6 @@ class PreparedGroup:
     def restore(self) -> None:
         """Give the group back as the user made it."""
         self.move_host_state(torch.device("cpu"))
-        self.group.update(self.flags)
 
     @property
     def keeps_host_state(self) -> bool:

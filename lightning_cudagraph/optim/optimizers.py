@@ -1,7 +1,7 @@
 """An optimizer made fit for capture, and the way back.
 
-`forms.py` says what keeps an optimizer from being captured. Here its flags are changed (in
-`PreparedGroup`), its checkpoints kept as the user has them, and its arithmetic made that of a graph.
+`forms.py` says what keeps an optimizer from being captured. Here its flags are changed while it steps
+(in `PreparedGroup`), its checkpoints kept as the user has them, and its arithmetic made that of a graph.
 
 Every step of a run that has graphs goes through the same arithmetic, eager or replayed, so that it does
 not matter which steps are replayed. Against a run without this package: the fused forms, and SGD in all
@@ -116,7 +116,7 @@ class PreparedOptimizer(EagerOptimizer):
     """An optimizer made fit for capture, and the way back.
 
     Args:
-        optimizer: the optimizer; its param groups are changed in place until `restore`.
+        optimizer: the optimizer; between steps its param groups are as the user has them.
         device: where its parameters are.
         lr_dtype: dtype of the learning rate's mirrors.
         on_load: called with a reason after `optimizer.load_state_dict`, which puts other tensors in
@@ -178,10 +178,7 @@ class PreparedOptimizer(EagerOptimizer):
             prepared = known.get(id(group))
             if prepared is None or not prepared.fits(group):
                 check_group(self.optimizer, index, self._device)
-                flags = prepared.flags if prepared is not None else None
                 prepared = PreparedGroup(self._form, self.optimizer, index, self._device, self._lr_dtype)
-                if flags:
-                    prepared.flags = flags
             groups.append(prepared)
         self._groups = groups
         self.notes = self._describe()
@@ -216,7 +213,6 @@ class PreparedOptimizer(EagerOptimizer):
         self._sync_groups()
         on_host: set[int] = set()
         for group, prepared in zip(saved["param_groups"], self._groups, strict=True):
-            group.update(prepared.flags)
             if prepared.keeps_host_state:
                 on_host.update(group["params"])
         states = {
@@ -236,7 +232,9 @@ class PreparedOptimizer(EagerOptimizer):
 
     def hyperparameters(self) -> dict[str, Any]:
         self._sync_groups()
-        found = {label: value for prepared in self._groups for label, value in prepared.frozen().items()}
+        found: dict[str, Any] = {"the number of param groups of the optimizer": len(self._groups)}
+        for prepared in self._groups:
+            found.update(prepared.frozen())
         if self._form.inspected:
             found.update(moving_values(self.optimizer))
         return found

@@ -1,0 +1,53 @@
+"""Lightning's profilers beside a graph: they see that it is replayed, and nothing of what is inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import lightning.pytorch as pl
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+
+__all__ = ["around_replays", "profiler_note", "unprofiled"]
+
+# `PyTorchProfiler` moves its schedule on after actions whose names end so.
+_ACTION = "[CUDAGraphCallback]replay.training_step"
+
+
+def _profiler_of(trainer: pl.Trainer) -> Profiler | None:
+    """The profiler that the user has asked for; Lightning sets the attribute without declaring it."""
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+    return None if isinstance(profiler, PassThroughProfiler) else profiler
+
+
+@contextmanager
+def unprofiled(trainer: pl.Trainer) -> Iterator[None]:
+    """Inside, the actions of Lightning are not profiled.
+
+    A profiler in a capture would switch off the audit's hook of the interpreter (`AdvancedProfiler`), or
+    start a trace, for which CUDA has to be idle (`PyTorchProfiler`). Rehearsals are no steps of the run.
+    """
+    if (profiler := _profiler_of(trainer)) is None:
+        yield
+        return
+    vars(trainer)["profiler"] = PassThroughProfiler()
+    try:
+        yield
+    finally:
+        vars(trainer)["profiler"] = profiler
+
+
+def around_replays(trainer: pl.Trainer) -> Callable[[], AbstractContextManager[object]]:
+    """What is entered around each replay: an action of the trainer's profiler, if it has one."""
+    profiler = _profiler_of(trainer)
+    return nullcontext if profiler is None else partial(profiler.profile, _ACTION)
+
+
+def profiler_note(trainer: pl.Trainer) -> list[str]:
+    """What the user of a profiler should know, in words."""
+    if (profiler := _profiler_of(trainer)) is None:
+        return []
+    name = type(profiler).__qualname__
+    note = f"`{name}` sees each replay as `{_ACTION}`; the actions inside are those of eager steps"
+    return [note]

@@ -1,0 +1,128 @@
+"""Lightning's profilers beside a graph: the same run, and they see its replays.
+
+`tests/gpu/test_rows_profilers.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+
+from lightning_cudagraph import CaptureError, CUDAGraphCallback
+from tests.harness import Net, make, train
+from tests.rows import became, row
+
+REPLAY = "[CUDAGraphCallback]replay.training_step"
+STEP = "[Strategy]SingleDeviceStrategy.training_step"
+
+
+class Kept:
+    """Makes the profiler of each run, and keeps the last, with what it has seen."""
+
+    def __init__(self, cls: type, **kwargs: Any) -> None:
+        self.cls, self.kwargs = cls, kwargs
+
+    def __call__(self, folder: Path) -> dict[str, Any]:
+        self.made = self.cls(dirpath=folder, filename="profile", **self.kwargs)
+        return {"profiler": self.made}
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
+def test_simple(tmp_path: Path, accelerator: str, watched: bool) -> None:
+    kept = Kept(SimpleProfiler)
+    done = row(tmp_path, accelerator, setting=kept, watched=watched)
+    became(done.graph, replayed=18, eager={"another batch signature": 3})
+    durations = kept.made.recorded_durations
+    # Neither the capture nor the rehearsals of verified replays count as steps.
+    assert len(durations["run_training_batch"]) == 24
+    assert len(durations[REPLAY]) == 18
+    assert len(durations[STEP]) == 6
+    report = done.graph.callback.report or ""  # type: ignore[union-attr]
+    assert report.count(f"`SimpleProfiler` sees each replay as `{REPLAY}`") == 1
+    assert "replay.training_step" in next((tmp_path / "graph").glob("*profile*.txt")).read_text()
+
+
+def test_advanced(tmp_path: Path, accelerator: str) -> None:
+    kept = Kept(AdvancedProfiler)
+    done = row(tmp_path, accelerator, setting=kept)
+    became(done.graph, replayed=18, eager={"another batch signature": 3})
+    assert "replay.training_step" in next((tmp_path / "graph").glob("*profile*.txt")).read_text()
+
+
+class ReadsTheClock(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        output["loss"] = output["loss"] * (1 + time.time() % 1)
+        return output
+
+
+@pytest.mark.parametrize("profiler", [None, "simple", "advanced", "pytorch"])
+def test_the_audit_is_not_switched_off(tmp_path: Path, accelerator: str, profiler: str | None) -> None:
+    with pytest.raises(CaptureError, match=r"a read of `time\.time\(\)`"):
+        train(
+            make(ReadsTheClock),
+            tmp_path,
+            CUDAGraphCallback(),
+            accelerator=accelerator,
+            profiler=profiler,
+        )
+
+
+class ProfilesItself(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with self.trainer.profiler.profile("my action"):
+            return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced"])
+def test_actions_of_the_users_own(tmp_path: Path, accelerator: str, profiler: str) -> None:
+    done = row(tmp_path, accelerator, ProfilesItself, profiler=profiler)
+    became(done.graph, replayed=18, eager={"another batch signature": 3})
+
+
+class HasAProfilerInside(ReadsTheClock):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with cProfile.Profile():
+            return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="cProfile has a hook of its own since 3.12")
+def test_a_profiler_of_the_interpreter_inside_the_step(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError, match="switches on a profiler of the interpreter"):
+        train(make(HasAProfilerInside), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
+@pytest.mark.parametrize("names", [True, False], ids=["names", "no names"])
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
+def test_pytorch(tmp_path: Path, accelerator: str, names: bool) -> None:
+    """The trace begins and ends at the steps that the schedule says, also among replays."""
+    traced: list[dict[str, int]] = []
+
+    def ready(profiler: Any) -> None:
+        traced.append({event.key: event.count for event in profiler.key_averages()})
+
+    kept = Kept(
+        PyTorchProfiler,
+        record_module_names=names,
+        on_trace_ready=ready,
+        schedule=torch.profiler.schedule(wait=8, warmup=2, active=4, repeat=1),
+    )
+    # In validation, Lightning's schedule would go on with steps of its own.
+    done = row(tmp_path, accelerator, setting=kept, limit_val_batches=0)
+    became(done.graph, replayed=18, eager={"another batch signature": 3})
+    plain, graph = traced
+    assert plain[f"[pl][profile]{STEP}"] == graph[f"[pl][profile]{REPLAY}"] == 4
+    assert f"[pl][profile]{STEP}" not in graph
+    assert any("[pl][module]" in name for name in plain) == names
+
+
+def test_pytorch_by_default(tmp_path: Path, accelerator: str) -> None:
+    done = row(tmp_path, accelerator, setting=Kept(PyTorchProfiler), limit_val_batches=0)
+    became(done.graph, replayed=18, eager={"another batch signature": 3})
