@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cudagraph.advance import QuickAdvance
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
@@ -165,6 +166,8 @@ class GraphedTraining:
             self._trainer, self._module, strategy.batch_to_device, lambda: self._engine.static
         )
         self._replace(strategy, "batch_to_device", self._transfer)
+        self._advance = QuickAdvance(self._trainer, self._module, lambda: self._phase is Phase.CAPTURED)
+        self._replace(loop, "advance", self._advance)
 
     def _replace(self, owner: Any, name: str, replacement: Any) -> None:
         """Put something in the place of a method of an object, until the seat is left."""
@@ -187,6 +190,7 @@ class GraphedTraining:
         """Something other than training steps has happened, and can have changed what is baked in."""
         self._guards.suspect()
         self._transfer.suspect()
+        self._advance.suspect()
         self._pace.pause()
 
     def finish(self, description: str) -> str:

@@ -31,6 +31,7 @@ __all__ = [
     "check_private_names",
     "check_run",
     "default_warmup_steps",
+    "is_overridden",
     "make_backend",
     "scaler_of",
 ]
@@ -92,8 +93,11 @@ def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
 
 
-def _is_overridden(name: str, instance: Any, base: type) -> bool:
-    """By identity: Lightning's own test stumbles over partials, mocks and wrapped functions."""
+def is_overridden(name: str, instance: Any, base: type) -> bool:
+    """Whether a hook is not that of its base class.
+
+    By identity: Lightning's own test stumbles over partials, mocks and wrapped functions.
+    """
     method = getattr(instance, name)
     return getattr(method, "__func__", method) is not getattr(base, name)
 
@@ -203,12 +207,12 @@ def _check_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     found = [
         f"`{type(module).__qualname__}.{hook}`"
         for hook in _MODULE_HOOKS_BEFORE_BACKWARD
-        if _is_overridden(hook, module, pl.LightningModule)
+        if is_overridden(hook, module, pl.LightningModule)
     ] + [
         f"`{type(callback).__qualname__}.{hook}`"
         for callback in callbacks_of(trainer)
         for hook in _CALLBACK_HOOKS_INSIDE
-        if _is_overridden(hook, callback, Callback)
+        if is_overridden(hook, callback, Callback)
     ]
     if found:
         raise UnsupportedError(
@@ -239,7 +243,7 @@ def check_optimizer_part(trainer: pl.Trainer, module: pl.LightningModule) -> Non
             )
     for callback in callbacks_of(trainer):
         for hook in _CALLBACK_HOOKS_BEHIND:
-            if _is_overridden(hook, callback, Callback):
+            if is_overridden(hook, callback, Callback):
                 raise UnsupportedError(
                     f"`{type(callback).__qualname__}.{hook}` is called before the optimizer's step: in a"
                     " graph, its host code would run once, at the capture.",

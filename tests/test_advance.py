@@ -1,0 +1,144 @@
+"""The short way through Lightning's loop between replays does what the long one does.
+
+`tests/gpu/test_advance.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
+
+from lightning_cudagraph import CUDAGraphCallback, advance
+from lightning_cudagraph.advance import QuickAdvance
+from tests.harness import Net, differences, loader, make
+
+
+class Run:
+    """A run without hooks of the user's, and how many batches went the short way."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        accelerator: str,
+        monkeypatch: pytest.MonkeyPatch,
+        graph: bool,
+        others: tuple[Callback, ...] = (),
+        build: type[Net] = Net,
+        **kwargs: Any,
+    ) -> None:
+        self.quick = 0
+        quickly = QuickAdvance._advance
+
+        def counted(self_: QuickAdvance, fetcher: Any) -> None:
+            self.quick += 1
+            quickly(self_, fetcher)
+
+        self.saver = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=5, save_top_k=-1)
+        self.module = make(build)
+        with monkeypatch.context() as patch:
+            patch.setattr(QuickAdvance, "_advance", counted)
+            trainer = pl.Trainer(
+                accelerator=accelerator,
+                devices=1,
+                max_epochs=3,
+                logger=CSVLogger(tmp_path),
+                log_every_n_steps=1,
+                callbacks=[*others, self.saver, *([CUDAGraphCallback()] if graph else [])],
+                enable_progress_bar=any(isinstance(one, TQDMProgressBar) for one in others),
+                enable_model_summary=False,
+                **kwargs,
+            )
+            pl.seed_everything(7, verbose=False)
+            trainer.fit(self.module, loader(), loader(seed=1, batches=2))
+        self.loops = trainer.fit_loop.state_dict()
+        self.csv = next(tmp_path.rglob("metrics.csv")).read_text()
+        self.checkpoints = {
+            path.name: torch.load(path, weights_only=False, map_location="cpu")
+            for path in sorted((tmp_path / "ckpt").glob("*.ckpt"))
+        }
+        for checkpoint in self.checkpoints.values():
+            del checkpoint["callbacks"]  # names folders
+        assert self.module._current_fx_name is None
+
+
+def assert_same(plain: Run, graph: Run) -> None:
+    for name in ("loops", "checkpoints"):
+        assert not differences(getattr(plain, name), getattr(graph, name)), name
+    assert not differences(plain.module.state_dict(), graph.module.state_dict())
+    assert plain.csv == graph.csv
+
+
+OTHERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "nothing": ((), {}),
+    "lightning's callbacks": ((LearningRateMonitor, TQDMProgressBar), {}),
+    "accumulation and validation": ((), {"accumulate_grad_batches": 3, "val_check_interval": 4}),
+    "limits": ((), {"limit_train_batches": 6, "max_steps": 17}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_the_same_as_the_long_way(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    callbacks, kwargs = OTHERS[case]
+    runs = [
+        Run(
+            tmp_path / str(graph),
+            accelerator,
+            monkeypatch,
+            graph,
+            tuple(make() for make in callbacks),
+            **kwargs,
+        )
+        for graph in (False, True)
+    ]
+    assert_same(*runs)
+    assert runs[0].quick == 0
+    assert runs[1].quick >= 5
+
+
+class Watches(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class Steps(Net):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("reason", ["a hook", "an override", "a profiler", "another lightning"])
+def test_the_long_way(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    if reason == "another lightning":
+        monkeypatch.setattr(advance, "_KNOWN", frozenset())
+    kwargs: dict[str, Any] = {
+        "others": (Watches(),) if reason == "a hook" else (),
+        "build": Steps if reason == "an override" else Net,
+    }
+    runs = [
+        Run(
+            tmp_path / str(graph),
+            accelerator,
+            monkeypatch,
+            graph,
+            **kwargs,
+            profiler=SimpleProfiler(tmp_path) if reason == "a profiler" else None,
+        )
+        for graph in (False, True)
+    ]
+    assert_same(*runs)
+    assert runs[1].quick == 0
+
+
+def test_lightning_is_the_one_that_was_read() -> None:
+    """If not: compare `QuickAdvance._advance` with Lightning's, and add the digest of its source."""
+    assert advance._digest() in advance._KNOWN
