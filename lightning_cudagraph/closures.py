@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,11 @@ class GraphedOptimization(_AutomaticOptimization):
     """
 
     call: Call
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are Lightning's own, and belong to no run with graphs."""
+        state = {name: value for name, value in vars(self).items() if name != "call"}
+        return copyreg._reconstructor, (_AutomaticOptimization, object, None), state  # type: ignore[attr-defined]
 
     def _make_closure(
         self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int

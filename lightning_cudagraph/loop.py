@@ -25,6 +25,7 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import UnsupportedError
@@ -175,7 +176,7 @@ class GraphedTraining:
             self._patches.callback(vars(owner).__setitem__, name, vars(owner)[name])
         else:
             self._patches.callback(vars(owner).pop, name)
-        vars(owner)[name] = replacement
+        vars(owner)[name] = StandIn(owner, name, replacement)
 
     def close(self) -> None:
         """Leave the seat: put everything back, and let go of graphs and their memory."""

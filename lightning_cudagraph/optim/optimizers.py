@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cudagraph.capture.stand_ins import OwnHook
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.alpha import TensorAlphaMode
 from lightning_cudagraph.optim.forms import (
@@ -146,8 +147,8 @@ class PreparedOptimizer(EagerOptimizer):
         self._prepare_groups()
         self._allow_cpu()
         self._hooks = [
-            optimizer.register_state_dict_post_hook(self._as_the_user_has_it),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
+            optimizer.register_state_dict_post_hook(OwnHook(self._as_the_user_has_it)),
+            optimizer.register_load_state_dict_post_hook(OwnHook(self._after_load)),
         ]
 
     def _allow_cpu(self) -> None:

@@ -1,0 +1,52 @@
+"""What hangs on other people's objects during a run, and must not get into copies of them.
+
+A copy or a pickle of the object works like the object without us: it knows no graph, stream or event,
+and a file with it can be read where this package is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["OwnHook", "StandIn"]
+
+
+class StandIn:
+    """In the place of a method of an object. In a copy of the object, it is that method of the copy.
+
+    Args:
+        owner: the object.
+        name: the name of the method.
+        call: what is called instead.
+    """
+
+    def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The copy of the owner has nothing in its place yet when this is called.
+        return getattr, (self._owner, self._name)
+
+
+class OwnHook:
+    """A hook that is registered with an object. In a copy of the object, it is one that does nothing.
+
+    Args:
+        call: what the hook does.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Given an object and its state, it returns that state; given an object alone, None.
+        return getattr, ({}, "get")
