@@ -7,6 +7,7 @@ from lightning_cudagraph.errors import BatchError as BatchError
 from lightning_cudagraph.errors import CaptureError as CaptureError
 from lightning_cudagraph.errors import ConfigurationError as ConfigurationError
 from lightning_cudagraph.errors import CUDAGraphError as CUDAGraphError
+from lightning_cudagraph.errors import HookError as HookError
 from lightning_cudagraph.errors import UnsupportedError as UnsupportedError
 from lightning_cudagraph.errors import VerificationError as VerificationError
 from lightning_cudagraph.timing.layers import LayerTimings as LayerTimings

@@ -12,6 +12,7 @@ __all__ = [
     "CUDAGraphError",
     "CaptureError",
     "ConfigurationError",
+    "HookError",
     "UnsupportedError",
     "VerificationError",
 ]
@@ -63,6 +64,20 @@ class VerificationError(UnsupportedError):
     All tensors have been put back to what they were before the step. What the eager step of the check
     did to Python objects has been done.
     """
+
+
+class HookError(CUDAGraphError):
+    """A hook in the middle of a replayed step did what the rest of the graph cannot take into account.
+
+    The forward pass has been replayed and the hook has run; the step cannot be done again.
+
+    Args:
+        reason: what the hook did, and what was expected.
+        remedy: one thing to do about it.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f'{reason} {remedy} To train without graphs, pass `backend="off"`.')
 
 
 class BatchError(UnsupportedError):

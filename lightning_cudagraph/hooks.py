@@ -10,11 +10,19 @@ from lightning_cudagraph.support import callbacks_of
 
 __all__ = ["batches_unseen", "undisturbed"]
 
-# The hooks that Lightning calls between two steps in the middle of an epoch. What runs at its ends, and
-# around validation and checkpoints, makes the guards look at everything anyway.
-_OF_CALLBACKS = ("on_train_batch_start", "on_train_batch_end")
+# The hooks that Lightning calls between two steps in the middle of an epoch, or between two parts of a
+# replay. What runs at its ends, and around validation and checkpoints, makes the guards look at
+# everything anyway.
+_OF_BOTH = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad")
+_OF_CALLBACKS = (
+    *_OF_BOTH,
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
 _OF_MODULES = (
-    *_OF_CALLBACKS,
+    *_OF_BOTH,
+    "optimizer_zero_grad",
     "on_before_batch_transfer",
     "transfer_batch_to_device",
     "on_after_batch_transfer",
@@ -35,7 +43,7 @@ def undisturbed(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 
 def batches_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether nobody's hooks but Lightning's and this package's are given a batch on the device."""
-    return _all_known(_hooks(trainer, module, (*_OF_CALLBACKS, *_ARRIVED), _ARRIVED))
+    return _all_known(_hooks(trainer, module, (*_OF_BOTH, *_ARRIVED), _ARRIVED))
 
 
 def _hooks(

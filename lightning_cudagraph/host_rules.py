@@ -32,8 +32,6 @@ _MODULE_METHODS = (
     "training_step",
     "forward",
     "backward",
-    "optimizer_zero_grad",
-    "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
     "log",

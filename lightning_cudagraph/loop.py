@@ -28,8 +28,9 @@ from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
-from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.hooks import undisturbed
+from lightning_cudagraph.inner_hooks import InnerHooks
 from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.optimizer_part import OptimizerPart, Scope
@@ -98,19 +99,20 @@ class GraphedTraining:
             trainer, module, backend, settings.scope, lambda reason: self._engine.drop(reason), _announce
         )
         self._optimization = GraphedOptimization.__new__(GraphedOptimization)
+        self._hooks = InnerHooks(trainer, module)
         self._guards = Guards(
             module,
-            self._part.cheap_state,
+            lambda: {**self._part.cheap_state(), "the hooks inside the step": self._hooks.named()},
             self._part.thorough_state,
             _OWN | settings.harmless,
-            self._part.quick_state,
+            lambda: (*self._part.quick_state(), *self._hooks.quick()),
             lambda: undisturbed(trainer, module),
             is_metric,
             lambda: self._part.optimizer.places(),
             {"trainer": trainer},
         )
         self._recorder = Recorder(
-            trainer, module, backend, self._optimization, self._guards, settings.harmless
+            trainer, module, backend, self._optimization, self._guards, self._hooks, settings.harmless
         )
         self._verifier = Verifier(
             backend,
@@ -268,12 +270,14 @@ class GraphedTraining:
 
     def _step(self, closure: GraphClosure, body: StepBody, run: Callable[[], object]) -> Tensor | None:
         """Take a batch through its phase; returns the loss if it was replayed."""
+        self._hooks.watch(closure, self._part.optimizer.optimizer)
         place = (closure.drops_gradients, body.has_optimizer)
         step = Step(
             closure.batch,
             run,
-            lambda batch: self._recorder.record(batch, closure, body, self._layers, True),
-            lambda batch: self._recorder.record(batch, closure, body, None, False),
+            lambda batch, cut: self._recorder.record(batch, closure, body, self._layers, cut),
+            lambda batch: self._recorder.record(batch, closure, body, None, None),
+            lambda outputs, index: self._host_turn(outputs, index, closure, body),
             StepOutputs.values,
             lambda: self._part.state(place),
             self._undone,
@@ -313,6 +317,21 @@ class GraphedTraining:
             stack.enter_context(self._part.undone())
             yield
 
+    def _host_turn(
+        self, outputs: StepOutputs, index: int, closure: GraphClosure, body: StepBody
+    ) -> None:
+        """Call the hooks in the middle of a replay, where they are called in an eager step."""
+        turn = outputs.turns[index]
+        turn.logs.hand_over(self._trainer)
+        turn.run(closure)
+        body.optimizer.refresh()
+        if change := self._guards.changed():
+            raise HookError(
+                f"In the middle of a step that is replayed, after {turn.whose}, {change}; the rest of"
+                " the graph holds what was there at the capture.",
+                "Change it in `on_train_batch_start` or `on_train_batch_end`.",
+            )
+
     def _take_outputs(self, outputs: StepOutputs, closure: GraphClosure) -> Tensor:
         """After a replay: hand on what Lightning would have had from an eager step."""
         # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
@@ -325,6 +344,8 @@ class GraphedTraining:
             zero_grad.increment_started()
             zero_grad.increment_completed()
         outputs.logs.hand_over(self._trainer)
+        if outputs.after_backward:
+            self._hooks.run_after_backward()
         if outputs.marks is not None:
             if self._backend.graphs_per_step > 1:
                 self._read_times()

@@ -19,16 +19,34 @@ from torch import Tensor, nn
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
 from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
+from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
+from lightning_cudagraph.inner_hooks import InnerHooks
 from lightning_cudagraph.logs import LoggedStep, recorded_logs
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.profilers import unprofiled
+from lightning_cudagraph.support import check_optimizer_part
 from lightning_cudagraph.timing.marks import StepMarks
 
-__all__ = ["Recorder", "StepBody", "StepOutputs"]
+__all__ = ["HostTurn", "Recorder", "StepBody", "StepOutputs"]
+
+
+@dataclass
+class HostTurn:
+    """A turn of the host in the middle of a replay.
+
+    Attributes:
+        whose: hooks, in words.
+        logs: what the step has logged since the turn before.
+        run: calls the hooks, given the closure of the step.
+    """
+
+    whose: str
+    logs: LoggedStep
+    run: Callable[[GraphClosure], None]
 
 
 @dataclass
@@ -38,11 +56,13 @@ class StepOutputs:
     Attributes:
         loss: what `training_step` returned.
         extra: what else it returned.
-        logs: what was logged.
+        logs: what was logged, after the last turn of the host.
         marks: the timing events, or None.
         parameters: those with gradients by name, if the optimizer steps behind the graph.
         zero_grads: how often gradients were dropped: once, unless the optimizer calls the closure more
-            often than that, or the gradients of several batches are accumulated.
+            often than that, the gradients of several batches are accumulated, or the host drops them.
+        turns: those of the host.
+        after_backward: `on_after_backward` runs on the host.
     """
 
     loss: Tensor
@@ -51,6 +71,8 @@ class StepOutputs:
     marks: StepMarks | None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     zero_grads: int = 1
+    turns: list[HostTurn] = field(default_factory=list)
+    after_backward: bool = False
 
     def values(self) -> dict[str, Tensor]:
         """What can be compared just after the step, by name, in its order."""
@@ -59,7 +81,11 @@ class StepOutputs:
             for name, parameter in self.parameters.items()
             if parameter.grad is not None
         }
-        return {"the loss": self.loss, **self.logs.values(), **gradients}
+        found = {"the loss": self.loss}
+        for index, logs in enumerate((*(turn.logs for turn in self.turns), self.logs)):
+            part = f" (part {index + 1})" if self.turns else ""
+            found |= {f"{name}{part}": value for name, value in logs.values().items()}
+        return found | gradients
 
 
 @dataclass
@@ -88,6 +114,7 @@ class Recorder:
         backend: where the steps run.
         optimization: Lightning's loop, in our form.
         guards: told what the step mentions.
+        hooks: those that are left out, and run on the host.
         harmless: names that the user says may be frozen, or not repeated.
     """
 
@@ -98,6 +125,7 @@ class Recorder:
         backend: Backend,
         optimization: GraphedOptimization,
         guards: Guards,
+        hooks: InnerHooks,
         harmless: frozenset[str],
     ) -> None:
         self._trainer = trainer
@@ -105,6 +133,7 @@ class Recorder:
         self._backend = backend
         self._optimization = optimization
         self._guards = guards
+        self._hooks = hooks
         self._harmless = harmless
 
     def record(
@@ -113,7 +142,7 @@ class Recorder:
         closure: GraphClosure,
         body: StepBody,
         layers: Mapping[str, nn.Module] | None,
-        capturing: bool,
+        cut: Cut | None,
     ) -> StepOutputs:
         """Run a step on the static batch.
 
@@ -122,12 +151,16 @@ class Recorder:
             closure: Lightning's closure for the batch of this step.
             body: what is captured of the step.
             layers: the layers to time, by name, or None for no events.
-            capturing: whether a capture is under way.
+            cut: what is called where the host has a turn in every replay, if a capture is under way.
 
         Raises:
             CaptureError: if it leaves something on the host that a replay would not leave.
         """
+        capturing = cut is not None
         body.optimizer.check_state()
+        self._hooks.refuse_gradients_left()
+        if body.has_optimizer:
+            check_optimizer_part(self._trainer, self._module)  # callbacks may have been added since
         optimizer = body.optimizer.optimizer if body.has_optimizer else None
         refuse_replaced_methods(self._module, optimizer, self._harmless)
         inner = self._optimization.closure_for_capture(
@@ -148,8 +181,19 @@ class Recorder:
                 return plain()
 
         inner._call = call
+        turns: list[HostTurn] = []
+        taken = 0
         with ExitStack() as stack:
             stack.enter_context(unprofiled(self._trainer))
+
+            def turn(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
+                nonlocal taken
+                turns.append(HostTurn(whose, LoggedStep(logs[taken:]), run))
+                taken = len(logs)
+                if cut is not None:
+                    cut(whose, drops_here)
+
+            stack.enter_context(self._hooks.left_out(inner, body.optimizer.optimizer, turn))
             logs = stack.enter_context(recorded_logs(self._trainer, self._module))
             if capturing:
                 audit = frozen_python_audit(
@@ -164,14 +208,18 @@ class Recorder:
                 stack.enter_context(marks.recording())
             _run(body, inner)
             result = inner.consume_result()
-            logged = LoggedStep(logs)
+            logged = LoggedStep(logs[taken:])
         if result.loss is None:
             raise self.returned_none()
         # The result still holds autograd's graph, and with it the memory of all activations.
         refuse_hidden_tensors(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
         trained = {} if body.has_optimizer else self._trained()
-        return StepOutputs(result.loss, extra, logged, marks, trained, calls if drops else 0)
+        if not drops or self._hooks.around_zero_grad():
+            calls = 0
+        return StepOutputs(
+            result.loss, extra, logged, marks, trained, calls, turns, self._hooks.after_backward
+        )
 
     def _arguments(self, batch: Any, closure: GraphClosure) -> OrderedDict[str, Any]:
         arguments = OrderedDict(closure.kwargs)

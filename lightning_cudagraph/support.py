@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer import call
 from torch import nn
 from torch.amp import GradScaler
 from torch.cuda.amp import GradScaler as CudaGradScaler
@@ -31,6 +32,7 @@ __all__ = [
     "check_private_names",
     "check_run",
     "default_warmup_steps",
+    "described_hook",
     "is_overridden",
     "make_backend",
     "scaler_of",
@@ -38,18 +40,9 @@ __all__ = [
 
 BackendName = Literal["auto", "cuda", "emulator", "off"]
 
-# Hooks that Lightning calls between the start of `training_step` and the end of the optimizer's step
-# (loops/optimization/automatic.py, plugins/precision/precision.py). The module's own are captured and
-# audited with its `training_step`, but for those that come before the backward pass: the gradients that
-# they would find are those of the step before, which a capture has dropped. A callback keeps its state
-# where no audit looks.
-_MODULE_HOOKS_BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad")
-_CALLBACK_HOOKS_INSIDE = (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-)
-_CALLBACK_HOOKS_BEHIND = ("on_before_optimizer_step",)
+# Hooks of callbacks that may do anything with the gradients, before the optimizer's step uses them
+# (plugins/precision/precision.py). They run on the host, and the optimizer behind them.
+_CALLBACK_HOOKS_BEHIND = ("on_after_backward", "on_before_optimizer_step")
 
 
 def default_warmup_steps(world_size: int) -> int:
@@ -102,6 +95,13 @@ def is_overridden(name: str, instance: Any, base: type) -> bool:
     return getattr(method, "__func__", method) is not getattr(base, name)
 
 
+def described_hook(owner: Any, name: str) -> str:
+    """A hook in words, with its line if it is written in Python."""
+    code = getattr(inspect.unwrap(getattr(owner, name)), "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"`{type(owner).__qualname__}.{name}`{where}"
+
+
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse a run whose steps are not known to come out the same from a graph.
 
@@ -111,7 +111,6 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _check_placement(trainer)
     _check_precision(trainer)
     _check_loop(trainer, module)
-    _check_hooks(trainer, module)
     _check_modules(module)
 
 
@@ -133,6 +132,7 @@ def check_private_names(trainer: pl.Trainer, module: pl.LightningModule) -> None
             ("log", "reset", "update_metrics", "_extract_batch_size"),
         ),
         "lightning_module": (module, ("_current_fx_name", TO_TENSOR)),
+        "call": (call, ("_call_callback_hooks", "_call_lightning_module_hook")),
     }
     for owner, (value, names) in needed.items():
         for name in names:
@@ -203,25 +203,6 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
 
 
-def _check_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    found = [
-        f"`{type(module).__qualname__}.{hook}`"
-        for hook in _MODULE_HOOKS_BEFORE_BACKWARD
-        if is_overridden(hook, module, pl.LightningModule)
-    ] + [
-        f"`{type(callback).__qualname__}.{hook}`"
-        for callback in callbacks_of(trainer)
-        for hook in _CALLBACK_HOOKS_INSIDE
-        if is_overridden(hook, callback, Callback)
-    ]
-    if found:
-        raise UnsupportedError(
-            f"{', '.join(found)} is called between the forward pass and the end of the optimizer's"
-            " step: in a graph, its host code would run once, at the capture.",
-            "Move it to `on_train_batch_start` or `on_train_batch_end`.",
-        )
-
-
 def check_optimizer_part(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse what keeps the part of the step after its backward pass out of a graph.
 
@@ -245,8 +226,8 @@ def check_optimizer_part(trainer: pl.Trainer, module: pl.LightningModule) -> Non
         for hook in _CALLBACK_HOOKS_BEHIND:
             if is_overridden(hook, callback, Callback):
                 raise UnsupportedError(
-                    f"`{type(callback).__qualname__}.{hook}` is called before the optimizer's step: in a"
-                    " graph, its host code would run once, at the capture.",
+                    f"{described_hook(callback, hook)} runs on the host, between the backward pass and"
+                    " the optimizer's step.",
                     "Move it to `on_train_batch_end` to have the optimizer's step in the graph too.",
                     in_optimizer=True,
                 )

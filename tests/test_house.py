@@ -22,6 +22,7 @@ FLOORS = [
         "closures",
         "hooks",
         "host_rules",
+        "inner_hooks",
         "logs",
         "metrics",
         "profilers",

@@ -50,21 +50,11 @@ class Iter(Net):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
-class CallbackInside(Callback):
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        pass
-
-
 REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
     "manual optimization": (Manual, {}, r"`Manual` uses manual optimization"),
     "detect_anomaly": (Net, {"detect_anomaly": True}, r"`Trainer\(detect_anomaly=True\)`"),
     "double precision": (Net, {"precision": "64-true"}, r"`DoublePrecision` \(precision '64-true'\)"),
     "sparse gradients": (SparseNet, {}, r"`table` is a `Embedding\(sparse=True\)`"),
-    "a callback's hook inside": (
-        Net,
-        {"callbacks": (CallbackInside(),)},
-        r"`CallbackInside.on_after_backward`",
-    ),
 }
 
 

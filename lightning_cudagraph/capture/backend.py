@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
+from lightning_cudagraph.capture.parts import Between, CudaParts
 from lightning_cudagraph.capture.sentry import HostReads, Location, location_of
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
@@ -34,10 +34,14 @@ class Event(Protocol):
 
 
 class Graph(Protocol):
-    """A captured piece of work."""
+    """A captured piece of work, in one part or more."""
 
-    def replay(self) -> None:
-        """Run it, on the current stream."""
+    def replay(self, between: Between | None = None) -> None:
+        """Run it, on the current stream.
+
+        Args:
+            between: called after each part but the last, with the number of parts before it less one.
+        """
 
 
 class Backend(Protocol):
@@ -76,6 +80,9 @@ class Backend(Protocol):
             Exception: whatever else `body` raised. In both cases the capture has been ended, and
                 memory and random state are as before.
         """
+
+    def cut(self) -> None:
+        """End a part of the capture under way, and begin the next: the host has a turn between them."""
 
     def written(self, graph: Graph) -> list[torch.Tensor]:
         """Tensors older than the capture of a graph that it writes into."""
@@ -144,6 +151,7 @@ class CudaBackend:
         self._live: list[_Live] = []
         # Events that a fork off the capture stream waits for; they must live until the capture ends.
         self._forks: list[torch.cuda.Event] = []
+        self._recording: CudaParts | None = None
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
@@ -167,9 +175,7 @@ class CudaBackend:
         reserved_bytes = torch.cuda.memory_reserved(self.device)
         memory = HostMemory()
         sentry = MendingSentry(self.generators, memory)
-        graph = torch.cuda.CUDAGraph()
-        for generator in self.generators.extra:
-            graph.register_generator_state(generator)
+        graph = self._recording = CudaParts(self.generators, self._pool)
         failure: BaseException | None = None
         broken: Exception | None = None
         result: Any = None
@@ -178,13 +184,14 @@ class CudaBackend:
         try:
             with torch.cuda.stream(self._side_stream):
                 try:
-                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    graph.begin()
                     with HostReads(self.device.type), Constants(memory), sentry:
                         result = body()
                 except BaseException as error:
                     failure = error
                 broken = self._end_capture(graph)
         finally:
+            self._recording = None
             self._forks.clear()
             if gc_was_on:
                 gc.enable()
@@ -207,7 +214,14 @@ class CudaBackend:
             "Something in it used another stream without joining it, or an extension synchronised.",
         )
 
-    def _end_capture(self, graph: torch.cuda.CUDAGraph) -> Exception | None:
+    def cut(self) -> None:
+        assert self._recording is not None
+        if (broken := self._end_capture(self._recording)) is not None:
+            raise broken
+        self._forks.clear()
+        self._recording.begin()
+
+    def _end_capture(self, graph: CudaParts) -> Exception | None:
         """End the capture, on the error path too, where nothing may be left open."""
         failure: Exception | None = None
         try:
@@ -217,10 +231,7 @@ class CudaBackend:
         except RuntimeError as error:
             failure = error
         try:
-            with warnings.catch_warnings():
-                # What is refused before the first op of the step leaves a graph without any.
-                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-                graph.capture_end()
+            graph.end()
         except RuntimeError as error:
             failure = failure or error
         return failure
@@ -246,7 +257,7 @@ class CudaBackend:
 
     def release(self, graph: Graph) -> None:
         self._live = [live for live in self._live if live.graph is not graph]
-        cast(torch.cuda.CUDAGraph, graph).reset()
+        cast(CudaParts, graph).reset()
 
     def event(self) -> torch.cuda.Event:
         # External: CUDA then makes an event-record node whose time the host can read after a replay.

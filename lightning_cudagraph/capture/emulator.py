@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_cudagraph.capture.backend import Graph
 from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.parts import Between
 from lightning_cudagraph.capture.sentry import HostReads, Sentry, forbid, user_location
 from lightning_cudagraph.capture.writes import storage_id
 
@@ -117,9 +118,9 @@ class _Undo:
 class _Recorder(Sentry):
     """Runs below autograd and autocast, so that what it sees is what a GPU would be launched with."""
 
-    def __init__(self, ops: list[_Op | HostEvent], undo: _Undo, generators: Generators) -> None:
+    def __init__(self, graph: EmulatedGraph, undo: _Undo, generators: Generators) -> None:
         super().__init__("cpu", generators)
-        self._ops = ops
+        self._graph = graph
         self._undo = undo
         self._rng_state = torch.get_rng_state()
 
@@ -138,7 +139,7 @@ class _Recorder(Sentry):
             outputs and not func._schema.is_mutable and all(target is None for target in results)
         )
         if not is_only_a_view:
-            self._ops.append(_Op(func, frozen_args, frozen_kwargs, results))
+            self._graph.add(_Op(func, frozen_args, frozen_kwargs, results))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._rng_state = torch.get_rng_state()
         return result
@@ -160,28 +161,40 @@ class EmulatedGraph:
     """A recorded piece of work on the CPU."""
 
     def __init__(self) -> None:
-        self._ops: list[_Op | HostEvent] = []
+        self._parts: list[list[_Op | HostEvent]] = [[]]
         self.written: list[Tensor] = []
 
-    def replay(self) -> None:
+    def add(self, op: _Op | HostEvent) -> None:
+        """Take what comes next."""
+        self._parts[-1].append(op)
+
+    def cut(self) -> None:
+        """Begin another part."""
+        self._parts.append([])
+
+    def replay(self, between: Between | None = None) -> None:
         """Run the recorded ops again, into the storage they used at capture."""
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for op in self._ops:
-                if isinstance(op, HostEvent):
-                    op.record()
-                else:
-                    op.run()
+        for index, part in enumerate(self._parts):
+            if index > 0 and between is not None:
+                between(index - 1)
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                for op in part:
+                    if isinstance(op, HostEvent):
+                        op.record()
+                    else:
+                        op.run()
 
     def reset(self) -> None:
         """Let go of the recorded ops and of the memory they hold."""
-        self._ops.clear()
+        self._parts = [[]]
         self.written.clear()
 
     def memory_bytes(self) -> int:
         """Bytes of the tensors made inside the capture."""
         storages = {
             storage_id(t): t.untyped_storage().nbytes()
-            for op in self._ops
+            for part in self._parts
+            for op in part
             if isinstance(op, _Op)
             for t in op.results
             if t is not None
@@ -213,7 +226,7 @@ class EmulatorBackend:
         undo = _Undo(self.generators)
         self._recording = graph
         try:
-            recorder = _Recorder(graph._ops, undo, self.generators)
+            recorder = _Recorder(graph, undo, self.generators)
             with HostReads("cpu"), recorder:
                 result = body()
             graph.written = recorder.writes.older
@@ -225,6 +238,10 @@ class EmulatorBackend:
             undo.roll_back()
         self._live.append(graph)
         return graph, result
+
+    def cut(self) -> None:
+        assert self._recording is not None
+        self._recording.cut()
 
     def written(self, graph: Graph) -> list[Tensor]:
         return cast(EmulatedGraph, graph).written
@@ -240,7 +257,7 @@ class EmulatorBackend:
         if self._recording is None:
             event.record()
         else:
-            self._recording._ops.append(event)
+            self._recording.add(event)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

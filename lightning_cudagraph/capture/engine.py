@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature
-from lightning_cudagraph.capture.graph import CapturedStep
+from lightning_cudagraph.capture.graph import CapturedStep, Cut
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.verify import Verifier
@@ -91,8 +91,11 @@ class Step(Generic[T]):
     Attributes:
         batch: what it is done on.
         run: does it eagerly.
-        record: does it in a capture, on the static batch it is given; returns the static outputs.
-        rehearse: does the same without a capture, on the static batch, and without timing events.
+        record: does it in a capture, on the static batch it is given; returns the static outputs. Also
+            given what it has to call where the host has a turn in every replay.
+        rehearse: does the same without a capture, on the static batch, and without timing events and the
+            turns of the host.
+        between: a turn of the host in the middle of a replay, given the static outputs and its number.
         values: the tensors among the outputs that can be compared, by name.
         state: all tensors that it changes, by name, in the order of the step.
         transaction: entered around the captures; when left, all that the host did inside is undone.
@@ -105,8 +108,9 @@ class Step(Generic[T]):
 
     batch: Any
     run: Callable[[], object]
-    record: Callable[[Any], T]
+    record: Callable[[Any, Cut], T]
     rehearse: Callable[[Any], T]
+    between: Callable[[T, int], None]
     values: Callable[[T], dict[str, Tensor]]
     state: Callable[[], dict[str, Tensor]]
     transaction: Callable[[], AbstractContextManager[None]]
@@ -230,7 +234,10 @@ class StepEngine(Generic[T]):
         refresh()
         if self._verifier.due(captured, captured.replays):
             return self._verify(step, captured)
-        outputs = self._replay(captured, step)
+        return self._replayed(step, captured)
+
+    def _replayed(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T]:
+        outputs = self._replay(captured, step, step.between if captured.has_turns else None)
         captured.replays += 1
         self.counts.replayed += 1
         return Phase.CAPTURED, outputs
@@ -249,11 +256,13 @@ class StepEngine(Generic[T]):
             return self._signature
         return None
 
-    def _replay(self, captured: CapturedStep[T], step: Step[T]) -> T:
+    def _replay(
+        self, captured: CapturedStep[T], step: Step[T], between: Callable[[T, int], None] | None
+    ) -> T:
         for graph in self._graphs.values():
             graph.give_away()
         with self._around_replays():
-            return captured.replay(step.batch)
+            return captured.replay(step.batch, between)
 
     def _maker(self, step: Step[T]) -> CapturedStep[T] | _NotYet | None:
         """The graph whose gradients a step adds to, if it adds to those of another step."""
@@ -266,18 +275,27 @@ class StepEngine(Generic[T]):
                 return step.values(captured.run_eagerly(step.rehearse, step.batch))
 
         def replay() -> tuple[T, dict[str, Tensor]]:
-            outputs = self._replay(captured, step)
+            outputs = self._replay(captured, step, None)
             return outputs, step.values(outputs)
 
         captured.adopt_gradients()
         reason = ""
         try:
-            outputs = self._verifier.check(captured, _all_state(step, captured), eagerly, replay)
+            state = _all_state(step, captured)
+            if captured.has_turns:
+                # What the host does in the middle can be done once: the check is made without it, and
+                # the step is taken afterwards.
+                with captured.gradients_kept():
+                    self._verifier.check(captured, state, eagerly, replay, keep=False)
+            else:
+                outputs = self._verifier.check(captured, state, eagerly, replay)
         except UnsupportedError as error:
             self.unsupported(error)
             reason = error.reason
         if reason:
             return self._eager(step, reason)
+        if captured.has_turns:
+            return self._replayed(step, captured)
         captured.replays += 1
         self.counts.replayed += 1
         return Phase.CAPTURED, outputs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,13 +14,54 @@ from torch import Tensor, nn
 from lightning_cudagraph.capture.backend import Backend, Graph
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.writes import storage_id
+from lightning_cudagraph.errors import HookError
 
-__all__ = ["CapturedStep"]
+__all__ = ["CapturedStep", "Cut"]
 
 T = TypeVar("T")
 
 
 _Gradients = list[tuple[nn.Parameter, Tensor]]
+
+# Called by a step where the host has a turn in every replay: with whose turn it is, in words, and
+# whether gradients are dropped in it, and until then are those of the step before.
+Cut = Callable[[str, bool], None]
+
+
+@dataclass
+class _Turn:
+    """A turn of the host in the middle of a step.
+
+    Attributes:
+        whose: hooks, in words.
+        drops: gradients are dropped in it.
+        gradients: those that the step makes, as they are at this point.
+    """
+
+    whose: str
+    drops: bool
+    gradients: list[tuple[nn.Parameter, Tensor | None]]
+
+    def begin(self) -> None:
+        """Let the host find the gradients of this point."""
+        if self.drops and all(gradient is None for _, gradient in self.gradients):
+            return  # still those of the step before
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+
+    def check(self) -> None:
+        """Raise if the rest of the step cannot go on from what the host has left."""
+        for parameter, gradient in self.gradients:
+            if parameter.grad is None if self.drops else parameter.grad is gradient:
+                continue
+            shape = "x".join(map(str, parameter.shape))
+            did = "leaves the gradient" if self.drops else "sets or drops the gradient"
+            raise HookError(
+                f"{self.whose} {did} of a parameter ({shape}) in the middle of a step that is replayed;"
+                " the graph makes the gradients anew, and would not see it.",
+                "Let `optimizer_zero_grad` do nothing but `optimizer.zero_grad(set_to_none=True)`, and"
+                " change gradients in `on_after_backward`.",
+            )
 
 
 def _references_of_grad() -> int:
@@ -35,16 +78,36 @@ _REFERENCES_OF_GRAD = _references_of_grad()
 class _Take(Generic[T]):
     """One capture of the step, with the gradients that it writes."""
 
-    def __init__(self, graph: Graph, outputs: T, makes: list[nn.Parameter], drops: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        outputs: T,
+        makes: list[nn.Parameter],
+        drops: int,
+        turns: list[_Turn],
+    ) -> None:
         self.graph = graph
         self.outputs = outputs
+        self.turns = turns
         self.gradients = _gradients_of(makes)
         # Dropped, and not made anew: not all of them take part in every kind of step.
         self._without = [parameter for parameter in makes[:drops] if parameter.grad is None]
         self._references: list[int] = []
 
-    def replay(self) -> T:
-        self.graph.replay()
+    def replay(self, between: Callable[[T, int], None] | None, accumulated: _Gradients) -> T:
+        def turn(index: int) -> None:
+            assert between is not None
+            self.turns[index].begin()
+            between(self.outputs, index)
+            self.turns[index].check()
+            _adopt(accumulated)
+
+        if between is None:
+            self.graph.replay()
+        else:
+            if any(turn.drops for turn in self.turns):
+                self._leave()
+            self.graph.replay(turn)
         # Validation, or an eager batch, may have dropped the gradients; the graph goes on writing
         # its own, and who looks at `param.grad` after the step must find those.
         for parameter, gradient in self.gradients:
@@ -52,6 +115,15 @@ class _Take(Generic[T]):
         for parameter in self._without:
             parameter.grad = None
         return self.outputs
+
+    def _leave(self) -> None:
+        """Keep the gradients of the step before readable while the forward pass of this one runs.
+
+        The graph's own may lie in memory that its forward pass writes into.
+        """
+        for parameter, gradient in self.gradients:
+            if parameter.grad is gradient:
+                parameter.grad = gradient.clone()
 
     def count_references(self) -> None:
         """Note who refers to the gradients when nobody outside does."""
@@ -106,7 +178,8 @@ class CapturedStep(Generic[T]):
     Args:
         backend: where it is captured.
         static: the static buffers of the signature to capture, with the values of a batch in them.
-        record: the step, as a function of the static batch. Runs once for each capture.
+        record: the step, as a function of the static batch, and of what it calls where the host has a
+            turn in every replay. Runs once for each capture.
         drops: the parameters whose gradients the step drops and computes anew.
         adds: the parameters to whose gradients it only adds.
         takes: how many captures take turns.
@@ -127,7 +200,7 @@ class CapturedStep(Generic[T]):
         self,
         backend: Backend,
         static: StaticBatch,
-        record: Callable[[Any], T],
+        record: Callable[[Any, Cut], T],
         drops: Iterable[nn.Parameter],
         adds: Iterable[nn.Parameter],
         takes: int,
@@ -147,7 +220,7 @@ class CapturedStep(Generic[T]):
         self._accumulated = _gradients_of(added)
         # Without a gradient to add to, the step makes one, as long as there is none before it.
         self._absent = [parameter for parameter in added if parameter.grad is None]
-        makes = [*dropped, *self._absent]
+        makes = self._makes = [*dropped, *self._absent]
         before = [parameter.grad for parameter in makes]
         try:
             for _ in range(takes):
@@ -156,9 +229,18 @@ class CapturedStep(Generic[T]):
                 for parameter in makes:
                     parameter.grad = None
                 place = self._takes[0].gradients if one_place and self._takes else []
+                turns: list[_Turn] = []
+
+                def cut(whose: str, drops: bool, turns: list[_Turn] = turns) -> None:
+                    gradients = [(parameter, parameter.grad) for parameter in makes]
+                    turns.append(_Turn(whose, drops, gradients))
+                    backend.cut()
+
                 with self.static.unchanged():
-                    graph, outputs = backend.capture(lambda: _moved(record(self.static.batch), place))  # noqa: B023
-                self._takes.append(_Take(graph, outputs, makes, len(dropped)))
+                    graph, outputs = backend.capture(
+                        lambda: _moved(record(self.static.batch, cut), place)  # noqa: B023
+                    )
+                self._takes.append(_Take(graph, outputs, makes, len(dropped), turns))
                 self.written += backend.written(graph)
             self._absent = [parameter for parameter in self._absent if parameter.grad is not None]
             own = {storage_id(gradient) for take in self._takes for _, gradient in take.gradients}
@@ -168,6 +250,24 @@ class CapturedStep(Generic[T]):
             raise
         finally:
             for parameter, gradient in zip(makes, before, strict=True):
+                parameter.grad = gradient
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the host has a turn in the middle of the step."""
+        return bool(self._takes[0].turns)
+
+    @contextmanager
+    def gradients_kept(self) -> Iterator[None]:
+        """Afterwards, the gradients that the step drops are what they were before."""
+        kept = [
+            (parameter, None if parameter.grad is None else parameter.grad.clone())
+            for parameter in self._makes
+        ]
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
                 parameter.grad = gradient
 
     def stale(self) -> str | None:
@@ -189,11 +289,13 @@ class CapturedStep(Generic[T]):
         self.static.copy_from(batch)
         return step(self.static.batch)
 
-    def replay(self, batch: Any) -> T:
+    def replay(self, batch: Any, between: Callable[[T, int], None] | None = None) -> T:
         """Run the step on a batch of this signature.
 
         Args:
             batch: the batch; its tensors are copied into the static buffers.
+            between: called where the host has a turn, with what this returns, and which turn it is.
+                None: the step without the host's turns.
 
         Returns:
             What `record` returned in the capture whose turn it is. The tensors in it are static, and
@@ -203,7 +305,7 @@ class CapturedStep(Generic[T]):
         self.adopt_gradients()
         take = self._takes[self._turn]
         self._turn = (self._turn + 1) % len(self._takes)
-        outputs = take.replay()
+        outputs = take.replay(between, self._accumulated)
         if self._kept:
             take.count_references()
             self._last = take

@@ -123,6 +123,7 @@ class Verifier:
         live: _Values,
         eagerly: Callable[[], _Values],
         replay: Callable[[], tuple[Any, _Values]],
+        keep: bool = True,
     ) -> Any:
         """Do a step both ways from the same state, and keep what the replay came to.
 
@@ -133,9 +134,10 @@ class Verifier:
             live: all tensors that the step changes, by name, in the order of the step.
             eagerly: the step without a graph and without a trace on the host; returns its outputs.
             replay: the step by replay; returns what the caller wants back, and its outputs.
+            keep: False: go back to the state before the step, for who takes the step afterwards.
 
         Returns:
-            The first of what `replay` returned. The state is that after the replay.
+            The first of what `replay` returned. The state is that after the replay, or before it.
 
         Raises:
             VerificationError: if the replay differs. The state is that before the step.
@@ -144,15 +146,15 @@ class Verifier:
         history.had_other_rates |= self._rates() != history.captured_rates
         copy = self._copier(live)
         if copy is None:
-            return replay()[0]
+            return replay()[0] if keep else None
         try:
-            return self._checked(history, live, copy, eagerly, replay)
+            return self._checked(history, live, copy, eagerly, replay, keep)
         except torch.OutOfMemoryError as error:
             ran_out = str(error).splitlines()[0] if str(error) else "no details"
         # Out of the handler, whose error holds the memory. Each try would cost as much as this one.
         self._ran_out = True
         self._note(f"not verified: a check ran out of memory ({ran_out})")
-        return replay()[0]
+        return replay()[0] if keep else None
 
     def _checked(
         self,
@@ -161,6 +163,7 @@ class Verifier:
         copy: Callable[[Tensor], Tensor],
         eagerly: Callable[[], _Values],
         replay: Callable[[], tuple[Any, _Values]],
+        keep: bool,
     ) -> Any:
         before = _Outcome(_copied(live, copy), self.backend.rng_state())
         try:
@@ -187,6 +190,8 @@ class Verifier:
         except BaseException:
             self._put(live, before)
             raise
+        if not keep:
+            self._put(live, before)
         self.checked += 1
         history.checks += 1
         return result

@@ -1,0 +1,402 @@
+"""Hooks that Lightning calls in the middle of a step: on the host, in their places, at every step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_cudagraph import CUDAGraphCallback, HookError, UnsupportedError
+from lightning_cudagraph.capture.graph import _Take
+from lightning_cudagraph.support import make_backend
+from tests.harness import Net, assert_same, differences, make, train
+from tests.rows import refused, row
+
+STEPS = 24  # of three epochs; three have a ragged batch, which is not replayed
+
+
+def _seen(trainer: Any, module: Any) -> dict[str, Any]:
+    """All that a hook can look at, as it is now."""
+    return copy.deepcopy(
+        {
+            "step": trainer.global_step,
+            "progress": trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.state_dict(),
+            "weights": {name: value.detach() for name, value in module.state_dict().items()},
+            "gradients": [p.grad for p in module.parameters()],
+            "metrics": dict(trainer.callback_metrics),
+            "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        }
+    )
+
+
+class Looks(Net):
+    """Looks at everything in its hooks around the dropping of gradients."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[Any] = []
+
+    def note(self, name: str, *args: Any) -> None:
+        self.seen.append((name, self._current_fx_name, args, _seen(self.trainer, self)))
+        self.log(f"module/{name}", float(len(self.seen)), on_step=True)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.note("on_before_zero_grad", type(optimizer))
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.note("optimizer_zero_grad", epoch, batch_idx, type(optimizer))
+        optimizer.zero_grad()
+
+
+class LookingCallback(Callback):
+    """Looks at everything in all hooks inside the step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def note(self, name: str, trainer: Any, module: Any, *args: Any) -> None:
+        self.seen.append((name, module._current_fx_name, args, _seen(trainer, module)))
+        self.log(f"callback/{name}", float(len(self.seen)), on_step=True, on_epoch=True)
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.note("on_before_zero_grad", trainer, pl_module, type(optimizer))
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.note("on_before_backward", trainer, pl_module, loss.detach())
+
+
+class LookingBehind(LookingCallback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.note("on_after_backward", trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.note("on_before_optimizer_step", trainer, pl_module, type(optimizer))
+
+
+def _trained(
+    tmp_path: Path,
+    build: Callable[[], pl.LightningModule],
+    ours: CUDAGraphCallback,
+    callbacks: Callable[[], tuple[Any, ...]] = tuple,
+    **kwargs: Any,
+) -> tuple[list[Any], list[tuple[Any, ...]], Any]:
+    """A plain run and one with the callback: their modules, their callbacks, and the second trace."""
+    modules, others, traces = [], [], []
+    for name, callback in (("plain", None), ("graph", ours)):
+        modules.append(make(build))
+        others.append(callbacks())
+        traces.append(train(modules[-1], tmp_path / name, callback, callbacks=others[-1], **kwargs))
+    assert_same(*traces)
+    return modules, others, traces[1]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("looking", [LookingCallback, LookingBehind])
+@pytest.mark.parametrize("timed", [True, False])
+def test_everything_a_hook_can_see(
+    tmp_path: Path, accelerator: str, every: int, looking: type[LookingCallback], timed: bool
+) -> None:
+    ours = CUDAGraphCallback(**({} if timed else {"timings": None}))
+    modules, others, graph = _trained(
+        tmp_path,
+        Looks,
+        ours,
+        lambda: (looking(), looking()),
+        accelerator=accelerator,
+        accumulate_grad_batches=every,
+        gradient_clip_val=0.5,
+        max_epochs=5 if every == 2 else 3,
+    )
+    assert graph.counts.replayed >= 15
+    assert len(modules[0].seen) >= 2 * STEPS / every
+    assert not differences(modules[0].seen, modules[1].seen)
+    for plain, graphed in zip(*others, strict=True):
+        assert not differences(plain.seen, graphed.seen)
+
+
+class MovingAverage(Callback):
+    """An average of weights and buffers, kept before gradients are dropped."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = AveragedModel(pl_module.features, use_buffers=True)
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.average.update_parameters(pl_module.features)
+
+
+def test_an_average_of_weights_and_buffers(tmp_path: Path, accelerator: str) -> None:
+    _, others, graph = _trained(
+        tmp_path, Net, CUDAGraphCallback(), lambda: (MovingAverage(),), accelerator=accelerator
+    )
+    assert graph.counts.replayed == 18
+    averages = [callbacks[0].average.state_dict() for callbacks in others]
+    assert not differences(*averages)
+
+
+class Distills(Net):
+    """The forward pass reads what `on_before_zero_grad` writes after it: a teacher, and a noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(12, 4).requires_grad_(False)
+        self.student = nn.Linear(12, 4)
+        self.register_buffer("noise", torch.zeros(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        distance = (self.student(batch[0]) - self.teacher(batch[0]) - self.noise).square().mean()
+        self.log("distance", distance)
+        return loss + distance
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            slow.lerp_(fast, 0.1)
+        # From the generator that dropout draws from in the forward pass before.
+        self.noise.copy_(torch.randn(4, device=self.device) + self.features[1].running_mean[:4])
+
+
+def test_a_hook_that_writes_what_the_forward_pass_reads(tmp_path: Path, accelerator: str) -> None:
+    done = row(tmp_path, accelerator, Distills)
+    assert done.graph.counts.replayed == 18
+
+
+def test_another_order_would_be_seen(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison means something: with the hooks before the replay, the numbers are others."""
+    take_turns = _Take.replay
+
+    def hooks_first(self: Any, between: Any, accumulated: Any) -> Any:
+        if between is not None:
+            between(self.outputs, 0)
+        return take_turns(self, None, accumulated)
+
+    monkeypatch.setattr(_Take, "replay", hooks_first)
+    traces = [
+        train(make(Distills), tmp_path / name, ours, accelerator=accelerator)
+        for name, ours in (("plain", None), ("graph", CUDAGraphCallback()))
+    ]
+    assert differences(traces[0].final["weights"], traces[1].final["weights"])
+
+
+class SetsTheRate(Net):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + self.global_step % 5)
+
+
+def test_a_learning_rate_set_in_the_middle(tmp_path: Path, accelerator: str) -> None:
+    done = row(tmp_path, accelerator, SetsTheRate)
+    assert done.graph.counts.replayed == 18
+
+
+class ZeroesWhere(Net):
+    """Zeroes gradients in place, always or from some step on."""
+
+    def __init__(self, first_step: int = 0) -> None:
+        super().__init__()
+        self.first_step = first_step
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=self.global_step < self.first_step)
+
+
+def test_gradients_zeroed_in_place(tmp_path: Path, accelerator: str) -> None:
+    match = r"`ZeroesWhere.optimizer_zero_grad` \(.*test_hooks.py:\d+\) leaves gradients"
+    refused(tmp_path, accelerator, ZeroesWhere, match=match)
+
+
+class Freezes(Net):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.global_step == 10:
+            self.features[0].weight.requires_grad_(False)
+
+
+class ChangesTheDecay(Net):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.global_step == 10:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+class MakesAGradient(Callback):
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if trainer.global_step == 10:
+            pl_module.head.bias.grad = torch.ones_like(pl_module.head.bias)
+
+
+class ScalesTheLoss(Callback):
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if trainer.global_step == 10:
+            loss.mul_(0.5)
+
+
+IN_THE_MIDDLE: dict[str, tuple[Callable[[], Net], Callable[[], tuple[Any, ...]], str]] = {
+    "requires_grad": (
+        Freezes,
+        tuple,
+        r"`Freezes.on_before_zero_grad` \(.*test_hooks.py:\d+\), `requires_grad` of parameter `features",
+    ),
+    "a hyperparameter": (ChangesTheDecay, tuple, "`weight_decay`.* changed from 0.01 to 0.5"),
+    "gradients left": (
+        lambda: ZeroesWhere(10),
+        tuple,
+        "`ZeroesWhere.optimizer_zero_grad` .*leaves the gradient of a parameter",
+    ),
+    "a gradient made": (
+        Net,
+        lambda: (MakesAGradient(),),
+        r"`MakesAGradient.on_before_backward` .*sets or drops the gradient of a parameter \(4\)",
+    ),
+    "the loss written": (
+        Net,
+        lambda: (ScalesTheLoss(),),
+        "`ScalesTheLoss.on_before_backward` .*writes into the loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_MIDDLE)
+def test_what_the_rest_of_the_graph_cannot_follow(tmp_path: Path, accelerator: str, name: str) -> None:
+    """It works in a plain run; the replay ends with an error, before it uses what is stale."""
+    build, callbacks, match = IN_THE_MIDDLE[name]
+    train(make(build), tmp_path / "plain", accelerator=accelerator, callbacks=callbacks())
+    module = make(build)
+    ours = CUDAGraphCallback(on_unsupported="eager")
+    with pytest.raises(HookError, match=match):
+        train(module, tmp_path / "graph", ours, accelerator=accelerator, callbacks=callbacks())
+    assert module.trainer.global_step == 10
+
+
+class Fails(Net):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.global_step == 10:
+            raise ZeroDivisionError("a hook of mine")
+
+
+def test_an_exception_in_the_middle(tmp_path: Path, accelerator: str) -> None:
+    done = row(tmp_path, accelerator, Fails, raises=ZeroDivisionError)
+    assert done.graph.counts.replayed == 6
+    plain, graph = (trace.module for trace in (done.plain, done.graph))
+    assert plain is not None
+    assert graph is not None
+    assert not differences(plain.state_dict(), graph.state_dict())
+
+
+def _doubles(trainer: Any, pl_module: Any) -> None:
+    for parameter in pl_module.parameters():
+        parameter.grad = parameter.grad * 2  # another tensor
+
+
+class DropsSome(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step % 4 == 0:
+            pl_module.head.bias.grad = None
+
+
+class ScaledBehind(Net):
+    """The module's own hook comes after those of callbacks."""
+
+    def on_after_backward(self) -> None:
+        self.log("peak_gradient", self.head.weight.grad.abs().max())  # type: ignore[union-attr]
+        if self.global_step % 3 == 0:
+            self.head.weight.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradients_changed_by_callbacks(tmp_path: Path, accelerator: str, every: int) -> None:
+    done = row(
+        tmp_path,
+        accelerator,
+        ScaledBehind,
+        lambda folder: {"callbacks": (LambdaCallback(on_after_backward=_doubles), DropsSome())},
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=every,
+        max_epochs=4,
+    )
+    assert done.graph.counts.replayed >= 15
+    assert done.graph.callback is not None
+    assert "`LambdaCallback.on_after_backward` (" in str(done.graph.callback.report)
+
+
+def test_scope_step(tmp_path: Path, accelerator: str) -> None:
+    match = r"`DropsSome.on_after_backward` \(.*test_hooks.py:\d+\) runs on the host"
+    with pytest.raises(UnsupportedError, match=match):
+        train(
+            make(Net),
+            tmp_path,
+            CUDAGraphCallback(scope="step"),
+            accelerator=accelerator,
+            callbacks=(DropsSome(),),
+        )
+
+
+class Adds(Callback):
+    """Adds callbacks with hooks inside the step, in the middle of a run."""
+
+    def __init__(self) -> None:
+        self.added: list[LookingBehind] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 12:
+            self.added.append(LookingBehind())
+            trainer.callbacks.append(self.added[0])
+            self.added[0].log = trainer.lightning_module.log  # type: ignore[method-assign]
+
+
+def test_callbacks_that_come_later(tmp_path: Path, accelerator: str) -> None:
+    _, others, graph = _trained(
+        tmp_path, Net, CUDAGraphCallback(), lambda: (Adds(),), accelerator=accelerator
+    )
+    assert "the hooks inside the step changed from [] to ['`LookingBehind" in graph.counts.recaptures[0]
+    assert not differences(*(callbacks[0].added[0].seen for callbacks in others))
+
+
+def test_a_capture_in_parts(accelerator: str) -> None:
+    device = torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu")
+    backend = make_backend("auto", device)
+    weight = nn.Parameter(torch.arange(1.0, 4.0, device=device))
+    total = torch.zeros(3, device=device)
+
+    def body() -> Tensor:
+        total.add_(torch.rand(3, device=device))
+        product = (weight * weight * total).sum()
+        backend.cut()
+        (gradient,) = torch.autograd.grad(product, weight)
+        backend.cut()
+        return gradient + torch.rand(3, device=device)
+
+    pl.seed_everything(1, verbose=False)
+    with backend.on_side_stream():
+        captured, static = backend.capture(body)
+    turns: list[tuple[int, Tensor]] = []
+
+    def between(index: int) -> None:
+        turns.append((index, total.clone()))
+        with torch.no_grad():
+            weight.mul_(2)  # the backward pass reads it where it is
+
+    for _ in range(2):
+        captured.replay(between)
+    captured.replay()
+
+    pl.seed_everything(1, verbose=False)
+    expected, value = torch.zeros(3, device=device), torch.arange(1.0, 4.0, device=device)
+    for replay in range(3):
+        expected += torch.rand(3, device=device)
+        scale = 2.0 if replay < 2 else 1.0
+        gradient = 2 * value * scale * expected + torch.rand(3, device=device)
+        value = value * scale * scale
+        if replay < 2:
+            assert torch.equal(turns[2 * replay][1], expected)
+    assert [index for index, _ in turns] == [0, 1, 0, 1]
+    torch.testing.assert_close(static, gradient)
+    backend.release(captured)
