@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.engine import StepCounts
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.evaluation import GraphedEvaluation
 from lightning_cudagraph.loop import GraphedTraining, Settings
 from lightning_cudagraph.optimizer_part import Scope
 from lightning_cudagraph.support import (
     BackendName,
+    Stage,
     callbacks_of,
     check_run,
     default_warmup_steps,
     make_backend,
 )
 from lightning_cudagraph.timing.layers import LayerTimings
+from lightning_cudagraph.timing.report import evaluation_report
 
 __all__ = ["CUDAGraphCallback"]
 
@@ -58,6 +64,9 @@ class CUDAGraphCallback(Callback):
             capture. Each costs about four eager steps, and memory for copies of parameters and optimizer
             state, on the host if the device has no room; 0 for none.
         verify_every_n_steps: beyond those, check one replay in so many; None for none.
+        evaluation: capture `validation_step`, `test_step` and `predict_step` too, each after warm-up
+            batches of its own, with a graph for each of the first eight batch signatures. The sanity
+            check runs as without this callback.
         harmless: host code in the step that may stay frozen, or not be repeated by replays, because
             nothing depends on it: the names that the error for it gives, such as ``["counter",
             "print", "global_step"]``.
@@ -65,8 +74,11 @@ class CUDAGraphCallback(Callback):
             on one of them. ``"off"``: a run as without this callback.
 
     Attributes:
-        report: the report of the last `fit`, or None before its end.
-        counts: what became of the steps of the last `fit`, or None if it had no graphs.
+        report: the report of the last run, or None before its end.
+        counts: what became of the steps of the last `fit`, or of the batches of the last run that was
+            not one, or None if it had no graphs.
+        evaluation_counts: what became of the batches of validation, test or prediction of the last
+            run, or None if these had no graphs.
 
     Raises:
         ConfigurationError: if an argument is not one of the above.
@@ -85,6 +97,7 @@ class CUDAGraphCallback(Callback):
         timings: LayerTimings | None = _AUTOMATIC_LAYERS,
         verify_replays: int = 2,
         verify_every_n_steps: int | None = None,
+        evaluation: bool = False,
         harmless: Sequence[str] = (),
         backend: BackendName = "auto",
     ) -> None:
@@ -105,6 +118,11 @@ class CUDAGraphCallback(Callback):
                 f"`CUDAGraphCallback(verify_replays={verify_replays!r},"
                 f" verify_every_n_steps={verify_every_n_steps!r})`: expected an int of at least 0, and"
                 " an int of at least 1 or None."
+            )
+        if not isinstance(evaluation, bool):
+            raise ConfigurationError(
+                f"`CUDAGraphCallback(evaluation={evaluation!r})`: expected True, to capture the steps of"
+                " validation, test and prediction too, or False."
             )
         if isinstance(harmless, str) or not (
             isinstance(harmless, Sequence) and all(isinstance(name, str) for name in harmless)
@@ -129,18 +147,25 @@ class CUDAGraphCallback(Callback):
         self.timings = timings
         self.verify_replays = verify_replays
         self.verify_every_n_steps = verify_every_n_steps
+        self.evaluation = evaluation
         self.harmless = tuple(harmless)
         self.backend = backend
         self.report: str | None = None
         self.counts: StepCounts | None = None
+        self.evaluation_counts: StepCounts | None = None
         self._training: GraphedTraining | None = None
+        self._evaluation: GraphedEvaluation | None = None
+        self._no_evaluation: UnsupportedError | None = None
+        self._backend: Backend | None = None
         self._description = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is bound to a trainer, so that copies and pickles work at any time."""
-        return {**self.__dict__, "_training": None}
+        bound = ("_training", "_evaluation", "_no_evaluation", "_backend")
+        return {**self.__dict__, **dict.fromkeys(bound)}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()  # a run that another callback's exception ended before our hooks
         foreign = [c for c in type(trainer).__mro__ if c.__module__.startswith("pytorch_lightning")]
         if foreign:
             raise ConfigurationError(
@@ -158,27 +183,14 @@ class CUDAGraphCallback(Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._close()  # a fit that another callback's exception ended before our hooks
-        self.report, self.counts = None, None
+        self._close()
+        self.report = self.counts = self.evaluation_counts = None
         if self.backend == "off":
             return
         try:
             check_run(trainer, pl_module)
-            backend = make_backend(self.backend, trainer.strategy.root_device)
-            self._training = GraphedTraining(
-                trainer,
-                pl_module,
-                backend,
-                Settings(
-                    self.scope,
-                    self.warmup_steps or default_warmup_steps(trainer.world_size),
-                    self.on_unsupported == "raise",
-                    self.timings,
-                    self.verify_replays,
-                    self.verify_every_n_steps,
-                    frozenset(self.harmless),
-                ),
-            )
+            backend = self._backend_for(trainer)
+            self._training = GraphedTraining(trainer, pl_module, backend, self._settings(trainer))
         except UnsupportedError as error:
             if self.on_unsupported == "raise":
                 raise
@@ -187,13 +199,22 @@ class CUDAGraphCallback(Callback):
             return
         self._training.install()
         self.counts = self._training.counts
-        self._description = backend.description
         for line in (backend.description, *self._training.notes):
             rank_zero_info(f"lightning_cudagraph: {line}")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._training is not None:
             self._training.suspect()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._evaluate(trainer, pl_module, "validation")
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._evaluate(trainer, pl_module, "test")
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._evaluate(trainer, pl_module, "predict")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._training is not None:
@@ -206,9 +227,14 @@ class CUDAGraphCallback(Callback):
             self._training.suspect()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        evaluation = self._evaluation
+        counts, notes = (None, []) if evaluation is None else (evaluation.counts, evaluation.notes)
         if self._training is not None:
-            self.report = self._training.finish(self._description)
-            self._close()
+            notes += [] if self._no_evaluation is None else [self._no_evaluation.reason]
+            self.report = self._training.finish(self._description, counts, notes)
+        elif self.report is not None and counts is not None:
+            self.report += "\n" + evaluation_report(self._description, counts, notes)
+        self._close()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.report is not None:
@@ -220,9 +246,62 @@ class CUDAGraphCallback(Callback):
         self._close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit" and self._evaluation is not None:
+            evaluation = self._evaluation
+            self.report = evaluation_report(self._description, evaluation.counts, evaluation.notes)
+            rank_zero_info(self.report)
         self._close()
+
+    def _evaluate(self, trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
+        """An evaluation begins, in a `fit` or in a run of its own."""
+        if not self.evaluation or self.backend == "off" or self._no_evaluation is not None:
+            return
+        if self._evaluation is None:
+            if not (in_fit := trainer.state.fn == TrainerFn.FITTING):
+                self.report = self.counts = self.evaluation_counts = None
+            try:
+                self._evaluation = GraphedEvaluation(
+                    trainer, module, self._backend_for(trainer), self._settings(trainer), stage
+                )
+            except UnsupportedError as error:
+                if self.on_unsupported == "raise":
+                    raise
+                self._no_evaluation = error
+                text = f"lightning_cudagraph: all batches of {stage} eager. {error.reason}"
+                if not in_fit:
+                    self.report = text
+                rank_zero_warn(f"{text} {error.remedy}")
+                return
+            self.evaluation_counts = self._evaluation.counts
+            if not in_fit:
+                self.counts = self.evaluation_counts
+                rank_zero_info(f"lightning_cudagraph: {self._description}")
+        self._evaluation.start()
+
+    def _backend_for(self, trainer: pl.Trainer) -> Backend:
+        """The one backend of a run, whose graphs share their memory."""
+        if self._backend is None:
+            self._backend = make_backend(self.backend, trainer.strategy.root_device)
+            self._description = self._backend.description
+        return self._backend
+
+    def _settings(self, trainer: pl.Trainer) -> Settings:
+        return Settings(
+            self.scope,
+            self.warmup_steps or default_warmup_steps(trainer.world_size),
+            self.on_unsupported == "raise",
+            self.timings,
+            self.verify_replays,
+            self.verify_every_n_steps,
+            frozenset(self.harmless),
+        )
 
     def _close(self) -> None:
         training, self._training = self._training, None
-        if training is not None:
-            training.close()
+        evaluation, self._evaluation = self._evaluation, None
+        self._no_evaluation = self._backend = None
+        with ExitStack() as stack:  # both, also where one of them fails
+            if evaluation is not None:
+                stack.callback(evaluation.close)
+            if training is not None:
+                stack.callback(training.close)

@@ -7,6 +7,8 @@ these writes the first three; the class adds the way out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "BatchError",
     "CUDAGraphError",
@@ -46,6 +48,18 @@ class UnsupportedError(CUDAGraphError):
         self.remedy = remedy
         self.in_optimizer = in_optimizer
         super().__init__(f"{reason} {remedy} {_RUN_EAGERLY}")
+
+    def rephrase(self, words: Mapping[str, str]) -> None:
+        """Put other words in the place of some, in all that the error says.
+
+        Args:
+            words: the new by the old.
+        """
+        (message,) = self.args
+        for old, new in words.items():
+            self.reason, self.remedy = self.reason.replace(old, new), self.remedy.replace(old, new)
+            message = message.replace(old, new)
+        self.args = (message,)
 
 
 class CaptureError(UnsupportedError):

@@ -1,4 +1,4 @@
-"""Whose code runs between two training steps, and who sees their batches."""
+"""Whose code runs between two steps, and who sees their batches."""
 
 from __future__ import annotations
 
@@ -13,49 +13,53 @@ __all__ = ["batches_unseen", "undisturbed"]
 # The hooks that Lightning calls between two steps in the middle of an epoch, or between two parts of a
 # replay. What runs at its ends, and around validation and checkpoints, makes the guards look at
 # everything anyway.
-_OF_BOTH = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad")
-_OF_CALLBACKS = (
-    *_OF_BOTH,
+_INSIDE_OF_CALLBACKS = (
+    "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
 )
-_OF_MODULES = (
-    *_OF_BOTH,
-    "optimizer_zero_grad",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "optimizer_step",
-    "lr_scheduler_step",
-)
-_OF_DATAMODULES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_INSIDE_OF_MODULES = ("on_before_zero_grad",)
+_OPTIMIZER_METHODS = ("optimizer_zero_grad", "optimizer_step", "lr_scheduler_step")
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 # Of these, the ones that are given a batch on the device, and may keep it.
 _ARRIVED = ("transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lightning.", "lightning_cudagraph.", "torch.")
 
 
-def undisturbed(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether only Lightning's own code and this package's runs between two training steps."""
-    schedulers = [config.scheduler.step for config in getattr(trainer, "lr_scheduler_configs", ())]
-    return _all_known([*_hooks(trainer, module, _OF_MODULES, _OF_DATAMODULES), *schedulers])
+def undisturbed(trainer: pl.Trainer, module: pl.LightningModule, stage: str = "train") -> bool:
+    """Whether only Lightning's own code and this package's runs between two steps.
+
+    Args:
+        trainer: the trainer.
+        module: its module.
+        stage: as the hooks of the steps have it in their names.
+    """
+    hooks = _hooks(trainer, module, stage, _TRANSFERS)
+    if stage == "train":
+        hooks += [getattr(module, name) for name in _OPTIMIZER_METHODS]
+        hooks += [config.scheduler.step for config in getattr(trainer, "lr_scheduler_configs", ())]
+    return _all_known(hooks)
 
 
 def batches_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Whether nobody's hooks but Lightning's and this package's are given a batch on the device."""
-    return _all_known(_hooks(trainer, module, (*_OF_BOTH, *_ARRIVED), _ARRIVED))
+    return _all_known(_hooks(trainer, module, "train", _ARRIVED))
 
 
 def _hooks(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    of_module: tuple[str, ...],
-    of_datamodule: tuple[str, ...],
+    trainer: pl.Trainer, module: pl.LightningModule, stage: str, transfers: tuple[str, ...]
 ) -> list[Any]:
-    hooks = [getattr(module, name) for name in of_module]
-    hooks += [getattr(callback, name) for callback in callbacks_of(trainer) for name in _OF_CALLBACKS]
+    around = (f"on_{stage}_batch_start", f"on_{stage}_batch_end")
+    of_module, of_callbacks = (
+        ((*around, *_INSIDE_OF_MODULES), (*around, *_INSIDE_OF_CALLBACKS))
+        if stage == "train"
+        else (around, around)
+    )
+    hooks = [getattr(module, name) for name in (*of_module, *transfers)]
+    hooks += [getattr(callback, name) for callback in callbacks_of(trainer) for name in of_callbacks]
     if (datamodule := getattr(trainer, "datamodule", None)) is not None:
-        hooks += [getattr(datamodule, name) for name in of_datamodule]
+        hooks += [getattr(datamodule, name) for name in transfers]
     return hooks
 
 

@@ -28,8 +28,10 @@ from lightning_cudagraph.metrics import is_metric
 
 __all__ = ["host_rules", "refuse_replaced_methods"]
 
+# What torch and Lightning keep for themselves in every module.
+OWN_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
+
 _MODULE_METHODS = (
-    "training_step",
     "forward",
     "backward",
     "on_before_backward",
@@ -111,7 +113,10 @@ def host_rules(trainer: pl.Trainer, harmless: frozenset[str]) -> HostRules:
 
 
 def refuse_replaced_methods(
-    module: nn.Module, optimizer: Optimizer | None, harmless: frozenset[str]
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    harmless: frozenset[str],
+    step: str = "training_step",
 ) -> None:
     """Refuse a step that calls mocks, partials or other objects in the place of methods.
 
@@ -122,11 +127,13 @@ def refuse_replaced_methods(
         module: the module that is trained.
         optimizer: the optimizer, if its step is captured.
         harmless: names of methods that may be replaced.
+        step: the method that is the step.
 
     Raises:
         CaptureError: naming the method, and the class of what is in its place.
     """
-    owners: list[tuple[Any, tuple[str, ...]]] = [(module, _MODULE_METHODS)]
+    methods = (step, *_MODULE_METHODS)
+    owners: list[tuple[Any, tuple[str, ...]]] = [(module, methods)]
     if optimizer is not None:
         owners += [(module, _METHODS_BEHIND), (optimizer, _OPTIMIZER_METHODS)]
     for owner, names in owners:
@@ -139,7 +146,7 @@ def refuse_replaced_methods(
                 suspicious = not isinstance(found, (FunctionType, MethodType, BuiltinFunctionType))
             if suspicious and name not in harmless:
                 error = _replaced(f"`{name}` of the `{type(owner).__qualname__}`", name, found)
-                error.in_optimizer = names is not _MODULE_METHODS
+                error.in_optimizer = names is not methods
                 raise error
     for path, child in module.named_modules():
         found = vars(child).get("forward")

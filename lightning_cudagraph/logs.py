@@ -121,12 +121,15 @@ class LoggedStep:
 
 
 def _log(trainer: pl.Trainer, log: _Log, value: Any) -> None:
-    results = trainer.fit_loop.epoch_loop._results
+    results = trainer._results
+    assert results is not None
     connector = trainer._logger_connector
     starts_epoch = connector.should_reset_tensors(log.fx)
     if starts_epoch:
         results.reset(metrics=False, fx=log.fx)
     key = f"{log.fx}.{log.name}"
+    if log.kwargs.get("add_dataloader_idx", True) and results.dataloader_idx is not None:
+        key += f".{results.dataloader_idx}"
     metric = results.get(key)
     if starts_epoch or metric is None or metric.value.device != value.device:
         results.log(log.fx, log.name, value, **log.kwargs)
@@ -142,13 +145,18 @@ def recorded_logs(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[l
     """Record what is logged inside instead of letting Lightning reduce it, and put off calls of metrics.
 
     Args:
-        trainer: the trainer whose training loop takes the logs.
+        trainer: the trainer whose active loop takes the logs.
         module: the module that logs.
 
     Yields:
         The list that these are recorded in. Pass it to `LoggedStep` inside the capture.
     """
-    loop = trainer.fit_loop.epoch_loop
+    if trainer.predicting:  # nothing can be logged
+        events: list[_Event] = []
+        with deferred_metrics(module, events.append):
+            yield events
+        return
+    loop = trainer.fit_loop.epoch_loop if trainer.training else trainer._evaluation_loop
     connector = trainer._logger_connector
     results, current_fx = loop._results, connector._current_fx
     recorder = _Recorder(results.batch)

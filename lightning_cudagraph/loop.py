@@ -9,7 +9,7 @@ through one `ExitStack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.hooks import undisturbed
+from lightning_cudagraph.host_rules import OWN_ATTRIBUTES
 from lightning_cudagraph.inner_hooks import InnerHooks
 from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
@@ -44,9 +45,6 @@ from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 from lightning_cudagraph.transfer import BatchTransfer
 
 __all__ = ["GraphedTraining", "Settings"]
-
-# What torch and Lightning keep for themselves in every module.
-_OWN = frozenset(vars(pl.LightningModule()))
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class GraphedTraining:
             module,
             lambda: {**self._part.cheap_state(), "the hooks inside the step": self._hooks.named()},
             self._part.thorough_state,
-            _OWN | settings.harmless,
+            OWN_ATTRIBUTES | settings.harmless,
             lambda: (*self._part.quick_state(), *self._hooks.quick()),
             lambda: undisturbed(trainer, module),
             is_metric,
@@ -196,17 +194,22 @@ class GraphedTraining:
         self._advance.suspect()
         self._pace.pause()
 
-    def finish(self, description: str) -> str:
+    def finish(
+        self, description: str, evaluation: StepCounts | None = None, notes: Sequence[str] = ()
+    ) -> str:
         """Read what is left to read, and write the report.
 
         Args:
             description: what the graphs ran on.
+            evaluation: what became of the batches of validation, if they had graphs.
+            notes: what the user should know of these.
 
         Returns:
             The report.
         """
         self._read_times()
-        text = fit_report(description, self._engine.counts, self._pace, self._times, self._notes())
+        notes = [*self._notes(), *notes]
+        text = fit_report(description, self._engine.counts, self._pace, self._times, notes, evaluation)
         self._tensorboard.add_text("cudagraph/report", text, self._step_number())
         return text
 

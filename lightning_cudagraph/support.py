@@ -27,7 +27,9 @@ from lightning_cudagraph.logs import TO_TENSOR
 
 __all__ = [
     "BackendName",
+    "Stage",
     "callbacks_of",
+    "check_evaluation",
     "check_optimizer_part",
     "check_private_names",
     "check_run",
@@ -39,6 +41,8 @@ __all__ = [
 ]
 
 BackendName = Literal["auto", "cuda", "emulator", "off"]
+# Evaluations, as the names of their steps and hooks have them.
+Stage = Literal["validation", "test", "predict"]
 
 # Hooks of callbacks that may do anything with the gradients, before the optimizer's step uses them
 # (plugins/precision/precision.py). They run on the host, and the optimizer behind them.
@@ -114,10 +118,34 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _check_modules(module)
 
 
+def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
+    """Refuse evaluations whose steps are not known to come out the same from a graph.
+
+    Raises:
+        UnsupportedError: naming what was found, and what to do about it.
+    """
+    connector = trainer._logger_connector
+    needed: _Names = {
+        "_logger_connector": (connector, ("should_reset_tensors", "_current_fx")),
+        "strategy": (trainer.strategy, (f"{stage}_step",)),
+        "lightning_module": (module, ("_current_fx_name", TO_TENSOR)),
+    }
+    if stage != "predict":
+        needed["_evaluation_loop"] = (trainer._evaluation_loop, ("_results",))
+    _check_names(needed)
+    _check_placement(trainer)
+    _check_precision(trainer)
+    _check_batches(module, f"{stage}_step")
+    _check_modules(module)
+
+
+_Names = dict[str, tuple[Any, tuple[str, ...]]]
+
+
 def check_private_names(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Lightning's private names that are relied on, tested before any of them is touched."""
     loop = trainer.fit_loop.epoch_loop
-    needed = {
+    needed: _Names = {
         "fit_loop.epoch_loop": (loop, ("automatic_optimization", "_results", "_batches_that_stepped")),
         "fit_loop.epoch_loop.automatic_optimization": (
             loop.automatic_optimization,
@@ -134,6 +162,10 @@ def check_private_names(trainer: pl.Trainer, module: pl.LightningModule) -> None
         "lightning_module": (module, ("_current_fx_name", TO_TENSOR)),
         "call": (call, ("_call_callback_hooks", "_call_lightning_module_hook")),
     }
+    _check_names(needed)
+
+
+def _check_names(needed: _Names) -> None:
     for owner, (value, names) in needed.items():
         for name in names:
             if not hasattr(value, name):
@@ -196,9 +228,14 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "`Trainer(detect_anomaly=True)` reads values back to the host in every backward pass.",
             "Leave `detect_anomaly` out.",
         )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+    _check_batches(module, "training_step")
+
+
+def _check_batches(module: pl.LightningModule, step: str) -> None:
+    if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
         raise UnsupportedError(
-            f"`{name}.training_step` takes `dataloader_iter`, and fetches batches inside the step.",
+            f"`{type(module).__qualname__}.{step}` takes `dataloader_iter`, and fetches batches inside"
+            " the step.",
             "Take `batch` instead.",
         )
 

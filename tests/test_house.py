@@ -35,6 +35,7 @@ FLOORS = [
         "transfer",
     ],
     ["loop"],
+    ["evaluation"],
     ["callback"],
     ["__init__"],
     ["cli"],

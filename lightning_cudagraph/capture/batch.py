@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -193,6 +193,7 @@ class Signature:
     Args:
         batch: the batch to describe.
         device: the device of the training step; a tensor elsewhere would be read by the host.
+        beside: what else is taken for granted, by the names that the user knows.
 
     Raises:
         BatchError: for an object that hides tensors, or a tensor on another device.
@@ -200,7 +201,9 @@ class Signature:
 
     __slots__ = ("_hash", "_key", "_paths")
 
-    def __init__(self, batch: Any, device: torch.device) -> None:
+    def __init__(
+        self, batch: Any, device: torch.device, beside: Mapping[str, Hashable] | None = None
+    ) -> None:
         described: list[Any] = []
         paths: list[str] = []
         first_seen: dict[int, int] = {}
@@ -222,6 +225,9 @@ class Signature:
                 )
             else:
                 described.append((type(leaf), self._value_of(path, leaf)))
+        for name, value in (beside or {}).items():
+            paths.append(name)
+            described.append((type(value), value))
         self._key = (structure_of(batch), tuple(described))
         self._paths = tuple(paths)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature
-from lightning_cudagraph.capture.graph import CapturedStep, Cut
+from lightning_cudagraph.capture.graph import CapturedStep, Cut, outside_inference_mode
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.verify import Verifier
@@ -104,6 +104,8 @@ class Step(Generic[T]):
             it depends on these two.
         in_window: there are steps that add to the gradients that this one makes.
         kept: whether code of the user's runs between two steps, and can keep gradients.
+        beside: what else a graph of it takes for granted, by the names that the user knows: steps that
+            differ in it have graphs of their own, as those of other batch signatures have.
     """
 
     batch: Any
@@ -118,6 +120,22 @@ class Step(Generic[T]):
     place: Place
     in_window: bool
     kept: Callable[[], bool]
+    beside: Mapping[str, Hashable] = field(default_factory=dict)
+
+
+@dataclass
+class _Graphs(Generic[T]):
+    """The graphs of one batch signature.
+
+    Attributes:
+        static: the static buffers that they read.
+        beside: what else they take for granted.
+        by_place: the graphs.
+    """
+
+    static: StaticBatch
+    beside: Mapping[str, Hashable]
+    by_place: dict[Place, CapturedStep[T]] = field(default_factory=dict)
 
 
 def _all_state(step: Step[T], captured: CapturedStep[T]) -> dict[str, Tensor]:
@@ -147,6 +165,8 @@ class StepEngine(Generic[T]):
         narrow: told why a step could not be captured; whether less of it will be captured from now on.
         on_give_up: called when the run goes on without graphs.
         around_replays: what is entered around each replay.
+        what: what its steps are, as the beginning of a sentence.
+        max_signatures: batches of how many signatures have graphs. Those of others run eagerly.
     """
 
     def __init__(
@@ -162,6 +182,8 @@ class StepEngine(Generic[T]):
         narrow: Callable[[UnsupportedError], bool],
         on_give_up: Callable[[], None],
         around_replays: Callable[[], AbstractContextManager[object]] = nullcontext,
+        what: str = "Training",
+        max_signatures: int = 1,
     ) -> None:
         self._backend = backend
         self._guards = guards
@@ -174,9 +196,10 @@ class StepEngine(Generic[T]):
         self._narrow = narrow
         self._on_give_up = on_give_up
         self._around_replays = around_replays
-        self._signature: Signature | None = None  # of all the graphs
-        self._static: StaticBatch | None = None  # which they read
-        self._graphs: dict[Place, CapturedStep[T]] = {}
+        self._what = what
+        self._max_signatures = max_signatures
+        self._graphs: dict[Signature, _Graphs[T]] = {}
+        self._latest: Signature | None = None  # of a graph
         self._warmups_left: dict[Signature, dict[Place, int]] = {}
         self._short_captures = 0  # in a row
         self._given_up: str | None = None
@@ -204,20 +227,22 @@ class StepEngine(Generic[T]):
         elif self._backend.host_value_moved():
             self.drop("a tensor in host memory, which the step uses as a number, changed")
         try:
-            signature = self._known_signature(step.batch) or Signature(step.batch, self._backend.device)
+            signature = self._known_signature(step) or Signature(
+                step.batch, self._backend.device, step.beside
+            )
         except UnsupportedError as error:
             if self._raise_unsupported:
                 raise
             return self._eager(step, error.reason)
-        if self._signature is not None and signature != self._signature:
-            return self._eager(step, f"another batch signature: {self._signature.difference(signature)}")
-        captured = self._graphs.get(step.place)
+        if signature not in self._graphs and len(self._graphs) >= self._max_signatures:
+            return self._eager(step, self._one_too_many(signature))
+        captured = self._graph(signature, step.place)
         if captured is not None and (change := captured.stale()):
             self.drop(change)
             captured = None
         if captured is None:
             left = self._warmups_left.get(signature, {}).get(step.place, self._warmup_steps)
-            if left > 0 or not self._is_settled() or self._maker(step) is _NOT_YET:
+            if left > 0 or not self._is_settled() or self._maker(step, signature) is _NOT_YET:
                 return self._warm_up(step, signature, left)
             refresh()
             reason = ""
@@ -229,8 +254,9 @@ class StepEngine(Generic[T]):
             if captured is None:
                 # Out of the handler, so that the error is gone, with all that its frames hold.
                 return self._eager(step, reason)
-            self._graphs[step.place] = captured
-            self._signature, self._static = signature, captured.static
+            graphs = self._graphs.setdefault(signature, _Graphs(captured.static, step.beside))
+            graphs.by_place[step.place] = captured
+        self._latest = signature
         refresh()
         if self._verifier.due(captured, captured.replays):
             return self._verify(step, captured)
@@ -244,30 +270,52 @@ class StepEngine(Generic[T]):
 
     @property
     def static(self) -> StaticBatch | None:
-        """The static buffers that the graphs read; who fills them may hand on their `batch`."""
-        return self._static
+        """The static buffers that the latest graph reads; who fills them may hand on their `batch`."""
+        return None if self._latest is None else self._static(self._latest)
 
-    def _known_signature(self, batch: Any) -> Signature | None:
-        """The signature of the graphs, if a quick look can tell that it is also that of a batch."""
-        static = self._static
-        if static is None:
+    def _static(self, signature: Signature) -> StaticBatch | None:
+        graphs = self._graphs.get(signature)
+        return None if graphs is None else graphs.static
+
+    def _known_signature(self, step: Step[T]) -> Signature | None:
+        """The signature of the latest graph, if a quick look can tell that it is also that of a step."""
+        if self._latest is None:
             return None
+        graphs = self._graphs[self._latest]
+        if step.beside != graphs.beside:
+            return None
+        static, batch = graphs.static, step.batch
         if batch is static.batch or static.tensors_of(batch, self._backend.device.type) is not None:
-            return self._signature
+            return self._latest
         return None
 
     def _replay(
         self, captured: CapturedStep[T], step: Step[T], between: Callable[[T, int], None] | None
     ) -> T:
-        for graph in self._graphs.values():
+        for graph in self._all_graphs():
             graph.give_away()
         with self._around_replays():
             return captured.replay(step.batch, between)
 
-    def _maker(self, step: Step[T]) -> CapturedStep[T] | _NotYet | None:
+    def _graph(self, signature: Signature, place: Place) -> CapturedStep[T] | None:
+        graphs = self._graphs.get(signature)
+        return None if graphs is None else graphs.by_place.get(place)
+
+    def _all_graphs(self) -> list[CapturedStep[T]]:
+        return [captured for graphs in self._graphs.values() for captured in graphs.by_place.values()]
+
+    def _one_too_many(self, signature: Signature) -> str:
+        """Why a signature gets no graph."""
+        latest = next(reversed(self._graphs))
+        more = "another batch signature"
+        if self._max_signatures > 1:
+            more = f"more than {self._max_signatures} batch signatures, the last"
+        return f"{more}: {latest.difference(signature)}"
+
+    def _maker(self, step: Step[T], signature: Signature) -> CapturedStep[T] | _NotYet | None:
         """The graph whose gradients a step adds to, if it adds to those of another step."""
         drops, _ = step.place
-        return None if drops else self._graphs.get(_MAKES_GRADIENTS, _NOT_YET)
+        return None if drops else self._graph(signature, _MAKES_GRADIENTS) or _NOT_YET
 
     def _verify(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T | None]:
         def eagerly() -> dict[str, Tensor]:
@@ -303,7 +351,7 @@ class StepEngine(Generic[T]):
     def drop(self, reason: str) -> None:
         """Let go of the graphs, because `reason`; what comes is warmed up and captured anew."""
         had_graphs = bool(self._graphs)
-        replays = sum(captured.replays for captured in self._graphs.values())
+        replays = sum(captured.replays for captured in self._all_graphs())
         self._forget()
         if not had_graphs:
             return
@@ -319,10 +367,10 @@ class StepEngine(Generic[T]):
 
     def _forget(self) -> None:
         """Let go of the graphs and of what was learned in warm-up; it begins anew."""
-        for captured in self._graphs.values():
+        for captured in self._all_graphs():
             captured.release()
         self._graphs.clear()
-        self._signature = self._static = None
+        self._latest = None
         self._guards.drop()
         self._warmups_left.clear()
 
@@ -340,7 +388,7 @@ class StepEngine(Generic[T]):
         self._given_up = reason
         self._forget()
         self._on_give_up()
-        self._announce(f"Training goes on without a graph: {reason}")
+        self._announce(f"{self._what} goes on without a graph: {reason}")
 
     def close(self) -> None:
         """Let go of the graphs."""
@@ -379,7 +427,9 @@ class StepEngine(Generic[T]):
 
     def _note_variety(self, signature: Signature) -> None:
         """Say once that batches differ so much that none has come up often enough to be captured."""
-        if len(self._warmups_left) == _MANY_SIGNATURES and not self.counts.variety:
+        if self._graphs or self.counts.variety:
+            return
+        if len(self._warmups_left) == _MANY_SIGNATURES:
             first = next(iter(self._warmups_left))
             self.counts.variety = (
                 f"{_MANY_SIGNATURES} different batch signatures and none came up more than"
@@ -396,13 +446,13 @@ class StepEngine(Generic[T]):
                 'Keep it constant, or pass `scope="forward_backward"`.',
                 in_optimizer=True,
             )
-        maker = self._maker(step)
+        maker = self._maker(step, signature)
         if isinstance(maker, CapturedStep):
             maker.put_back_gradients()
         started_s = time.perf_counter()
-        static = self._static or StaticBatch(step.batch)
-        static.copy_from(step.batch)
-        with step.transaction():
+        with step.transaction(), outside_inference_mode():
+            static = self._static(signature) or StaticBatch(step.batch)
+            static.copy_from(step.batch)
             captured = CapturedStep(
                 self._backend,
                 static,

@@ -16,7 +16,7 @@ from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.writes import storage_id
 from lightning_cudagraph.errors import HookError
 
-__all__ = ["CapturedStep", "Cut"]
+__all__ = ["CapturedStep", "Cut", "outside_inference_mode"]
 
 T = TypeVar("T")
 
@@ -167,6 +167,21 @@ def _moved(outputs: T, place: _Gradients) -> T:
         for parameter, gradient in place:
             parameter.grad = gradient
     return outputs
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Turn inference mode into `no_grad` for a capture, which computes the same.
+
+    What is made in it is used outside of it too: the state of CUDA's generators, which all graphs share,
+    and the static batch, whose buffers have to count their versions. And in inference mode, ops that
+    consist of others would come whole to the sentry.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class CapturedStep(Generic[T]):

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from lightning_cudagraph.capture.engine import Phase, StepCounts
 from lightning_cudagraph.timing.marks import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
 
-__all__ = ["LayerTimes", "StepPace", "fit_report"]
+__all__ = ["LayerTimes", "StepPace", "evaluation_report", "fit_report"]
 
 _WINDOW_STEPS = 200
 _SLOWEST_LAYERS = 10
@@ -105,8 +105,47 @@ def _layer_table(medians_ms: dict[str, float]) -> list[str]:
     return lines
 
 
+def _count_lines(label: str, counts: StepCounts) -> list[str]:
+    eager_steps = sum(counts.eager.values())
+    lines = [
+        (
+            f"  {label:<10}{counts.warmed_up} warmed up, {counts.replayed} replayed,"
+            f" {eager_steps} eager; captured {counts.captures} time(s)"
+        )
+    ]
+    lines += [f"            {n} eager: {reason}" for reason, n in counts.eager.most_common()]
+    if not counts.captures and counts.warmed_up:
+        why = counts.variety or "the run ended, or went on eagerly, before a capture"
+        lines.append(f"            nothing was captured: {why}")
+    lines += [f"            captured anew: {reason}" for reason in counts.recaptures]
+    return lines
+
+
+def evaluation_report(backend: str, counts: StepCounts, notes: list[str]) -> str:
+    """The report of a run without training, as plain text with aligned columns.
+
+    Args:
+        backend: what the graphs ran on.
+        counts: what became of the batches.
+        notes: what the user should know besides.
+    """
+    lines = [f"lightning_cudagraph: {backend}", *_count_lines("evaluate", counts)]
+    if counts.captures:
+        lines.append(_capture_line(counts))
+    return "\n".join(lines + [f"  note      {note}" for note in notes])
+
+
+def _capture_line(counts: StepCounts) -> str:
+    return f"  capture   {counts.capture_ms:.0f} ms, {counts.memory_bytes / 2**20:.1f} MiB taken"
+
+
 def fit_report(
-    backend: str, counts: StepCounts, pace: StepPace, times: LayerTimes, notes: list[str]
+    backend: str,
+    counts: StepCounts,
+    pace: StepPace,
+    times: LayerTimes,
+    notes: list[str],
+    evaluation: StepCounts | None = None,
 ) -> str:
     """The report as plain text with aligned columns.
 
@@ -116,27 +155,16 @@ def fit_report(
         pace: how long they took.
         times: the times inside the graph.
         notes: what the user should know besides.
+        evaluation: what became of the batches of validation, if they had graphs.
 
     Returns:
         A few lines, without a trailing newline.
     """
-    eager_steps = sum(counts.eager.values())
-    lines = [
-        f"lightning_cudagraph: {backend}",
-        (
-            f"  steps     {counts.warmed_up} warmed up, {counts.replayed} replayed, {eager_steps} eager;"
-            f" captured {counts.captures} time(s)"
-        ),
-    ]
-    lines += [f"            {n} eager: {reason}" for reason, n in counts.eager.most_common()]
-    if not counts.captures and counts.warmed_up:
-        why = counts.variety or "the run ended, or went on eagerly, before a capture"
-        lines.append(f"            nothing was captured: {why}")
-    lines += [f"            captured anew: {reason}" for reason in counts.recaptures]
+    lines = [f"lightning_cudagraph: {backend}", *_count_lines("steps", counts)]
+    if evaluation is not None:
+        lines += _count_lines("evaluate", evaluation)
     if counts.captures:
-        lines.append(
-            f"  capture   {counts.capture_ms:.0f} ms, {counts.memory_bytes / 2**20:.1f} MiB taken"
-        )
+        lines.append(_capture_line(counts))
     if pace.eager_ms is not None and pace.replayed_ms is not None:
         lines.append(
             f"  step      {pace.eager_ms:.2f} ms eager (in warm-up), {pace.replayed_ms:.2f} ms"

@@ -1,0 +1,319 @@
+"""The seat in Lightning's evaluation loops: validation, test and prediction.
+
+One method of the strategy is replaced, in which the step of the module is called with its batch. There a
+batch is warmed up, captured or replayed, by an engine like that of training, with guards and checks of
+its own: evaluation has the modules in another mode. What training does to the parameters between two
+evaluations is no concern of the graphs, as long as they stay where they are. Several batch signatures
+have graphs, so that the last batch of a dataloader has its own, and so has another dataloader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.batch import flatten_batch, map_leaves, refuse_hidden_tensors
+from lightning_cudagraph.capture.engine import Step, StepCounts, StepEngine
+from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
+from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.verify import Verifier
+from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.hooks import undisturbed
+from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules, refuse_replaced_methods
+from lightning_cudagraph.logs import LoggedStep, recorded_logs
+from lightning_cudagraph.loop import Settings
+from lightning_cudagraph.metrics import Later, is_metric
+from lightning_cudagraph.profilers import unprofiled
+from lightning_cudagraph.support import Stage, check_evaluation
+
+__all__ = ["GraphedEvaluation"]
+
+# A graph for each batch signature, as long as there are few: full batches, the last one, by dataloader.
+_MAX_SIGNATURES = 8
+# The step drops no gradients that matter, and none is added to them: one kind of step.
+_PLACE = (True, False)
+
+
+@dataclass
+class _Outputs:
+    """The static outputs of a captured step of evaluation.
+
+    Attributes:
+        returned: what the step returned.
+        logs: what was logged.
+    """
+
+    returned: Any
+    logs: LoggedStep
+
+
+class GraphedEvaluation:
+    """The evaluations of one run, whose steps are captured.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it evaluates.
+        backend: where steps are captured.
+        settings: what the user asked for.
+        stage: which evaluation it is.
+
+    Raises:
+        UnsupportedError: if the steps of the run cannot be captured.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        settings: Settings,
+        stage: Stage,
+    ) -> None:
+        check_evaluation(trainer, module, stage)
+        self._trainer = trainer
+        self._module = module
+        self._backend = backend
+        self._harmless = settings.harmless
+        self._stage = stage
+        self._step_name = f"{stage}_step"
+        self._patches = ExitStack()
+        self._eager_step: Callable[..., Any] | None = None
+        self._guards = Guards(
+            module,
+            dict,
+            self._thorough_state,
+            OWN_ATTRIBUTES | settings.harmless,
+            undisturbed=lambda: undisturbed(trainer, module, stage),
+            stays_on_host=is_metric,
+            around={"trainer": trainer},
+        )
+        self._verifier = Verifier(backend, settings.verify_replays, settings.verify_every_n_steps)
+        self._engine: StepEngine[_Outputs] = StepEngine(
+            backend,
+            self._guards,
+            self._verifier,
+            is_settled=lambda: True,
+            warmup_steps=settings.warmup_steps,
+            takes=1,
+            raise_unsupported=settings.raise_unsupported,
+            announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
+            narrow=self._say_of_stage,
+            on_give_up=lambda: None,
+            what="Evaluation",
+            max_signatures=_MAX_SIGNATURES,
+        )
+
+    @property
+    def counts(self) -> StepCounts:
+        """What became of the batches so far."""
+        return self._engine.counts
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the checks."""
+        verified = f"{self._verifier.checked} replay(s) of evaluation verified against eager steps"
+        return [verified, *(f"evaluation: {note}" for note in self._verifier.notes)]
+
+    def start(self) -> None:
+        """An evaluation begins: take the seat, and look at everything that may have changed since."""
+        self._guards.suspect()
+        if self._eager_step is not None:
+            return
+        strategy = self._trainer.strategy
+        name = self._step_name
+        had = strategy.__dict__.get(name)
+        self._eager_step = getattr(strategy, name)
+
+        def put_back() -> None:
+            if had is None:
+                del strategy.__dict__[name]
+            else:
+                strategy.__dict__[name] = had
+
+        strategy.__dict__[name] = self._step
+        self._patches.callback(put_back)
+
+    def close(self) -> None:
+        """Leave the seat: put everything back, and let go of graphs and their memory."""
+        with ExitStack() as stack:  # every part, also where one of them fails
+            stack.callback(self._engine.close)
+            stack.callback(self._patches.close)
+
+    def _step(self, batch: Any, *indices: int) -> Any:
+        """In the place of the strategy's method: takes a batch through its phase."""
+        eager_step = self._eager_step
+        assert eager_step is not None
+        returned: list[Any] = []
+        # The index of the dataloader comes after that of the batch, and only if there are several.
+        dataloader_idx = indices[1:]
+        step = Step(
+            batch,
+            lambda: returned.append(eager_step(batch, *indices)),
+            lambda static, cut: self._record(static, indices, True),
+            lambda static: self._record(static, indices, False),
+            _no_turn,
+            self._values,
+            self._state,
+            self._undone,
+            lambda: ([], []),
+            _PLACE,
+            in_window=False,
+            kept=lambda: False,
+            beside={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
+        )
+        try:
+            _, outputs = self._engine.step(step, _nothing)
+        except UnsupportedError as error:
+            self._say_of_stage(error)
+            raise
+        if outputs is None:
+            return returned[0]
+        outputs.logs.hand_over(self._trainer)
+        # Copies, because predictions are kept, and the next replay overwrites the static ones.
+        return map_leaves(outputs.returned, _copied)
+
+    def _record(self, batch: Any, indices: tuple[int, ...], capturing: bool) -> _Outputs:
+        """Run a step on the static batch.
+
+        Args:
+            batch: the static batch.
+            indices: of the batch, and of its dataloader.
+            capturing: whether a capture is under way.
+
+        Raises:
+            CaptureError: if it leaves something on the host that a replay would not leave.
+        """
+        assert self._eager_step is not None
+        refuse_replaced_methods(self._module, None, self._harmless, self._step_name)
+        arguments: list[Any] = [*indices]
+        if arguments and "batch_idx" not in self._harmless:
+            arguments[0] = FrozenIndex("batch_idx")
+        with ExitStack() as stack:
+            stack.enter_context(unprofiled(self._trainer))
+            stack.enter_context(self._without_gradients())
+            logs = stack.enter_context(recorded_logs(self._trainer, self._module))
+            if capturing:
+                audit = frozen_python_audit(
+                    self._module,
+                    self._trainer,
+                    self._backend.device,
+                    host_rules(self._trainer, self._harmless),
+                )
+                self._guards.mentioned.append(stack.enter_context(audit))
+            try:
+                returned = self._eager_step(batch, *arguments)
+            except RuntimeError as error:
+                if "Inplace update to inference tensor" not in str(error):
+                    raise
+                raise CaptureError(
+                    f"`{self._step_name}` writes into a tensor that was made in inference mode, which a"
+                    " capture is not in.",
+                    "Pass `Trainer(inference_mode=False)`, or make the tensor in `setup`.",
+                ) from error
+            logged = LoggedStep(logs)
+        refuse_hidden_tensors(returned, f"the output of `{self._step_name}`")
+        return _Outputs(map_leaves(returned, self._detached), logged)
+
+    def _detached(self, leaf: Any) -> Any:
+        if isinstance(leaf, FrozenIndex):
+            raise CaptureError(
+                f"The output of `{self._step_name}` holds `batch_idx`, which would stay what it is in"
+                " this step.",
+                f"Leave it out: `on_{self._stage}_batch_end` is given it.",
+            )
+        if isinstance(leaf, Later):
+            leaf.refuse()
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.requires_grad and leaf.grad_fn is not None:
+            raise CaptureError(
+                f"The output of `{self._step_name}` holds a tensor with autograd's graph of one step,"
+                " which a replay cannot renew.",
+                "Return it detached: `tensor.detach()`.",
+            )
+        return leaf.detach()
+
+    def _values(self, outputs: _Outputs) -> dict[str, Tensor]:
+        """What can be compared just after the step, by name, in its order."""
+        output = f"the output of `{self._step_name}`"
+        returned = {
+            path.replace("batch", output, 1): leaf
+            for path, leaf in flatten_batch(outputs.returned)
+            if isinstance(leaf, Tensor)
+        }
+        return {**outputs.logs.values(), **returned}
+
+    def _state(self) -> dict[str, Tensor]:
+        return {f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()}
+
+    def _thorough_state(self) -> dict[str, Any]:
+        plugin = self._trainer.precision_plugin
+        described = f"{type(plugin).__qualname__} ({plugin.precision}, {id(plugin)})"
+        return {"the precision plugin of the trainer": described}
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Undo what Lightning's own code does on the host in a capture."""
+        fx_name = self._module._current_fx_name
+        try:
+            yield
+        finally:
+            self._module._current_fx_name = fx_name
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Refuse a step that leaves gradients behind, which are those of the training graphs."""
+        before = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+        versions = [_version(gradient) for _, gradient in before]
+        try:
+            yield
+            for (parameter, gradient), version in zip(before, versions, strict=True):
+                if parameter.grad is not gradient or _version(gradient) != version:
+                    raise CaptureError(
+                        f"`{self._step_name}` leaves gradients in `{self._name_of(parameter)}`.",
+                        "Use `torch.autograd.grad`, which returns them.",
+                    )
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, p in self._module.named_parameters() if p is parameter)
+
+    def _say_of_stage(self, error: UnsupportedError) -> bool:
+        """Say of this stage what the capture says of training; there is no less to be captured."""
+        error.rephrase(
+            {
+                "training_step": self._step_name,
+                "training step": f"{self._stage} step",
+                "on_train_batch_": f"on_{self._stage}_batch_",
+                "To train on": "To go on",
+                'to switch graphs off altogether, pass `backend="off"`': (
+                    "to have graphs for training alone, leave out `evaluation=True`"
+                ),
+            }
+        )
+        return False
+
+
+def _nothing() -> None:
+    """No host values that a graph would read from the device."""
+
+
+def _no_turn(outputs: _Outputs, index: int) -> None:
+    """No code of the host in the middle of a step."""
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
