@@ -23,6 +23,7 @@ from lightning_cudagraph.capture.batch import flatten_batch, map_leaves, refuse_
 from lightning_cudagraph.capture.engine import Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.hooks import undisturbed
@@ -127,18 +128,8 @@ class GraphedEvaluation:
         if self._eager_step is not None:
             return
         strategy = self._trainer.strategy
-        name = self._step_name
-        had = strategy.__dict__.get(name)
-        self._eager_step = getattr(strategy, name)
-
-        def put_back() -> None:
-            if had is None:
-                del strategy.__dict__[name]
-            else:
-                strategy.__dict__[name] = had
-
-        strategy.__dict__[name] = self._step
-        self._patches.callback(put_back)
+        self._eager_step = getattr(strategy, self._step_name)
+        replace_method(strategy, self._step_name, self._step, self._patches)
 
     def close(self) -> None:
         """Leave the seat: put everything back, and let go of graphs and their memory."""

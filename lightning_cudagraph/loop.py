@@ -25,7 +25,7 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.guards import Guards
-from lightning_cudagraph.capture.stand_ins import StandIn
+from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import HookError, UnsupportedError
@@ -162,21 +162,13 @@ class GraphedTraining:
         self._patches.callback(give_back)
 
         self._eager_step: Callable[..., Any] = strategy.optimizer_step
-        self._replace(strategy, "optimizer_step", self._optimizer_step)
+        replace_method(strategy, "optimizer_step", self._optimizer_step, self._patches)
         self._transfer = BatchTransfer(
             self._trainer, self._module, strategy.batch_to_device, lambda: self._engine.static
         )
-        self._replace(strategy, "batch_to_device", self._transfer)
+        replace_method(strategy, "batch_to_device", self._transfer, self._patches)
         self._advance = QuickAdvance(self._trainer, self._module, lambda: self._phase is Phase.CAPTURED)
-        self._replace(loop, "advance", self._advance)
-
-    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
-        """Put something in the place of a method of an object, until the seat is left."""
-        if name in vars(owner):
-            self._patches.callback(vars(owner).__setitem__, name, vars(owner)[name])
-        else:
-            self._patches.callback(vars(owner).pop, name)
-        vars(owner)[name] = StandIn(owner, name, replacement)
+        replace_method(loop, "advance", self._advance, self._patches)
 
     def close(self) -> None:
         """Leave the seat: put everything back, and let go of graphs and their memory."""

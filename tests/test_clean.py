@@ -29,7 +29,7 @@ _CODE = (
     classmethod,
 )
 # Written by torch and Lightning themselves while they work.
-_THEIR_OWN = {
+THEIR_OWN = {
     ("torch.optim.lr_scheduler", "_warn_get_lr_called_within_step"),
     ("lightning.pytorch.trainer.connectors.logger_connector.result", "warning_cache"),
 }
@@ -180,7 +180,7 @@ def test_nothing_is_left(tmp_path: Path, accelerator: str, ending: str) -> None:
             trainer.fit(module, loader(), loader(batches=1))
 
     after = code_of_libraries()
-    changed = {name for name, identity in before.items() if after.get(name) != identity} - _THEIR_OWN
+    changed = {name for name, identity in before.items() if after.get(name) != identity} - THEIR_OWN
     assert not changed
     assert trainer.fit_loop.epoch_loop.automatic_optimization is seen.loop
     for was, now in zip(seen.before, seen.look(trainer, module), strict=True):

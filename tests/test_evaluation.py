@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +23,22 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-from lightning_cudagraph import CaptureError, ConfigurationError, CUDAGraphCallback, UnsupportedError
+from lightning_cudagraph import (
+    CaptureError,
+    ConfigurationError,
+    CUDAGraphCallback,
+    UnsupportedError,
+    VerificationError,
+)
 from tests.harness import Net, Trace, differences, loader, make, train
 from tests.rows import row
+from tests.test_clean import THEIR_OWN, code_of_libraries
 
 # Each dataloader has full batches and a last one that is smaller.
 _IGNORED = (
@@ -675,3 +686,179 @@ def test_off_and_wrong(tmp_path: Path, accelerator: str) -> None:
     assert evaluation_of(trace) is None
     with pytest.raises(ConfigurationError, match="evaluation='yes'"):
         CUDAGraphCallback(evaluation="yes")  # type: ignore[arg-type]
+
+
+class Plainest(Evaluated):
+    """A step without an index."""
+
+    def validation_step(self, batch: Any) -> Any:
+        return super().validation_step(batch, 0)
+
+
+class Combined(Evaluated):
+    """A step that is given batches of two dataloaders at once."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = sum(nn.functional.cross_entropy(self(x), y) for x, y in batch.values())
+        self.log("val_loss", loss, batch_size=8)
+        return loss
+
+
+class ByLoader(Evaluated):
+    """A step that does another thing for another dataloader."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        if dataloader_idx == 0:
+            return super().validation_step(batch, batch_idx, dataloader_idx)
+        self.log(f"other_{dataloader_idx}", self(batch[0]).std() * dataloader_idx)
+        self.log(f"same_{dataloader_idx}", batch[0].mean(), add_dataloader_idx=dataloader_idx == 1)
+        return None
+
+
+class Sometimes(Evaluated):
+    """A step that asks for the stage and the epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.sanity_checking:
+            return None
+        self.log("val", self(batch[0]).mean() * (1 + self.current_epoch // 2))
+        return None
+
+
+@pytest.mark.parametrize(
+    ("cls", "loaders", "captures"),
+    [
+        (Plainest, lambda: loader(seed=1, batches=4), 2),
+        (
+            Combined,
+            lambda: CombinedLoader(
+                {"a": loader(seed=1), "b": loader(seed=2, batches=9)}, "max_size_cycle"
+            ),
+            3,
+        ),
+        (ByLoader, lambda: [*validations(), loader(seed=4)], 6),
+    ],
+)
+@pytest.mark.parametrize("position", [0, -1])
+def test_kinds_of_steps(
+    tmp_path: Path,
+    accelerator: str,
+    cls: type[Net],
+    loaders: Callable[[], Any],
+    captures: int,
+    position: int,
+) -> None:
+    """With the callback before and behind all others."""
+    done = row(
+        tmp_path,
+        accelerator,
+        cls,
+        lambda folder: {"val_loader": loaders()},
+        ours=evaluating,
+        num_sanity_val_steps=2,
+        max_epochs=5,
+        limit_train_batches=5,
+        position=position,
+        checkpoint_every=0,
+    )
+    counts = evaluation_of(done.graph)
+    assert counts.captures == captures, counts
+    assert counts.replayed > 0
+    assert not counts.eager
+
+
+def test_values_that_move_seldom(tmp_path: Path, accelerator: str) -> None:
+    done = row(
+        tmp_path,
+        accelerator,
+        Sometimes,
+        ours=evaluating,
+        val_loader=loader(seed=1, batches=6, ragged=False),
+        num_sanity_val_steps=6,
+    )
+    counts = evaluation_of(done.graph)
+    assert counts.captures == 3
+    assert all("`current_epoch` changed" in reason for reason in counts.recaptures)
+    assert counts.replayed == 3 * 3
+
+
+class Hides(Evaluated):
+    """A value that no guard looks at, in an object of Python's library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: queue.Queue[float] = queue.Queue()
+        self.scales.put(1.0)
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.scales.queue[0] += 0.5
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]) * self.scales.queue[0]
+
+
+@pytest.mark.filterwarnings(*_IGNORED)
+def test_verified(tmp_path: Path, accelerator: str) -> None:
+    """What no guard sees shows in the outputs, which are compared."""
+    kwargs: dict[str, Any] = {"accelerator": accelerator}
+    with pytest.raises(VerificationError, match=r"the output of `validation_step`"):
+        Session(Hides, tmp_path / "raises", evaluating(), **kwargs).run("validate", loader(seed=1))
+    both = sessions(tmp_path, Hides, evaluating(on_unsupported="eager"), **kwargs)
+    for session in both:
+        session.run("validate", loader(seed=1))
+    assert_same_sessions(*both)
+    assert both[1].callback.counts.replayed == 1
+    unchecked = Session(Hides, tmp_path / "wrong", evaluating(verify_replays=0), **kwargs)
+    unchecked.run("validate", loader(seed=1))
+    assert differences(both[0].all(), unchecked.all())
+
+
+class _Copies(Callback):
+    """Copies the strategy and our callback in the middle of an evaluation."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        if args[3] == 5:
+            self.copies.append(copy.deepcopy(trainer.strategy))
+            self.copies += [pickle.loads(pickle.dumps(c)) for c in trainer.callbacks[1:2]]
+
+
+def test_copies(tmp_path: Path, accelerator: str) -> None:
+    callback, copies = evaluating(), _Copies()
+    trace = train(
+        make(Evaluated),
+        tmp_path,
+        callback,
+        accelerator=accelerator,
+        val_loader=loader(seed=1),
+        callbacks=(copies,),
+        position=1,
+        max_epochs=1,
+    )
+    assert evaluation_of(trace).replayed > 0
+    strategy, ours = copies.copies
+    assert strategy.validation_step.__self__ is strategy
+    assert (ours._evaluation, ours._backend, ours._training) == (None, None, None)
+    assert ours.evaluation_counts.replayed == 3
+
+
+@pytest.mark.filterwarnings(*_IGNORED)
+def test_nothing_is_left(tmp_path: Path, accelerator: str) -> None:
+    for folder in ("a", "b"):  # fills caches
+        Session(Evaluated, tmp_path / folder, evaluating(), accelerator=accelerator).run(
+            "validate", loader(seed=1)
+        )
+    before = code_of_libraries()
+    both = sessions(tmp_path, Evaluated, evaluating(), accelerator=accelerator)
+    for session in both:
+        session.run("validate", loader(seed=1))
+    assert both[1].callback.counts.replayed > 0
+    after = code_of_libraries()
+    assert {name for name, identity in before.items() if after.get(name) != identity} <= THEIR_OWN
+    plain, graph = (
+        [set(vars(part)) for part in (s.trainer.strategy, s.trainer.validate_loop, *s.module.modules())]
+        for s in both
+    )
+    assert plain == graph

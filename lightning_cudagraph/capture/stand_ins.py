@@ -7,9 +7,10 @@ and a file with it can be read where this package is not installed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["OwnHook", "StandIn"]
+__all__ = ["OwnHook", "StandIn", "replace_method"]
 
 
 class StandIn:
@@ -32,6 +33,22 @@ class StandIn:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The copy of the owner has nothing in its place yet when this is called.
         return getattr, (self._owner, self._name)
+
+
+def replace_method(owner: object, name: str, call: Callable[..., Any], patches: ExitStack) -> None:
+    """Put something in the place of a method of an object.
+
+    Args:
+        owner: the object.
+        name: the name of the method.
+        call: what is called instead.
+        patches: puts the method back when it is closed.
+    """
+    if name in vars(owner):
+        patches.callback(vars(owner).__setitem__, name, vars(owner)[name])
+    else:
+        patches.callback(vars(owner).pop, name)
+    vars(owner)[name] = StandIn(owner, name, call)
 
 
 class OwnHook:
