@@ -52,20 +52,22 @@ class GraphedOptimization(_AutomaticOptimization):
 
     Attributes:
         call: what a call of one of its closures does.
+        skipped: told why a batch is none that could be captured.
     """
 
     call: Call
+    skipped: Callable[[str], None]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are Lightning's own, and belong to no run with graphs."""
-        state = {name: value for name, value in vars(self).items() if name != "call"}
+        state = {name: value for name, value in vars(self).items() if name not in ("call", "skipped")}
         return copyreg._reconstructor, (_AutomaticOptimization, object, None), state  # type: ignore[attr-defined]
 
     def _make_closure(
         self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
     ) -> Closure:
         if self._skip_backward:
-            # StochasticWeightAveraging updates batch norm, without training, in its last epoch.
+            self.skipped("`StochasticWeightAveraging` updates batch norm, without training")
             return super()._make_closure(kwargs, optimizer, batch_idx)
         return self.closure_for_capture(kwargs, optimizer, batch_idx, self.call)
 

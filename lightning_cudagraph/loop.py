@@ -152,9 +152,10 @@ class GraphedTraining:
         graphed = self._optimization
         graphed.__dict__.update(original.__dict__)
         graphed.call = self._call_closure
+        graphed.skipped = self._engine.counts.note_eager
 
         def give_back() -> None:
-            del graphed.call
+            del graphed.call, graphed.skipped
             original.__dict__.update(graphed.__dict__)
             loop.automatic_optimization = original
 
@@ -226,10 +227,9 @@ class GraphedTraining:
         except UnsupportedError as error:
             self._engine.unsupported(error)
         if not isinstance(closure, GraphClosure):
-            reason = (
-                "a step of the optimizer without one of Lightning's closures, or without backward pass"
-            )
-            self._engine.counts.note_eager(reason)
+            if not self._optimization._skip_backward:
+                reason = "a step of the optimizer without one of Lightning's closures"
+                self._engine.counts.note_eager(reason)
             with self._backend.on_side_stream():
                 return self._run(optimizer, closure, model, kwargs)
         if self._part.behind is not None:

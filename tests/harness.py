@@ -115,8 +115,8 @@ class Trace:
         """A tree of saved values in which the run's own folder has a name that all runs share."""
         if isinstance(tree, dict):
             return {self.portable(key): self.portable(value) for key, value in tree.items()}
-        if isinstance(tree, str):
-            return tree.replace(str(self.folder), "<folder>")
+        if isinstance(tree, (str, Path)):
+            return str(tree).replace(str(self.folder), "<folder>")
         return tree
 
 

@@ -204,7 +204,7 @@ class CudaBackend:
         graph.reset()
         if failure is not None:
             explained = _explained(failure, location_of(failure))
-            if isinstance(explained, CUDAGraphError):
+            if isinstance(failure, Exception):
                 # Training may go on, but the frames of the failure hold autograd's graph of the step,
                 # and with it nodes of the broken capture, which the next step would meet again.
                 _clear_frames(failure)

@@ -19,7 +19,7 @@ from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.capture.writes import storage_id, whole
-from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
 
 __all__ = ["Phase", "Step", "StepCounts", "StepEngine"]
 
@@ -150,6 +150,13 @@ def _all_state(step: Step[T], captured: CapturedStep[T]) -> dict[str, Tensor]:
     return state
 
 
+def _only_in_the_capture(raised: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"The training step raised {raised}. Eagerly, from the same state, it did not.",
+        "Find out what in the step does not work in a capture; the message may say.",
+    )
+
+
 class StepEngine(Generic[T]):
     """Takes the batches of a run through their phases.
 
@@ -245,15 +252,23 @@ class StepEngine(Generic[T]):
             if left > 0 or not self._is_settled() or self._maker(step, signature) is _NOT_YET:
                 return self._warm_up(step, signature, left)
             refresh()
-            reason = ""
+            reason, raised = "", ""
             try:
                 captured = self._capture(step, signature)
             except UnsupportedError as error:
                 self.unsupported(error)
                 reason = error.reason
+            except CUDAGraphError:
+                raise
+            except Exception as error:
+                reason = raised = f"{type(error).__name__} in the capture: {error}"
             if captured is None:
-                # Out of the handler, so that the error is gone, with all that its frames hold.
-                return self._eager(step, reason)
+                # Out of the handler, so that the error is gone, with all that its frames hold. What the
+                # user's code has raised by itself it raises again, and leaves what it always leaves.
+                done = self._eager(step, reason)
+                if raised:
+                    self.unsupported(_only_in_the_capture(raised))
+                return done
             graphs = self._graphs.setdefault(signature, _Graphs(captured.static, step.beside))
             graphs.by_place[step.place] = captured
         self._latest = signature
