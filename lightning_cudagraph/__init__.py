@@ -10,6 +10,8 @@ from lightning_cudagraph.errors import CUDAGraphError as CUDAGraphError
 from lightning_cudagraph.errors import HookError as HookError
 from lightning_cudagraph.errors import UnsupportedError as UnsupportedError
 from lightning_cudagraph.errors import VerificationError as VerificationError
+from lightning_cudagraph.manual import ManualOptimization as _ManualOptimization  # noqa: F401
+from lightning_cudagraph.step import GraphedStep as GraphedStep
 from lightning_cudagraph.timing.layers import LayerTimings as LayerTimings
 
 __version__ = _version("lightning_cudagraph")

@@ -142,7 +142,7 @@ class OptimizerPart:
         """Inside, scaler and optimizer compute as in a graph, whether one is captured or not."""
         with ExitStack() as stack:
             if self.scaler is not None:
-                stack.enter_context(self.scaler.step_arithmetic(optimizer, capturing))
+                stack.enter_context(self.scaler.step_arithmetic((optimizer,), capturing))
             stack.enter_context(self.optimizer.step_arithmetic(capturing))
             yield
 

@@ -18,6 +18,7 @@ FLOORS = [
     ["capture"],
     ["optim"],
     ["timing"],
+    ["surroundings", "step", "step_run"],
     [
         "closures",
         "hooks",
@@ -30,6 +31,7 @@ FLOORS = [
     ],
     [
         "advance",
+        "manual",
         "optimizer_part",
         "recording",
         "transfer",
@@ -40,7 +42,7 @@ FLOORS = [
     ["__init__"],
     ["cli"],
 ]
-TORCH_ONLY = ["errors", "capture", "optim", "timing"]
+TORCH_ONLY = ["errors", "capture", "optim", "timing", "surroundings", "step", "step_run"]
 TENSORBOARD = "timing/tensorboard.py"
 
 

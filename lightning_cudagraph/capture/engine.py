@@ -212,13 +212,16 @@ class StepEngine(Generic[T]):
         self._given_up: str | None = None
         self.counts = StepCounts()
 
-    def step(self, step: Step[T], refresh: Callable[[], None]) -> tuple[Phase, T | None]:
+    def step(
+        self, step: Step[T], refresh: Callable[[], None], signature: Signature | None = None
+    ) -> tuple[Phase, T | None]:
         """Do one training step, in whichever way its phase says.
 
         Args:
             step: the step.
             refresh: called before a capture and before a replay, to bring device mirrors of host
                 values up to date.
+            signature: that of the batch, if it is known already.
 
         Returns:
             The phase, and the static outputs if the step was a replay.
@@ -234,9 +237,8 @@ class StepEngine(Generic[T]):
         elif self._backend.host_value_moved():
             self.drop("a tensor in host memory, which the step uses as a number, changed")
         try:
-            signature = self._known_signature(step) or Signature(
-                step.batch, self._backend.device, step.beside
-            )
+            signature = signature or self._known_signature(step)
+            signature = signature or Signature(step.batch, self._backend.device, step.beside)
         except UnsupportedError as error:
             if self._raise_unsupported:
                 raise
@@ -405,9 +407,20 @@ class StepEngine(Generic[T]):
         self._on_give_up()
         self._announce(f"{self._what} goes on without a graph: {reason}")
 
+    def leave(self) -> None:
+        """Another engine's graphs in the same pool come now: bring gradients where none writes."""
+        for captured in self._graphs.values():
+            captured.give_away()
+            captured.bring_out_gradients()
+
     def close(self) -> None:
         """Let go of the graphs."""
         self._forget()
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether anything is captured."""
+        return bool(self._graphs)
 
     @property
     def given_up(self) -> bool:

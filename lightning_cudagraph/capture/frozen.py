@@ -10,7 +10,7 @@ cannot be looked at.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,7 +70,11 @@ for _name in _OPERATIONS.split():
 
 @contextmanager
 def frozen_python_audit(
-    model: nn.Module, trainer: Any, device: torch.device, rules: HostRules
+    model: nn.Module,
+    trainer: Any,
+    device: torch.device,
+    rules: HostRules,
+    others: Mapping[str, Any] | None = None,
 ) -> Iterator[MentionedNames]:
     """Refuse a step that leaves traces on the host which a replay would not leave.
 
@@ -78,9 +82,10 @@ def frozen_python_audit(
 
     Args:
         model: the model whose modules are watched.
-        trainer: what trains it; its own switches and numbers are watched, and nothing below.
+        trainer: what trains it; its own switches and numbers are watched, and nothing below. Or None.
         device: where the step runs; the generator of that device is the graph's own.
         rules: what the framework's names mean, and what the user says is harmless.
+        others: objects of the user's that the step is handed, by name; watched with all they hold.
 
     Yields:
         What the step mentions, filled by the time that this is left.
@@ -95,6 +100,8 @@ def frozen_python_audit(
     state = HostState(rules.harmless, on_cpu=device.type == "cpu")
     try:
         _watch(state, model, trainer, rules)
+        for name, value in (others or {}).items():
+            state.add_value(value, name, "the step")
         with HostCalls(rules, state) as calls:
             yield calls.mentioned
         if calls.found is not None:  # the user's code has caught it, and gone on
@@ -126,7 +133,8 @@ def _watch(state: HostState, model: nn.Module, trainer: Any, rules: HostRules) -
     for path, module in model.named_modules():
         if not rules.stays_on_host(module):
             state.add_module(module, f"`{path}`" if path else f"the `{type(model).__qualname__}`")
-    state.add_trainer(trainer, f"the `{type(trainer).__qualname__}`")
+    if trainer is not None:
+        state.add_trainer(trainer, f"the `{type(trainer).__qualname__}`")
 
 
 def _at(where: Location | None) -> str:

@@ -335,12 +335,16 @@ class CapturedStep(Generic[T]):
             self._last.give_away()
             self._last = None
 
+    def bring_out_gradients(self) -> None:
+        """Give who still needs the gradients copies that no graph writes into."""
+        for take in self._takes:
+            for parameter, gradient in take.gradients:
+                if parameter.grad is gradient:
+                    parameter.grad = gradient.clone()
+
     def release(self) -> None:
         """Let go of the graphs and their memory."""
         for take in self._takes:
             self._backend.release(take.graph)
-            for parameter, gradient in take.gradients:
-                # The gradient lives in the graph's memory. Who still needs it gets a copy.
-                if parameter.grad is gradient:
-                    parameter.grad = gradient.clone()
+        self.bring_out_gradients()
         self._takes = []

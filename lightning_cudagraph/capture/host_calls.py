@@ -112,6 +112,7 @@ class HostRules:
         records: whether an object writes records, as a logger does.
         stays_on_host: whether a module is only called on the host, such as a metric.
         harmless: names that may be frozen or not repeated, because the user says so.
+        refused: functions of which a replay would do nothing, with their names and what to do instead.
     """
 
     moving: Mapping[CodeType, str] = field(default_factory=dict)
@@ -121,6 +122,7 @@ class HostRules:
     records: Callable[[Any], bool] = lambda value: False
     stays_on_host: Callable[[Any], bool] = lambda module: False
     harmless: frozenset[str] = frozenset()
+    refused: Mapping[CodeType, tuple[str, str]] = field(default_factory=dict)
 
 
 def allowance(name: str) -> str:
@@ -163,6 +165,7 @@ class HostCalls:
         # By identity: the code objects of compiled frames do not hash.
         self._moving = {id(code): name for code, name in {**_READS, **rules.moving}.items()}
         self._seldom = {id(code): value for code, value in rules.seldom.items()}
+        self._refused = {id(code): value for code, value in rules.refused.items()}
         self._effects = {id(code): name for code, name in {**_EFFECTS, **rules.effects}.items()}
         self._before: Any = None
         self._seen: dict[int, CodeType] = {}  # keeps the code objects, so that no number comes twice
@@ -224,6 +227,16 @@ class HostCalls:
             name, read = self._seldom[key]
             if name not in self._rules.harmless:
                 self.mentioned.reads[f"`{name}`"] = read
+        elif key in self._refused:
+            name, remedy = self._refused[key]
+            if not self._allows(name):
+                self._refuse(
+                    CaptureError(
+                        f"A CUDA graph cannot hold a use of `{name}`, which a replay would not repeat:"
+                        f" found {_at(user_frame(asker))}.",
+                        remedy + allowance(name),
+                    )
+                )
         elif key in self._effects:
             self._refuse_effect(self._effects[key], asker, frame, is_python=True)
         elif code.co_name.startswith(_RECORDING):

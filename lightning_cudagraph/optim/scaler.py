@@ -10,7 +10,7 @@ counts move).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,7 +63,8 @@ class PreparedScaler:
         self.scaler = scaler
         self._state_tensors = state_tensors
         self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
-        self._applied = False
+        self._stepped: set[int] = set()
+        self._applied: set[int] = set()
 
     def tensors(self) -> dict[str, Tensor]:
         """What a step changes of the scaler, by name."""
@@ -90,16 +91,20 @@ class PreparedScaler:
 
         Reads a value back, but only until it has been true once.
         """
-        return self._applied
+        return bool(self._stepped) and not self.waits
+
+    @property
+    def waits(self) -> bool:
+        """Whether an optimizer has been stepped, and the step was skipped each time."""
+        return not self._stepped <= self._applied
 
     @contextmanager
-    def step_arithmetic(self, optimizer: Optimizer, capturing: bool) -> Iterator[None]:
-        """Inside, the scaler steps `optimizer` without reading anything back if `capturing`.
+    def step_arithmetic(self, optimizers: Collection[Optimizer], capturing: bool) -> Iterator[None]:
+        """Inside, the scaler steps `optimizers` without reading anything back if `capturing`.
 
         Otherwise torch's own way is taken, and skipped steps are counted all the same.
         """
         scaler = self.scaler
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         own_update = scaler.update
 
         def gated(optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -115,13 +120,10 @@ class PreparedScaler:
                     torch.where(skip, before, tensor.detach(), out=tensor.detach())
 
         def counting(*args: Any, **kwargs: Any) -> None:
-            state = scaler._per_optimizer_states[id(optimizer)]
-            overflowed = _overflowed(state)
-            self.skipped_steps.add_(overflowed)
-            if not self._applied and not capturing:
-                self._applied = not bool(overflowed)
-                if fused and not self._applied:
-                    _forget_buffers_never_written(optimizer)
+            for optimizer in optimizers:
+                state = scaler._per_optimizer_states.get(id(optimizer))
+                if state is not None and state["found_inf_per_device"]:
+                    self._count(optimizer, _overflowed(state), capturing)
             own_update(*args, **kwargs)
 
         own = vars(scaler)
@@ -136,13 +138,28 @@ class PreparedScaler:
                 own.pop(name, None)
             own.update(had)
 
+    def _count(self, optimizer: Optimizer, overflowed: Tensor, capturing: bool) -> None:
+        self.skipped_steps.add_(overflowed)
+        if capturing or id(optimizer) in self._applied:
+            return
+        self._stepped.add(id(optimizer))
+        if not bool(overflowed):
+            self._applied.add(id(optimizer))
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+            _forget_buffers_never_written(optimizer)
+
+    def pending(self) -> bool:
+        """Whether gradients have been unscaled, and the scaler has not been updated since."""
+        return any(state["found_inf_per_device"] for state in self.scaler._per_optimizer_states.values())
+
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo what a capture leaves in the scaler: in which stage of a step it believes to be."""
+        before = {key: dict(state) for key, state in self.scaler._per_optimizer_states.items()}
         try:
             yield
         finally:
-            self.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            self.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state, before)
 
 
 def _overflowed(state: dict[str, Any]) -> Tensor:

@@ -1,0 +1,160 @@
+"""`GraphedStep` inside Lightning: manual optimization, and Fabric.
+
+Lightning wraps optimizers. The wrapper counts the optimizer's steps on the host, which makes up
+`trainer.global_step`; in a captured function these counts are noted, and made after every replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.amp import GradScaler
+
+from lightning_cudagraph.capture.host_calls import HostRules
+from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
+from lightning_cudagraph.host_rules import host_rules
+from lightning_cudagraph.metrics import is_metric
+from lightning_cudagraph.support import callbacks_of, scaler_of
+from lightning_cudagraph.surroundings import (
+    SURROUNDINGS,
+    PlainLoop,
+    optimizer_inside,
+    scaler_calls,
+    scheduler_steps,
+)
+
+__all__ = ["FabricLoop", "ManualOptimization"]
+
+# Hooks that Lightning calls from `manual_backward` and from the step of an optimizer.
+_CALLBACK_HOOKS_INSIDE = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
+_COUNTERS = ("_on_before_step", "_on_after_step")
+_RETURN_AND_LOG = "Return the value from the step, and log it after the call."
+# What torch and Lightning keep for themselves in every module.
+_OWN = frozenset(vars(pl.LightningModule()))
+
+
+class ManualOptimization(PlainLoop):
+    """A `training_step` with manual optimization.
+
+    Args:
+        trainer: the trainer of the module that takes part in the step.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self.around: Mapping[str, Any] = {"trainer": trainer}
+        self.unwatched = PlainLoop.unwatched | _OWN
+
+    def optimizer_in(self, optimizer: Any) -> Any:
+        return optimizer_inside(optimizer)
+
+    def scaler(self) -> GradScaler | None:
+        return scaler_of(self._trainer)
+
+    def check(self) -> None:
+        for callback in callbacks_of(self._trainer):
+            for hook in _CALLBACK_HOOKS_INSIDE:
+                method = getattr(callback, hook)
+                if getattr(method, "__func__", method) is not getattr(Callback, hook):
+                    raise UnsupportedError(
+                        f"`{type(callback).__qualname__}.{hook}` is called between the forward pass and"
+                        " the optimizer's step: in a graph, its host code would run once, at the"
+                        " capture.",
+                        "Move it to `on_train_batch_end`, or leave that callback out.",
+                    )
+        for optimizer in self._wrappers():
+            for name in _COUNTERS:
+                if not hasattr(optimizer, name):
+                    raise CUDAGraphError(
+                        f"`LightningOptimizer.{name}` is gone from lightning {pl.__version__}, and"
+                        " `GraphedStep` is built on it. Use lightning 2.6, or pass"
+                        ' `GraphedStep(backend="off")`.'
+                    )
+
+    def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
+        logs = {
+            vars(pl.LightningModule)[name].__code__: (f"self.{name}", _RETURN_AND_LOG)
+            for name in ("log", "log_dict")
+        }
+        return replace(
+            host_rules(self._trainer, harmless),
+            refused={**logs, **scheduler_steps(), **scaler_calls(scaler)},
+            # Nobody calls it after a replay: a metric in the step is a change of state that is lost.
+            stays_on_host=lambda module: False,
+        )
+
+    def stays_on_host(self, module: Any) -> bool:
+        return is_metric(module)
+
+    def _wrappers(self) -> list[LightningOptimizer]:
+        return list(self._trainer.strategy._lightning_optimizers)
+
+    @contextmanager
+    def noted(self, notes: list[Callable[[], object]]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for wrapper in self._wrappers():
+                for name in _COUNTERS:
+                    attributes = vars(wrapper)
+                    stack.callback(attributes.__setitem__, name, attributes[name])
+                    attributes[name] = _noting(notes, wrapper, name)
+            yield
+
+
+class FabricLoop(PlainLoop):
+    """A loop in which Fabric has set up modules and optimizers.
+
+    Args:
+        optimizers: those of the step that Fabric has wrapped.
+    """
+
+    def __init__(self, optimizers: list[_FabricOptimizer]) -> None:
+        self._wrapped = optimizers
+
+    def optimizer_in(self, optimizer: Any) -> Any:
+        return optimizer_inside(optimizer)
+
+    def scaler(self) -> GradScaler | None:
+        for optimizer in self._wrapped:
+            scaler: GradScaler | None = getattr(optimizer._strategy.precision, "scaler", None)
+            if scaler is not None and scaler.is_enabled():
+                return scaler
+        return None
+
+    def check(self) -> None:
+        for optimizer in self._wrapped:
+            for callback in optimizer._callbacks:
+                if hasattr(callback, "on_after_optimizer_step"):
+                    raise UnsupportedError(
+                        f"`{type(callback).__qualname__}.on_after_optimizer_step` is called in the step:"
+                        " in a graph, its host code would run once, at the capture.",
+                        "Leave that callback out of `Fabric(callbacks=...)`.",
+                    )
+
+
+def _noting(notes: list[Callable[[], object]], wrapper: Any, name: str) -> Callable[[], None]:
+    def note() -> None:
+        # By name: Lightning puts other functions there for every batch.
+        notes.append(lambda: getattr(wrapper, name)())
+
+    return note
+
+
+def _lightning(owners: list[Any]) -> PlainLoop | None:
+    for owner in owners:
+        trainer = vars(owner).get("_trainer") if isinstance(owner, pl.LightningModule) else None
+        if trainer is not None:
+            return ManualOptimization(trainer)
+    wrapped = [owner for owner in owners if isinstance(owner, _FabricOptimizer)]
+    if wrapped or any(isinstance(owner, _FabricModule) for owner in owners):
+        return FabricLoop(wrapped)
+    return None
+
+
+SURROUNDINGS.append(_lightning)

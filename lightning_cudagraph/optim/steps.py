@@ -1,0 +1,272 @@
+"""All the optimizers of one step, and its gradient scaler, as far as they are in the graph.
+
+The user's own function calls them, where and as often as it likes. So each optimizer computes as in a
+graph for the time of its own `step` alone, and the code around it finds the learning rates as floats.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.optim.optimizers import PreparedOptimizer
+from lightning_cudagraph.optim.scaler import PreparedScaler
+
+__all__ = ["OptimizerSteps"]
+
+
+class _Lease:
+    """One prepared optimizer for all steps that use it; given back when the last of them closes."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device, lr_dtype: torch.dtype, scaled: bool):
+        self.prepared = PreparedOptimizer(optimizer, device, lr_dtype, self._loaded, scaled)
+        self.users: WeakSet[OptimizerSteps] = WeakSet()
+
+    def _loaded(self, reason: str) -> None:
+        for user in self.users:
+            user.on_load(reason)
+
+    def give_back(self, user: OptimizerSteps) -> None:
+        self.users.discard(user)
+        if not self.users:
+            _LEASES.pop(id(self.prepared.optimizer), None)
+            self.prepared.restore()
+
+
+# By identity of the optimizer, which its lease keeps alive.
+_LEASES: WeakValueDictionary[int, _Lease] = WeakValueDictionary()
+
+
+class OptimizerSteps:
+    """The optimizers that a function steps, made fit for capture, and the way back.
+
+    Args:
+        optimizers: by name.
+        scaler: the gradient scaler that steps them, or None.
+        device: where their parameters are.
+        lr_dtype: dtype of the learning rates' mirrors.
+        on_load: called with a reason after a state was loaded into one of them.
+
+    Raises:
+        UnsupportedError: if one of them has no form that a graph can hold.
+    """
+
+    def __init__(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        scaler: GradScaler | None,
+        device: torch.device,
+        lr_dtype: torch.dtype,
+        on_load: Callable[[str], None],
+    ) -> None:
+        self.on_load = on_load
+        self._leases: dict[str, _Lease] = {}
+        self.scaler = None if scaler is None else PreparedScaler(scaler, device, self._states)
+        # Stepped by the function, and not among these.
+        self._strangers: list[Optimizer] = []
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            for name, optimizer in optimizers.items():
+                lease = _LEASES.get(id(optimizer))
+                if lease is None:
+                    lease = _Lease(optimizer, device, lr_dtype, scaler is not None)
+                    _LEASES[id(optimizer)] = lease
+                lease.users.add(self)
+                self._leases[name] = lease
+            stack.pop_all()
+
+    @property
+    def _prepared(self) -> list[PreparedOptimizer]:
+        return [lease.prepared for lease in self._leases.values()]
+
+    @property
+    def notes(self) -> list[str]:
+        """What was changed, in words for the report."""
+        return [note for prepared in self._prepared for note in prepared.notes]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters of the optimizers, by name."""
+        return {
+            self._named(
+                f"parameter {index} in param group {group_idx} of the optimizer", name
+            ): parameter
+            for name, lease in self._leases.items()
+            for group_idx, group in enumerate(lease.prepared.optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+
+    def _named(self, label: str, name: str) -> str:
+        """A label that tells several optimizers apart."""
+        return label if len(self._leases) == 1 else f"{label} ({name})"
+
+    def _labelled(self, values: Callable[[PreparedOptimizer], dict[str, Any]]) -> dict[str, Any]:
+        return {
+            self._named(label, name): value
+            for name, lease in self._leases.items()
+            for label, value in values(lease.prepared).items()
+        }
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """All that a capture freezes of the optimizers' options, by the user's words."""
+        found = self._labelled(PreparedOptimizer.hyperparameters)
+        return found if self.scaler is None else {**found, **self.scaler.frozen()}
+
+    def frozen_values(self) -> tuple[Any, ...]:
+        """The same without the words: compared before every replay."""
+        values = tuple(prepared.frozen_values() for prepared in self._prepared)
+        return values if self.scaler is None else (*values, *self.scaler.frozen().values())
+
+    def places(self) -> list[Collection[Any]]:
+        """Lists, and views of dictionaries, whose members a capture freezes."""
+        return [place for prepared in self._prepared for place in prepared.places()]
+
+    def learning_rates(self) -> tuple[Any, ...]:
+        """The learning rates of all of them."""
+        return tuple(rate for prepared in self._prepared for rate in prepared.learning_rates())
+
+    def addresses(self) -> dict[str, Any]:
+        """Which tensors they work on, by name."""
+        return self._labelled(PreparedOptimizer.addresses)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All that their steps change beside parameters, by name."""
+        found = self._states()
+        return found if self.scaler is None else {**self.scaler.tensors(), **found}
+
+    def _states(self) -> dict[str, Tensor]:
+        return self._labelled(PreparedOptimizer.state_tensors)
+
+    def is_settled(self) -> bool:
+        """Whether each optimizer that is stepped has made its state: a scaler can skip the first."""
+        return self.scaler is None or not self.scaler.waits
+
+    def refresh(self) -> None:
+        """Bring the mirrors of learning rates up to date, on the current stream."""
+        for prepared in self._prepared:
+            prepared.refresh()
+
+    def check(self) -> None:
+        """Refuse to be captured.
+
+        Raises:
+            UnsupportedError: saying why.
+        """
+        if self._strangers:
+            raise self._unknown(self._strangers[0])
+        for prepared in self._prepared:
+            prepared.check_state()
+
+    def _unknown(self, optimizer: Optimizer) -> UnsupportedError:
+        return UnsupportedError(
+            f"The step calls `{type(optimizer).__qualname__}.step()` of an optimizer that it was not"
+            " given: a graph would freeze its learning rate and all that it keeps on the host.",
+            "Pass all optimizers: `GraphedStep(step, modules=..., optimizers=[...])`.",
+        )
+
+    @contextmanager
+    def running(self, capturing: bool) -> Iterator[None]:
+        """Inside, a function of the user's runs that steps them.
+
+        Args:
+            capturing: a capture is under way.
+
+        Raises:
+            CaptureError: in a capture, if the function moves a learning rate or an option, or leaves
+                the scaler in the middle of a step.
+        """
+        settings, rates = self.frozen_values(), self.learning_rates()
+        ours = {id(prepared.optimizer) for prepared in self._prepared}
+
+        def notice(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if id(optimizer) not in ours:
+                if capturing:
+                    raise self._unknown(optimizer)
+                if not any(known is optimizer for known in self._strangers):
+                    self._strangers.append(optimizer)
+
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(notice).remove)
+            if self.scaler is not None:
+                optimizers = [prepared.optimizer for prepared in self._prepared]
+                stack.enter_context(self.scaler.step_arithmetic(optimizers, capturing))
+            for prepared in self._prepared:
+                stack.enter_context(_steps_like_a_graph(prepared, capturing))
+            yield
+        if not capturing:
+            return
+        if self.learning_rates() != rates or self.frozen_values() != settings:
+            raise CaptureError(
+                "The step sets a learning rate, or another option of an optimizer, while it runs, which"
+                " a replay would not do.",
+                "Set it before or after the call of the step; call schedulers there too.",
+            )
+        if self.scaler is not None and self.scaler.pending():
+            raise CaptureError(
+                "The step unscales gradients (`scaler.unscale_`, `scaler.step`) and does not call"
+                " `scaler.update()`, so that the scaler would wait for it on the host.",
+                "Call `scaler.step(optimizer)` and `scaler.update()` in the step, or all three outside.",
+            )
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what a captured step does to the scaler on the host."""
+        if self.scaler is None:
+            yield
+            return
+        with self.scaler.undone():
+            yield
+
+    def close(self) -> None:
+        """Give the optimizers back as the user made them, with the state that they have reached."""
+        leases, self._leases = self._leases, {}
+        with ExitStack() as stack:
+            for lease in leases.values():
+                stack.callback(lease.give_back, self)
+
+
+@contextmanager
+def _steps_like_a_graph(prepared: PreparedOptimizer, capturing: bool) -> Iterator[None]:
+    optimizer = prepared.optimizer
+    own: Any = optimizer.step
+
+    def in_floats(closure: Any) -> Any:
+        if not callable(closure):
+            return closure
+
+        @functools.wraps(closure)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with prepared.floats_inside(capturing):
+                return closure(*args, **kwargs)
+
+        return called
+
+    # Wraps, because the scaler looks at the signature, and schedulers at what they have set on it.
+    @functools.wraps(own)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (in_floats(args[0]), *args[1:])
+        if "closure" in kwargs:
+            kwargs["closure"] = in_floats(kwargs["closure"])
+        with prepared.step_arithmetic(capturing):
+            return own(*args, **kwargs)
+
+    attributes: dict[str, Any] = vars(optimizer)
+    had = attributes.get("step")
+    attributes["step"] = step
+    try:
+        yield
+    finally:
+        if had is None:
+            del attributes["step"]
+        else:
+            attributes["step"] = had

@@ -1,0 +1,313 @@
+"""`GraphedStep`: the engine for loops of one's own, for manual optimization, and for Fabric."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType, TracebackType
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_iter
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.engine import StepCounts
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.step_run import StepRun, StepSettings, backend_for
+from lightning_cudagraph.surroundings import surroundings_of
+from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
+
+__all__ = ["GraphedStep"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_inside = threading.local()
+
+
+class GraphedStep(Generic[P, R]):
+    """Calls a function of yours through one CUDA graph: a training step, or a part of one.
+
+    The function does whatever a step of yours does: forward, backward, `zero_grad`, the steps of one
+    optimizer or of several, or only some of these. Its first calls are ordinary ones, on a side stream.
+    Then it is captured; every later call copies the tensors among its arguments into the graph's static
+    buffers and replays it. Parameters, optimizer state, gradients, buffers and random numbers come out
+    as they would from calls of the function itself; what is known not to is refused with the reason, or
+    called eagerly. On a CPU an emulator takes the place of the GPU.
+
+    What it returns comes back as copies that no later call changes, without autograd's graph, from every
+    call. Schedulers, logging, printing and everything else on the host stay outside of the function.
+
+    Args:
+        function: the step. Its arguments are tensors, in any nesting of lists, tuples, mappings and
+            dataclasses, and numbers or texts that do not change from call to call.
+        modules: all modules that it works on: one, a list, or a dictionary of them. Those that it is a
+            method of, closes over, or uses as globals are found without.
+        optimizers: all optimizers that it steps: one, a list, or a dictionary.
+        scaler: the gradient scaler that it uses for fp16, or None.
+        warmup_steps: ordinary calls before the capture.
+        verify_replays: how many of the first replays of a graph are checked, bit for bit, against an
+            eager call from the same state; 0 for none.
+        verify_every_n_steps: beyond those, check one replay in so many; None for none.
+        on_unsupported: ``"raise"`` an error when something cannot be captured, or call the function
+            eagerly from then on (``"eager"``) and say why in the report.
+        harmless: host code in the function that may stay frozen, or not be repeated by replays: the
+            names that the error for it gives.
+        backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` insist
+            on one of them. ``"off"``: every call is a plain one.
+        max_graphs: how many signatures of arguments get a graph; calls with others are eager.
+
+    Raises:
+        ConfigurationError: if an argument is not one of the above.
+
+    Example::
+
+        def train_step(x, y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with GraphedStep(train_step, modules=model, optimizers=optimizer) as step:
+            for x, y in loader:
+                loss = step(x, y)
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        modules: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module] = (),
+        optimizers: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] = (),
+        *,
+        scaler: GradScaler | None = None,
+        warmup_steps: int = 3,
+        verify_replays: int = 2,
+        verify_every_n_steps: int | None = None,
+        on_unsupported: Literal["raise", "eager"] = "raise",
+        harmless: Sequence[str] = (),
+        backend: Literal["auto", "cuda", "emulator", "off"] = "auto",
+        max_graphs: int = 8,
+    ) -> None:
+        if not callable(function):
+            raise _wrong("function", function, "a function of tensors")
+        for name, value, at_least in (
+            ("warmup_steps", warmup_steps, 1),
+            ("verify_replays", verify_replays, 0),
+            ("verify_every_n_steps", 1 if verify_every_n_steps is None else verify_every_n_steps, 1),
+            ("max_graphs", max_graphs, 1),
+        ):
+            if type(value) is not int or value < at_least:
+                raise _wrong(name, value, f"an int of at least {at_least}")
+        for name, text, allowed in (
+            ("on_unsupported", on_unsupported, ("raise", "eager")),
+            ("backend", backend, ("auto", "cuda", "emulator", "off")),
+        ):
+            if text not in allowed:
+                raise _wrong(name, text, f"one of {', '.join(map(repr, allowed))}")
+        if isinstance(harmless, str) or not all(isinstance(name, str) for name in harmless):
+            raise _wrong("harmless", harmless, "a list of names")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise _wrong("scaler", scaler, "a `torch.amp.GradScaler` or None")
+        self._function: Callable[P, R] | None = function
+        self._modules = _by_name("modules", modules, nn.Module)
+        self._optimizers = _by_name("optimizers", optimizers, Optimizer)
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._backend_name = backend
+        self._settings = StepSettings(
+            warmup_steps,
+            on_unsupported == "raise",
+            verify_replays,
+            verify_every_n_steps,
+            frozenset(harmless),
+            max_graphs,
+        )
+        self._run: StepRun | None = None
+        self._refused: str | None = None  # why all calls are eager
+        self._counts = StepCounts()  # of the time before `close`, as the report
+        self._report = "lightning_cudagraph: no call yet"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the function and what belongs to it, so that copies and pickles work at any time."""
+        emptied: dict[str, Any] = {
+            "_function": None,
+            "_modules": {},
+            "_optimizers": {},
+            "_scaler": None,
+            "_run": None,
+        }
+        return {**self.__dict__, **emptied}
+
+    @property
+    def counts(self) -> StepCounts:
+        """What became of the calls."""
+        return self._counts if self._run is None else self._run.counts
+
+    @property
+    def report(self) -> str:
+        """What became of the calls, in words."""
+        if self._run is None:
+            return self._report
+        description, notes = self._run.backend.description, self._run.notes
+        return fit_report(description, self.counts, StepPace(), LayerTimes(), notes)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function: eagerly, or by replay.
+
+        Raises:
+            UnsupportedError: if it cannot be captured. Nothing of the call has happened then.
+        """
+        function = self._bound()
+        if self._backend_name == "off" or self._refused or getattr(_inside, "step", None) is not None:
+            # Inside another step, this one is a part of that.
+            return function(*args, **kwargs)
+        _inside.step = self
+        try:
+            if self._run is None:
+                self._run = self._started(args, kwargs)
+            result: R = self._run.call(args, kwargs)
+        except UnsupportedError as error:
+            error.retell_for_step()
+            if self._run is not None or self._settings.raise_unsupported:
+                raise
+            self._refused = error.reason
+            self._report = f"lightning_cudagraph: all calls eager. {error.reason}"
+        else:
+            return result
+        finally:
+            _inside.step = None
+        return function(*args, **kwargs)
+
+    def eager(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function itself, without a graph."""
+        return self._bound()(*args, **kwargs)
+
+    def close(self) -> None:
+        """Let go of the graphs and their memory, and give the optimizers back as they were made.
+
+        The next call begins anew, with warm-up.
+        """
+        if self._run is None:
+            return
+        self._counts, self._report = self.counts, self.report
+        run, self._run = self._run, None
+        run.close()
+
+    def __enter__(self) -> GraphedStep[P, R]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _bound(self) -> Callable[P, R]:
+        if self._function is None:
+            raise ConfigurationError(
+                "This `GraphedStep` is a copy, or was unpickled: the function, modules and optimizers"
+                " belong to the original, and it has none. Make a new one:"
+                " `GraphedStep(step, modules=..., optimizers=...)`."
+            )
+        return self._function
+
+    def _started(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
+        function = self._bound()
+        found = {**_found_in(function), **self._modules}
+        owners = [getattr(function, "__self__", None), *found.values(), *self._optimizers.values()]
+        surroundings = surroundings_of(owners)
+        optimizers = {
+            name: surroundings.optimizer_in(optimizer) for name, optimizer in self._optimizers.items()
+        }
+        model = _as_one(found)
+        device = _device_of(model, optimizers, (args, kwargs))
+        return StepRun(
+            function,
+            model,
+            optimizers,
+            self._scaler or surroundings.scaler(),
+            self._backend(device),
+            surroundings,
+            self._settings,
+        )
+
+    def _backend(self, device: torch.device) -> Backend:
+        kinds = {"cuda": "cuda", "emulator": "cpu"}
+        if kinds.get(self._backend_name, device.type) != device.type:
+            raise _wrong(
+                "backend", self._backend_name, f'one for {device}, where the step runs, such as "auto"'
+            )
+        return backend_for(device)
+
+
+class _Modules(nn.Module):
+    """All modules of a step."""
+
+
+def _as_one(modules: Mapping[str, nn.Module]) -> nn.Module:
+    """A module that holds all of these, each once."""
+    inside = {id(i) for m in modules.values() for i in m.modules() if i is not m}
+    outer = {id(m): m for m in modules.values() if id(m) not in inside}
+    if len(outer) == 1:
+        (module,) = outer.values()
+        return module
+    together = _Modules()
+    for name, module in modules.items():
+        if outer.pop(id(module), None) is not None:
+            together.add_module(name.replace(".", "_"), module)
+    return together
+
+
+def _found_in(function: Any) -> dict[str, nn.Module]:
+    """The modules that a function can be seen to work on, by the names that it has for them."""
+    found: dict[str, Any] = {"self": getattr(function, "__self__", None)}
+    function = getattr(function, "__func__", function)
+    if isinstance(function, FunctionType):
+        with contextlib.suppress(ValueError):  # a variable around it has no value yet
+            variables = inspect.getclosurevars(function)
+            found |= {**variables.globals, **variables.nonlocals}
+    return {name: value for name, value in found.items() if isinstance(value, nn.Module)}
+
+
+def _device_of(model: nn.Module, optimizers: Mapping[str, Optimizer], arguments: Any) -> torch.device:
+    for parameter in model.parameters():
+        return parameter.device
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                return parameter.device  # type: ignore[no-any-return]
+    for leaf in tree_iter(arguments):
+        if isinstance(leaf, Tensor):
+            return leaf.device
+    raise UnsupportedError(
+        "The step has neither a module with parameters nor a tensor among its arguments, so that nothing"
+        " says on which device it runs.",
+        "Pass its modules: `GraphedStep(step, modules=...)`.",
+    )
+
+
+def _by_name(what: str, given: Any, kind: type) -> dict[str, Any]:
+    if isinstance(given, kind):
+        return {what.removesuffix("s"): given}
+    try:
+        found = (
+            dict(given)
+            if isinstance(given, Mapping)
+            else {f"{what}[{index}]": value for index, value in enumerate(given)}
+        )
+    except TypeError:
+        found = {what: given}
+    for name, value in found.items():
+        if not isinstance(value, kind):
+            expected = f"`{kind.__qualname__}`s, and `{name}` is a `{type(value).__qualname__}`"
+            raise _wrong(what, given, f"one, a list or a dictionary of {expected}")
+    return found
+
+
+def _wrong(name: str, value: Any, expected: str) -> ConfigurationError:
+    shown = value if isinstance(value, (str, int, float, type(None))) else type(value).__qualname__
+    return ConfigurationError(f"`GraphedStep({name}={shown!r})`: expected {expected}.")

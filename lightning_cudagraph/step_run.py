@@ -1,0 +1,468 @@
+"""The calls of one captured function, on one device.
+
+Each signature of arguments, and each mode of autograd and autocast in which the function is called, has
+an engine of its own, with its guards. They share the device's pool of memory, and the optimizers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_cudagraph.capture.backend import Backend, CudaBackend
+from lightning_cudagraph.capture.batch import (
+    Signature,
+    flatten_batch,
+    map_leaves,
+    refuse_hidden_tensors,
+)
+from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.capture.engine import Step, StepCounts, StepEngine
+from lightning_cudagraph.capture.frozen import frozen_python_audit
+from lightning_cudagraph.capture.gradients import GradientHabits
+from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.verify import Verifier
+from lightning_cudagraph.errors import BatchError, CaptureError, UnsupportedError
+from lightning_cudagraph.optim.steps import OptimizerSteps
+from lightning_cudagraph.surroundings import PlainLoop
+
+__all__ = ["StepRun", "StepSettings", "backend_for"]
+
+# Signatures whose warm-up is remembered.
+_MAX_SIGNATURES = 64
+# Signatures without a capture after which the user is told.
+_MANY_SIGNATURES = 5
+# Global switches of torch are compared once in so many calls.
+_SUSPECT_EVERY_N_CALLS = 64
+# Whether gradients are recorded, and what autocast casts to.
+_Mode = tuple[bool, torch.dtype | None]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What the user asked for; `GraphedStep` documents each."""
+
+    warmup_steps: int
+    raise_unsupported: bool
+    verify_replays: int
+    verify_every_n_steps: int | None
+    harmless: frozenset[str]
+    max_graphs: int
+
+
+@dataclass
+class StepResult:
+    """What a captured function returned: static tensors, and what else is to be done after a replay."""
+
+    returned: Any
+    gradients: dict[str, nn.Parameter]
+    host_notes: list[Callable[[], object]]
+
+    def values(self) -> dict[str, Tensor]:
+        """What can be compared just after the step, by name."""
+        named = {
+            f"`{path.replace('batch', 'output', 1)}`": leaf
+            for path, leaf in flatten_batch(self.returned)
+            if isinstance(leaf, Tensor)
+        }
+        for name, parameter in self.gradients.items():
+            if parameter.grad is not None:
+                named[f"the gradient of `{name}`"] = parameter.grad
+        return named
+
+
+@dataclass
+class _Lane:
+    """What belongs to one signature of arguments, in one mode."""
+
+    signature: Signature
+    mode: _Mode
+    engine: StepEngine[StepResult]
+    guards: Guards
+    verifier: Verifier
+    habits: GradientHabits
+    calls: int = 0
+
+    def is_known(self, batch: Any, device_type: str) -> bool:
+        """Whether a quick look can tell that arguments are of this signature."""
+        static = self.engine.static
+        return static is not None and static.tensors_of(batch, device_type) is not None
+
+
+class StepRun:
+    """The calls of one function.
+
+    Args:
+        function: the user's.
+        model: all modules that it works on, as one.
+        optimizers: those that it steps, by name.
+        scaler: the gradient scaler that it uses, or None.
+        backend: where it runs.
+        surroundings: what it is called from.
+        settings: what the user asked for.
+
+    Attributes:
+        counts: what became of the calls.
+
+    Raises:
+        UnsupportedError: if an optimizer has no form that a graph can hold.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        scaler: GradScaler | None,
+        backend: Backend,
+        surroundings: PlainLoop,
+        settings: StepSettings,
+    ) -> None:
+        self.counts = StepCounts()
+        self.backend = backend
+        self._function = function
+        self._model = model
+        self._surroundings = surroundings
+        self._settings = settings
+        self._rules = surroundings.rules(settings.harmless, scaler)
+        self._handed = _handed(function)
+        self._names = _argument_names(function)
+        self._lanes: dict[tuple[Signature, _Mode], _Lane] = {}
+        self._last: _Lane | None = None
+        self._check()
+        self._optimizers = OptimizerSteps(
+            optimizers, scaler, backend.device, backend.lr_dtype, self._drop_all
+        )
+
+    def _check(self) -> None:
+        self._surroundings.check()
+        for name, parameter in self._model.named_parameters():
+            if parameter.device.type != self.backend.device.type:
+                raise UnsupportedError(
+                    f"The parameter `{name}` is on {parameter.device}, and others are on"
+                    f" {self.backend.device}.",
+                    "Move all modules to one device.",
+                )
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know."""
+        verifiers = [lane.verifier for lane in self._lanes.values()]
+        checked = sum(verifier.checked for verifier in verifiers)
+        notes = [f"{checked} replay(s) verified against eager steps"]
+        notes += [note for verifier in verifiers for note in verifier.notes]
+        return list(dict.fromkeys([*notes, *self._optimizers.notes]))
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function, in whichever way its phase says.
+
+        Raises:
+            UnsupportedError: if it cannot be captured. Nothing of the call has happened then.
+        """
+        batch = self._packed(args, kwargs)
+        try:
+            lane = self._lane(batch)
+        except UnsupportedError as error:
+            if self._settings.raise_unsupported:
+                raise
+            return self._eager(args, kwargs, error.reason)
+        if not lane.engine.has_graphs and self._graphs() >= self._settings.max_graphs:
+            reason = f"more than {self._settings.max_graphs} signatures: {lane.signature}"
+            return self._eager(args, kwargs, reason)
+        if self._last is not lane and self._last is not None:
+            self._last.engine.leave()
+        self._last = lane
+        lane.calls += 1
+        if lane.calls % _SUSPECT_EVERY_N_CALLS == 0:
+            lane.guards.suspect()
+        returned: list[Any] = []
+
+        def run() -> None:
+            with ExitStack() as stack:
+                if not (lane.engine.has_graphs or lane.engine.given_up):
+                    stack.enter_context(lane.habits.learning())
+                returned.append(self._run(args, kwargs))
+
+        step = Step(
+            batch,
+            run,
+            lambda static: self._record(static, len(args), lane, capturing=True),
+            lambda static: self._record(static, len(args), lane, capturing=False),
+            StepResult.values,
+            lambda: self._state(lane),
+            self._undone,
+            lane.habits.parameters,
+            (True, lane.habits.finds_gradients()),
+            lane.habits.accumulates(),
+            lambda: True,
+        )
+        _, result = lane.engine.step(step, self._optimizers.refresh, lane.signature)
+        if result is None:
+            return _copied(returned[0])
+        for note in result.host_notes:
+            note()
+        return _copied(result.returned)
+
+    def close(self) -> None:
+        """Let go of the graphs, and give the optimizers back."""
+        with ExitStack() as stack:
+            stack.callback(self._optimizers.close)
+            for lane in self._lanes.values():
+                stack.callback(lane.engine.close)
+
+    def _graphs(self) -> int:
+        return sum(lane.engine.has_graphs for lane in self._lanes.values())
+
+    def _packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        names = self._names[: len(args)]
+        names += [f"argument {index}" for index in range(len(names), len(args))]
+        if not kwargs.keys().isdisjoint(names):
+            self._function(*args, **kwargs)  # raises the error that Python has for it
+        return {**dict(zip(names, args, strict=True)), **kwargs}
+
+    def _lane(self, batch: dict[str, Any]) -> _Lane:
+        mode = self._mode()
+        if (
+            (last := self._last) is not None
+            and last.mode == mode
+            and last.is_known(batch, self.backend.device.type)
+        ):
+            return last
+        signature = self._signature(batch)
+        lane = self._lanes.get((signature, mode))
+        return self._new_lane(signature, mode) if lane is None else lane
+
+    def _signature(self, batch: dict[str, Any]) -> Signature:
+        signature = Signature(batch, self.backend.device)
+        for path, leaf in flatten_batch(batch):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise BatchError(
+                    f"`{path}` requires a gradient; a graph reads a copy of it, and the gradient would"
+                    " be that of the copy.",
+                    "Pass `tensor.detach()`, and call `requires_grad_()` inside, or compute in the step"
+                    " what it comes from.",
+                )
+        return signature
+
+    def _mode(self) -> _Mode:
+        """Whether gradients are recorded, and what autocast casts to."""
+        device_type = self.backend.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        if autocast and torch.is_autocast_cache_enabled():
+            raise UnsupportedError(
+                "The step is called inside `torch.autocast` with its cache of weights on: a graph would"
+                " go on with the weights that are in it.",
+                "Enter `torch.autocast` inside the step, or pass it `cache_enabled=False`.",
+            )
+        if torch.is_inference_mode_enabled():
+            raise UnsupportedError(
+                "The step is called inside `torch.inference_mode()`, whose tensors cannot be watched.",
+                "Use `torch.no_grad()`.",
+            )
+        return torch.is_grad_enabled(), torch.get_autocast_dtype(device_type) if autocast else None
+
+    def _new_lane(self, signature: Signature, mode: _Mode) -> _Lane:
+        while len(self._lanes) >= _MAX_SIGNATURES:
+            idle = next((k for k, lane in self._lanes.items() if not lane.engine.has_graphs), None)
+            if idle is None:
+                break
+            del self._lanes[idle]
+        settings, backend = self._settings, self.backend
+        habits = GradientHabits(self._parameters)
+        guards = Guards(
+            self._model,
+            self._optimizers.hyperparameters,
+            self._optimizers.addresses,
+            self._surroundings.unwatched | settings.harmless,
+            self._optimizers.frozen_values,
+            stays_on_host=self._surroundings.stays_on_host,
+            others=self._optimizers.places,
+            around=self._surroundings.around,
+        )
+        verifier = Verifier(
+            backend,
+            settings.verify_replays,
+            settings.verify_every_n_steps,
+            self._optimizers.learning_rates,
+        )
+        engine: StepEngine[StepResult] = StepEngine(
+            backend,
+            guards,
+            verifier,
+            lambda: habits.is_settled() and self._optimizers.is_settled(),
+            settings.warmup_steps,
+            1,
+            settings.raise_unsupported,
+            _log.info,
+            lambda error: False,
+            lambda: None,
+        )
+        engine.counts = self.counts
+        lane = _Lane(signature, mode, engine, guards, verifier, habits)
+        self._note_variety(lane)
+        self._lanes[signature, mode] = lane
+        return lane
+
+    def _note_variety(self, lane: _Lane) -> None:
+        """Say once that arguments differ so much that none has come up often enough to be captured."""
+        if len(self._lanes) + 1 == _MANY_SIGNATURES and not (
+            self.counts.captures or self.counts.variety
+        ):
+            difference = next(iter(self._lanes.values())).signature.difference(lane.signature)
+            self.counts.variety = (
+                f"{_MANY_SIGNATURES} different signatures of arguments, and none came up more than"
+                f" {self._settings.warmup_steps} times: {difference}. Pad to one shape, and pass numbers"
+                " that differ from call to call as tensors"
+            )
+            _log.info("There is no graph yet: %s.", self.counts.variety)
+
+    def _drop_all(self, reason: str) -> None:
+        for lane in self._lanes.values():
+            lane.engine.drop(reason)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters that the function is known to work on, each once, by name."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in chain(
+            self._model.named_parameters(), self._optimizers.parameters().items()
+        ):
+            found.setdefault(id(parameter), (name, parameter))
+        return dict(found.values())
+
+    def _state(self, lane: _Lane) -> dict[str, Tensor]:
+        """All tensors that the step changes, by name, in the order of a step."""
+        state: dict[str, Tensor] = {
+            f"buffer `{name}`": buffer for name, buffer in self._model.named_buffers()
+        }
+        for index, parameter in enumerate(lane.habits.parameters()[1]):
+            if parameter.grad is not None:
+                state[f"the gradient of a parameter that the step only adds to ({index})"] = (
+                    parameter.grad
+                )
+        state |= self._optimizers.state_tensors()
+        return state | {f"parameter `{name}`": value for name, value in self._parameters().items()}
+
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+        self.counts.note_eager(reason)
+        if self._last is not None:
+            self._last.engine.leave()
+        with self.backend.on_side_stream():
+            returned = self._run(args, kwargs)
+        return _copied(returned)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function itself, in the arithmetic of a captured one."""
+        with self._optimizers.running(capturing=False):
+            return self._function(*args, **kwargs)
+
+    def _record(
+        self, batch: dict[str, Any], positional: int, lane: _Lane, capturing: bool
+    ) -> StepResult:
+        """Run the function on the static arguments; what it does on the host is undone or refused."""
+        if capturing:
+            lane.habits.check()
+        self._optimizers.check()
+        values = [*batch.values()]
+        named = dict([*batch.items()][positional:])
+        parameters = self._parameters()
+        trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        host_notes: list[Callable[[], object]] = []
+        with ExitStack() as stack:
+            stack.enter_context(self._surroundings.noted(host_notes))
+            if capturing:
+                audit = frozen_python_audit(
+                    self._model,
+                    next(iter(self._surroundings.around.values()), None),
+                    self.backend.device,
+                    self._rules,
+                    self._handed,
+                )
+                mentioned = stack.enter_context(audit)
+                lane.guards.mentioned.append(mentioned)
+                of = {"__name__": getattr(self._function, "__qualname__", "the step"), **self._handed}
+                mentioned.user_globals += [(of, name) for name in self._handed]
+            stack.enter_context(self._optimizers.running(capturing))
+            returned = self._function(*values[:positional], **named)
+            _refuse_toggled(parameters, trained)
+        refuse_hidden_tensors(returned, "the output of the step")
+        drops, adds = lane.habits.parameters()
+        touched = {id(parameter) for parameter in (*drops, *adds)}
+        gradients = {name: p for name, p in parameters.items() if id(p) in touched}
+        return StepResult(map_leaves(returned, _detached), gradients, host_notes)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Undo what a recorded step does to gradients and to the scaler."""
+        before = [(parameter, parameter.grad) for parameter in self._parameters().values()]
+        with self._optimizers.undone():
+            try:
+                yield
+            finally:
+                for parameter, gradient in before:
+                    parameter.grad = gradient
+
+
+def _refuse_toggled(parameters: Mapping[str, nn.Parameter], trained: Mapping[str, bool]) -> None:
+    """Refuse a step after which other parameters are trained than before it."""
+    toggled = [name for name, p in parameters.items() if p.requires_grad != trained[name]]
+    for name in toggled:
+        parameters[name].requires_grad_(trained[name])
+    if toggled:
+        raise CaptureError(
+            f"The step changes `requires_grad` of `{toggled[0]}` from {trained[toggled[0]]} to"
+            f" {not trained[toggled[0]]} ({len(toggled)} parameter(s) in all), which a replay would not"
+            " do.",
+            "Set it back at the end of the step, or change it outside of it.",
+        )
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _copied(tree: Any) -> Any:
+    return map_leaves(tree, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+
+
+def _handed(function: Callable[..., Any]) -> dict[str, Any]:
+    """The objects of the user's that a function is bound to, by name."""
+    if isinstance(function, partial):
+        return {**_handed(function.func), "args": function.args, "keywords": function.keywords}
+    owner = getattr(function, "__self__", None)
+    if owner is not None:
+        return {"self": owner}
+    return {} if inspect.isfunction(function) else {"self": function}
+
+
+def _argument_names(function: Callable[..., Any]) -> list[str]:
+    """What the positional arguments are called."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend for a device.
+
+    Raises:
+        UnsupportedError: if there is none for this kind of device.
+    """
+    if device.type == "cuda":
+        return CudaBackend(device)
+    if device.type == "cpu":
+        return EmulatorBackend()
+    raise UnsupportedError(f"The step runs on {device}, which has no CUDA graphs.", "Use a CUDA GPU.")

@@ -1,0 +1,231 @@
+"""`GraphedStep` comes to the same as the function that it wraps, in plain loops of the user's own.
+
+`tests/gpu/test_step.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.loops import Loop, assert_equal_runs, device_of
+
+O = torch.optim  # noqa: E741
+
+
+class Adam(Loop):
+    """Fused, with a schedule by step."""
+
+    def build(self) -> None:
+        super().build()
+        self.optimizer = O.AdamW(self.net.parameters(), lr=1e-2, fused=True)
+        self.scheduler = O.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)
+
+    def around(self, index: int) -> None:
+        self.scheduler.step()
+
+
+class ZeroesAfter(Loop):
+    """`zero_grad` at the end, so that no gradients are left."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss, "names": ["a", 1]}
+
+
+class ZeroesInPlace(Loop):
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.optimizer.zero_grad(set_to_none=False)
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+class ZeroesOutside(Loop):
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def around(self, index: int) -> None:
+        self.optimizer.zero_grad()
+
+
+class StepsOutside(Loop):
+    """Forward and backward alone; any optimizer may follow."""
+
+    def build(self) -> None:
+        super().build()
+        self.optimizer = O.Adagrad(self.net.parameters(), lr=0.1)
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.net.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        loss.backward()
+        return loss, self.net(x)
+
+    def around(self, index: int) -> None:
+        self.optimizer.step()
+
+    def optimizers(self) -> Any:
+        return []
+
+    def state(self) -> Any:
+        return {**super().state(), "optimizer": self.optimizer.state_dict()}
+
+
+class Accumulates(Loop):
+    """Gradients of three calls are added up; the optimizer steps outside."""
+
+    steps = 30
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(self.net(x), y) / 3
+        loss.backward()
+        return loss
+
+    def around(self, index: int) -> None:
+        if index % 3 == 2:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class AccumulatesInPlace(Accumulates):
+    """The gradients stay where they are."""
+
+    def around(self, index: int) -> None:
+        if index % 3 == 2:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)
+
+
+class NoGradients(Loop):
+    """A forward pass alone, called under `no_grad`."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        return self.net(x).softmax(-1)
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        with torch.no_grad():
+            return step(x, y)
+
+
+class KeywordsAndNesting(Loop):
+    def step(self, batch: dict[str, Any], *more: Tensor, weight: float = 1.0) -> Any:
+        self.optimizer.zero_grad()
+        x, (y, *_) = batch["x"], batch["rest"]
+        loss = weight * nn.functional.cross_entropy(self.net(x) + more[0], y)
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss, "pair": (loss * 2, [x.sum()])}
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        return step({"x": x, "rest": [y, "text"]}, x[:, :4] * 0.1, weight=0.5)
+
+
+class TwoModes(NoGradients):
+    """The same function with and without gradients: each has its own graph."""
+
+    steps = 20
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        with torch.set_grad_enabled(index % 2 == 0):
+            return step(x, y)
+
+
+class TwoShapes(Loop):
+    sizes = (8, 5)
+    steps = 24
+
+
+class ShapesInTurnAccumulate(Accumulates):
+    sizes = (8, 5)
+    steps = 60
+
+
+class Clips(Loop):
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+        self.optimizer.step()
+        return loss, norm
+
+
+class Closure(Loop):
+    """The optimizer calls a closure, which reads the learning rate as the float that it is."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        def closure() -> Tensor:
+            assert isinstance(self.optimizer.param_groups[0]["lr"], float)
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            loss.backward()
+            return loss
+
+        return self.optimizer.step(closure)
+
+
+class Autocast(Loop):
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            return super().step(x, y)
+
+
+class AutocastAround(Loop):
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        with torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False):
+            return step(x, y)
+
+
+class ManyGenerators(Loop):
+    """Draws from a generator of its own."""
+
+    def build(self) -> None:
+        super().build()
+        self.generator = torch.Generator(self.device).manual_seed(5)
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        noise = torch.empty_like(x).normal_(generator=self.generator)
+        return super().step(x + 0.1 * noise, y)
+
+    def state(self) -> Any:
+        return {**super().state(), "generator": self.generator.get_state()}
+
+
+LOOPS: list[tuple[type[Loop], int]] = [
+    (Loop, 9),
+    (Adam, 9),
+    (ZeroesAfter, 9),
+    (ZeroesInPlace, 7),
+    (ZeroesOutside, 9),
+    (StepsOutside, 9),
+    (Accumulates, 24),
+    (AccumulatesInPlace, 25),
+    (NoGradients, 9),
+    (KeywordsAndNesting, 9),
+    (TwoModes, 14),
+    (TwoShapes, 18),
+    (ShapesInTurnAccumulate, 48),
+    (Clips, 9),
+    (Closure, 9),
+    (Autocast, 9),
+    (AutocastAround, 9),
+    (ManyGenerators, 9),
+]
+
+
+@pytest.mark.parametrize(("loop", "replays"), LOOPS, ids=lambda value: getattr(value, "__name__", ""))
+def test_same_as_the_function(accelerator: str, loop: type[Loop], replays: int) -> None:
+    step = assert_equal_runs(lambda: loop(device_of(accelerator)), replays)
+    assert not step.counts.eager
+    assert not step.counts.recaptures
