@@ -217,6 +217,8 @@ class GraphedStep(Generic[P, R]):
 
     def _started(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
         function = self._bound()
+        with contextlib.suppress(ValueError):  # written in C
+            inspect.signature(function).bind(*args, **kwargs)
         found = {**_found_in(function), **self._modules}
         owners = [getattr(function, "__self__", None), *found.values(), *self._optimizers.values()]
         surroundings = surroundings_of(owners)

@@ -215,8 +215,10 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
         raise UnsupportedError(
             f"`{name}` uses manual optimization: its step calls optimizers by itself, in an order that"
-            " may change.",
-            "Use automatic optimization.",
+            " may change. This callback captures the whole step of automatic optimization.",
+            "Capture the parts: in `on_fit_start`, `self.part = GraphedStep(self._part,"
+            " optimizers=self.optimizers())`, where `_part` is a method of yours that does backward pass"
+            " and optimizer step, and in `training_step`, `loss = self.part(batch)`.",
         )
     if len(trainer.optimizers) != 1:
         raise UnsupportedError(

@@ -13,10 +13,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from examples import plain_loop
 from examples.char_gpt import CharData, CharGPT
 from examples.digits import DigitsCNN, DigitsData
+from examples.gan import GAN, circle
 from lightning_cudagraph import CUDAGraphCallback
-from tests.harness import assert_same, make, train
+from tests.harness import assert_same, differences, make, train
 
 
 def char_gpt(accelerator: str) -> tuple[Callable[[], pl.LightningModule], pl.LightningDataModule]:
@@ -68,3 +70,37 @@ def test_example(
     assert_same(plain, graph)
     assert graph.counts.captures == 1
     assert graph.counts.replayed >= graph.final["global_step"] - 3 - 2
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gan(tmp_path: Path, accelerator: str, precision: Any) -> None:
+    found = []
+    for graphs in (False, True):
+        module = make(lambda: GAN(graphs=graphs, width=32))  # noqa: B023
+        trainer = pl.Trainer(
+            max_epochs=3,
+            accelerator=accelerator,
+            devices=1,
+            precision=precision,
+            default_root_dir=tmp_path,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        pl.seed_everything(7, verbose=False)
+        trainer.fit(module, circle(64 * 10 + 7))
+        loops, metrics = trainer.fit_loop.state_dict(), dict(trainer.callback_metrics)
+        found.append([module.state_dict(), loops, metrics, torch.get_rng_state()])
+        assert trainer.global_step == 2 * 33
+    assert not differences(*found)
+    for step in (module.generator_step, module.discriminator_step):
+        assert step.counts.replayed == 33 - 3 - 3, step.report
+
+
+def test_plain_loop(accelerator: str) -> None:
+    device = "cuda" if accelerator == "gpu" else "cpu"
+    plain, plain_losses, _ = plain_loop.train(40, graphs=False, device=device)
+    graphed, losses, report = plain_loop.train(40, device=device)
+    assert not differences([plain.state_dict(), plain_losses], [graphed.state_dict(), losses])
+    assert "37 replayed, 0 eager" in report

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from tests.loops import Loop, assert_equal_runs, device_of
@@ -202,6 +203,43 @@ class ManyGenerators(Loop):
         return {**super().state(), "generator": self.generator.get_state()}
 
 
+class ReplacesGradients(Loop):
+    """Reads the gradients of the call before, and puts others in their places."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        before = [p.grad for p in self.net.parameters()]
+        loss = super().step(x, y)
+        for parameter, gradient in zip(self.net.parameters(), before, strict=True):
+            if gradient is not None:
+                parameter.grad = parameter.grad + gradient
+        return loss
+
+
+class UsesThenDrops(Loop):
+    """Uses the gradients of the call before, and drops them then."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        if self.net.layers[0].weight.grad is not None:
+            x = x + 0.01 * self.net.layers[0].weight.grad.sum()
+        return super().step(x, y)
+
+
+class WithFabric(Loop):
+    """Fabric wraps net and optimizer, and casts."""
+
+    def build(self) -> None:
+        super().build()
+        self.fabric = Fabric(accelerator=self.device, devices=1, precision="bf16-mixed")
+        self.net, self.optimizer = self.fabric.setup(self.net, self.optimizer)
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.fabric.backward(loss)
+        self.optimizer.step()
+        return loss
+
+
 LOOPS: list[tuple[type[Loop], int]] = [
     (Loop, 9),
     (Adam, 9),
@@ -221,6 +259,9 @@ LOOPS: list[tuple[type[Loop], int]] = [
     (Autocast, 9),
     (AutocastAround, 9),
     (ManyGenerators, 9),
+    (WithFabric, 9),
+    (ReplacesGradients, 7),
+    (UsesThenDrops, 7),
 ]
 
 

@@ -340,10 +340,16 @@ class StepEngine(Generic[T]):
                 return step.values(captured.run_eagerly(step.rehearse, step.batch))
 
         def replay() -> tuple[T, dict[str, Tensor]]:
+            put_back_gradients()
             outputs = self._replay(captured, step, None)
             return outputs, step.values(outputs)
 
+        def put_back_gradients() -> None:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
         captured.adopt_gradients()
+        before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
         reason = ""
         try:
             state = _all_state(step, captured)
@@ -355,6 +361,8 @@ class StepEngine(Generic[T]):
             else:
                 outputs = self._verifier.check(captured, state, eagerly, replay)
         except UnsupportedError as error:
+            if not captured.has_turns:
+                put_back_gradients()
             self.unsupported(error)
             reason = error.reason
         if reason:
@@ -409,7 +417,7 @@ class StepEngine(Generic[T]):
 
     def leave(self) -> None:
         """Another engine's graphs in the same pool come now: bring gradients where none writes."""
-        for captured in self._graphs.values():
+        for captured in self._all_graphs():
             captured.give_away()
             captured.bring_out_gradients()
 

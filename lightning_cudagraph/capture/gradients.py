@@ -33,10 +33,10 @@ class GradientHabits:
     def __init__(self, known: Callable[[], dict[str, nn.Parameter]]) -> None:
         self._known = known
         # By identity, because tensors compare by value.
-        self._drops: dict[int, str] = {}
-        self._adds: dict[int, str] = {}
-        self._makes: dict[int, str] = {}  # found none, so that nobody knows whether they are dropped
-        self._reads: dict[int, str] = {}
+        self._drops: set[int] = set()
+        self._adds: set[int] = set()
+        self._reads: set[int] = set()
+        self._makes: set[int] = set()  # found none, so that nobody knows whether they are dropped
         self._works_on: set[int] = set()
         self._seen: list[nn.Parameter] = []
         self._strangers: list[Tensor] = []
@@ -45,35 +45,33 @@ class GradientHabits:
     def learning(self) -> Iterator[None]:
         """Watch one eager step."""
         known = self._known()
-        before = {
-            name: (p, p.grad, None if p.grad is None else p.grad._version) for name, p in known.items()
-        }
+        before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in known.values()]
         with _Watch() as watch:
             yield
-        for name, (parameter, gradient, version) in before.items():
-            self._note(name, parameter, gradient, version, watch.read)
+        for parameter, gradient, version in before:
+            self._note(parameter, gradient, version, watch.read)
         ids = {id(parameter) for parameter in known.values()}
         self._works_on |= ids & watch.leaves.keys()
-        seen = (self._works_on | self._adds.keys()) - self._drops.keys() - self._unknown
+        seen = (self._works_on | self._adds) - self._pure_drops - self._unknown
         self._seen = [parameter for parameter in known.values() if id(parameter) in seen]
         self._strangers += [
             leaf for leaf in watch.leaves.values() if id(leaf) not in ids and leaf.grad is not None
         ]
 
     def _note(
-        self, name: str, parameter: nn.Parameter, was: Tensor | None, version: int | None, read: set[int]
+        self, parameter: nn.Parameter, was: Tensor | None, version: int | None, read: set[int]
     ) -> None:
         now, key = parameter.grad, id(parameter)
         if was is None:
             if now is not None:
-                self._makes[key] = name
+                self._makes.add(key)
         elif now is was:
             if was._version != version:
-                self._adds[key] = name
+                self._adds.add(key)
         else:
-            self._drops[key] = name
+            self._drops.add(key)
             if storage_id(was) in read:
-                self._reads[key] = name
+                self._reads.add(key)
 
     def is_settled(self) -> bool:
         """Whether nothing that the step would meet now is unknown."""
@@ -82,14 +80,23 @@ class GradientHabits:
 
     @property
     def _unknown(self) -> set[int]:
-        return self._makes.keys() - self._drops.keys() - self._adds.keys()
+        return self._makes - self._drops - self._adds
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Those whose gradients it drops and makes anew, and those to whose it only adds."""
-        known = self._known().values()
-        drops = [p for p in known if id(p) in self._drops]
-        # A gradient that was made where none was is made again, as long as there is none.
-        return drops, [p for p in known if id(p) not in self._drops and self._touches(p)]
+        """Those whose gradients it drops and makes anew, and those whose it finds, and adds to or reads.
+
+        One that was made where none was is among the latter: as long as there is none, it is made.
+        """
+        known, pure = self._known().values(), self._pure_drops
+        return (
+            [p for p in known if id(p) in pure],
+            [p for p in known if id(p) in (self._adds | self._makes | self._reads) - pure],
+        )
+
+    @property
+    def _pure_drops(self) -> set[int]:
+        """Parameters whose gradient is dropped before anything is done with it, in all calls."""
+        return self._drops - self._adds - self._reads
 
     def finds_gradients(self) -> bool:
         """Whether there is a gradient now that the step can see, of those that it does not drop."""
@@ -99,33 +106,17 @@ class GradientHabits:
         """Whether it adds to gradients of an earlier call."""
         return bool(self._adds)
 
-    def _touches(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._adds or id(parameter) in self._makes
-
     def check(self) -> None:
-        """Refuse what no graph can do to gradients.
+        """Refuse a step that makes gradients of which nobody knows.
 
         Raises:
-            UnsupportedError: naming the parameter.
+            UnsupportedError: saying so.
         """
         for tensor in self._strangers:
             raise UnsupportedError(
                 f"The step works on a parameter of shape {tuple(tensor.shape)} that belongs to none of"
                 " the modules and optimizers that it was given; its gradient would be lost.",
                 "Pass all modules that the step trains: `GraphedStep(step, modules=[...])`.",
-            )
-        if self._reads:
-            name = next(iter(self._reads.values()))
-            raise UnsupportedError(
-                f"The step reads the gradient that an earlier call has left at `{name}`, and puts"
-                " another in its place.",
-                "Drop it with `zero_grad()`, or add to it in place (`p.grad.add_(...)`).",
-            )
-        if both := self._drops.keys() & self._adds.keys():
-            name = self._drops[next(iter(both))]
-            raise UnsupportedError(
-                f"The step drops the gradient of `{name}` in one call, and adds to it in another.",
-                "Make a `GraphedStep` of each, or call `zero_grad()` outside.",
             )
 
 

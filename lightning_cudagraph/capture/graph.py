@@ -150,12 +150,14 @@ def _gradients_of(parameters: Iterable[nn.Parameter]) -> _Gradients:
 
 def _adopt(gradients: _Gradients) -> None:
     for parameter, gradient in gradients:
-        if parameter.grad is gradient:
+        now = parameter.grad
+        # By address: it may have been left to somebody who has kept it, and be somewhere else now.
+        if now is not None and (now is gradient or now.data_ptr() == gradient.data_ptr()):
             continue
-        if parameter.grad is None:  # dropped since, by validation
+        if now is None:  # dropped since, by validation
             gradient.zero_()
         else:
-            gradient.copy_(parameter.grad)
+            gradient.copy_(now)
         parameter.grad = gradient
 
 
@@ -231,8 +233,10 @@ class CapturedStep(Generic[T]):
         self.replays = 0
         self.written: list[Tensor] = []
         dropped, added = list(drops), list(adds)
-        # The graph adds to these in place, where they are; all takes to the same.
-        self._accumulated = _gradients_of(added)
+        there = _gradients_of(added)
+        # The graph adds to these in place, where they are; all takes to the same. Aliases, because a
+        # reference would look as if somebody had kept the gradient.
+        self._accumulated = [(parameter, grad.detach()) for parameter, grad in there]
         # Without a gradient to add to, the step makes one, as long as there is none before it.
         self._absent = [parameter for parameter in added if parameter.grad is None]
         makes = self._makes = [*dropped, *self._absent]
@@ -255,8 +259,13 @@ class CapturedStep(Generic[T]):
                     graph, outputs = backend.capture(
                         lambda: _moved(record(self.static.batch, cut), place)  # noqa: B023
                     )
-                self._takes.append(_Take(graph, outputs, makes, len(dropped), turns))
+                # Some are added to, or read, and then dropped: found where they are, and left elsewhere.
+                replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
+                anew = [*dropped, *replaced]
+                self._takes.append(_Take(graph, outputs, [*anew, *self._absent], len(anew), turns))
                 self.written += backend.written(graph)
+                for parameter, grad in there:
+                    parameter.grad = grad
             self._absent = [parameter for parameter in self._absent if parameter.grad is not None]
             own = {storage_id(gradient) for take in self._takes for _, gradient in take.gradients}
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
@@ -264,7 +273,7 @@ class CapturedStep(Generic[T]):
             self.release()
             raise
         finally:
-            for parameter, gradient in zip(makes, before, strict=True):
+            for parameter, gradient in (*zip(makes, before, strict=True), *there):
                 parameter.grad = gradient
 
     @property

@@ -185,6 +185,8 @@ class OptimizerSteps:
                 the scaler in the middle of a step.
         """
         settings, rates = self.frozen_values(), self.learning_rates()
+        groups = [g for prepared in self._prepared for g in prepared.optimizer.param_groups]
+        options = [dict(group) for group in groups]
         ours = {id(prepared.optimizer) for prepared in self._prepared}
 
         def notice(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -201,10 +203,16 @@ class OptimizerSteps:
                 stack.enter_context(self.scaler.step_arithmetic(optimizers, capturing))
             for prepared in self._prepared:
                 stack.enter_context(_steps_like_a_graph(prepared, capturing))
-            yield
+            try:
+                yield
+                moved = self.learning_rates() != rates or self.frozen_values() != settings
+            finally:
+                if capturing:
+                    for group, before in zip(groups, options, strict=True):
+                        group.update(before)
         if not capturing:
             return
-        if self.learning_rates() != rates or self.frozen_values() != settings:
+        if moved:
             raise CaptureError(
                 "The step sets a learning rate, or another option of an optimizer, while it runs, which"
                 " a replay would not do.",
