@@ -29,6 +29,29 @@ R = TypeVar("R")
 
 _inside = threading.local()
 
+# What a remedy of the callback's is to the user of a step. Longer ones first.
+_BEFORE, _AFTER = "before you call the step", "after the call of the step"
+_OPTIMIZER_OUTSIDE = "call the optimizer after the step, outside of it"
+_WORDS = {
+    "in a hook that runs on the host at every step, such as `on_train_batch_start`": _BEFORE,
+    "in `on_train_batch_end`, which runs on the host after every step": _AFTER,
+    "in `on_train_batch_start` or `on_train_batch_end`": "before or after the call of the step",
+    "in `on_train_batch_start` or in `optimizer_step`": "outside of the step",
+    "in `on_train_batch_start`": _BEFORE,
+    "in `on_train_batch_end`": _AFTER,
+    'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
+        _OPTIMIZER_OUTSIDE
+    ),
+    'pass `scope="forward_backward"`': _OPTIMIZER_OUTSIDE,
+    "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": "Use",
+    "What `training_step` returned or logged": "What the step returned",
+    "What `training_step` returned and logged": "What the step returned",
+    "CUDAGraphCallback(": "GraphedStep(",
+    "The training step": "The step",
+    "the training step": "the step",
+    "To train on without a graph": "To go on without a graph",
+}
+
 
 class GraphedStep(Generic[P, R]):
     """Calls a function of yours through one CUDA graph: a training step, or a part of one.
@@ -172,7 +195,7 @@ class GraphedStep(Generic[P, R]):
                 self._run = self._started(args, kwargs)
             result: R = self._run.call(args, kwargs)
         except UnsupportedError as error:
-            error.retell_for_step()
+            error.rephrase(_WORDS)
             if self._run is not None or self._settings.raise_unsupported:
                 raise
             self._refused = error.reason

@@ -198,8 +198,9 @@ class StepRun:
         step = Step(
             batch,
             run,
-            lambda static: self._record(static, len(args), lane, capturing=True),
+            lambda static, cut: self._record(static, len(args), lane, capturing=True),
             lambda static: self._record(static, len(args), lane, capturing=False),
+            _no_turn,
             StepResult.values,
             lambda: self._state(lane),
             self._undone,
@@ -308,6 +309,7 @@ class StepRun:
             _log.info,
             lambda error: False,
             lambda: None,
+            what="The loop",
         )
         engine.counts = self.counts
         lane = _Lane(signature, mode, engine, guards, verifier, habits)
@@ -426,6 +428,10 @@ def _refuse_toggled(parameters: Mapping[str, nn.Parameter], trained: Mapping[str
             " do.",
             "Set it back at the end of the step, or change it outside of it.",
         )
+
+
+def _no_turn(result: StepResult, number: int) -> None:
+    """A function of the user's gives the host no turn in its middle."""
 
 
 def _detached(leaf: Any) -> Any:
