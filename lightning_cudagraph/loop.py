@@ -338,6 +338,8 @@ class GraphedTraining:
             zero_grad.increment_ready()
             zero_grad.increment_started()
             zero_grad.increment_completed()
+        for attribute in outputs.recomputed:
+            attribute.hand_over()
         outputs.logs.hand_over(self._trainer)
         if outputs.after_backward:
             self._hooks.run_after_backward()

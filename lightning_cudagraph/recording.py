@@ -21,6 +21,7 @@ from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
 from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
@@ -63,6 +64,7 @@ class StepOutputs:
             often than that, the gradients of several batches are accumulated, or the host drops them.
         turns: those of the host.
         after_backward: `on_after_backward` runs on the host.
+        recomputed: attributes of modules that hooks of torch have set.
     """
 
     loss: Tensor
@@ -73,6 +75,7 @@ class StepOutputs:
     zero_grads: int = 1
     turns: list[HostTurn] = field(default_factory=list)
     after_backward: bool = False
+    recomputed: list[Recomputed] = field(default_factory=list)
 
     def values(self) -> dict[str, Tensor]:
         """What can be compared just after the step, by name, in its order."""
@@ -203,6 +206,7 @@ class Recorder:
                     host_rules(self._trainer, self._harmless),
                 )
                 self._guards.mentioned.append(stack.enter_context(audit))
+            recomputed = stack.enter_context(recomputed_apart(self._module))
             stack.enter_context(body.arithmetic(capturing))
             if marks is not None:
                 stack.enter_context(marks.recording())
@@ -218,7 +222,15 @@ class Recorder:
         if not drops or self._hooks.around_zero_grad():
             calls = 0
         return StepOutputs(
-            result.loss, extra, logged, marks, trained, calls, turns, self._hooks.after_backward
+            result.loss,
+            extra,
+            logged,
+            marks,
+            trained,
+            calls,
+            turns,
+            self._hooks.after_backward,
+            recomputed,
         )
 
     def _arguments(self, batch: Any, closure: GraphClosure) -> OrderedDict[str, Any]:

@@ -22,6 +22,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from torch import nn
+from torch.nn.utils import prune
 
 from lightning_cudagraph import CUDAGraphCallback
 from tests.harness import Net, Trace, assert_same, differences, make, train
@@ -123,19 +125,104 @@ def test_averages_resumed(tmp_path: Path, accelerator: str, name: str) -> None:
     assert graph.counts.replayed == 11
 
 
-def pruning(**kwargs: Any) -> Callable[[Path], dict[str, Any]]:
-    return lambda folder: {
-        "callbacks": (ModelPruning("l1_unstructured", amount=0.2, **kwargs),),
-        "max_epochs": 4,
-    }
+class Sees(Steady):
+    """Notes after each step what is in the place of a weight."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("seen", self.head.weight.detach().abs().sum())
+
+
+PRUNINGS: dict[str, dict[str, Any]] = {
+    "global": {"pruning_fn": "l1_unstructured", "amount": 0.2},
+    "no-lottery": {
+        "pruning_fn": "l1_unstructured",
+        "amount": lambda epoch: 0.1 * (epoch + 1),
+        "use_lottery_ticket_hypothesis": False,
+        "make_pruning_permanent": False,
+    },
+    "local": {
+        "pruning_fn": "ln_structured",
+        "amount": 0.2,
+        "use_global_unstructured": False,
+        "parameter_names": ["weight"],
+        "pruning_dim": 0,
+        "pruning_norm": 2,
+    },
+    "after-validation": {
+        "pruning_fn": "random_unstructured",
+        "amount": 0.2,
+        "prune_on_train_epoch_end": False,
+    },
+}
 
 
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
-def test_pruning(tmp_path: Path, accelerator: str, watched: bool) -> None:
-    match = "sets or changes `weight` of `features.0`"
-    done = refused(tmp_path, accelerator, Steady, pruning(), match=match, watched=watched)
-    (reason,) = [part for part in done.graph.counts.eager if "`weight`" in part]
-    assert (done.graph.counts.replayed, done.graph.counts.eager[reason]) == (4, 21)
+@pytest.mark.parametrize("name", PRUNINGS)
+def test_pruning(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
+    def setting(folder: Path) -> dict[str, Any]:
+        class Pruning(ModelPruning):
+            def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+                if not self._use_global_unstructured:
+                    self._parameters_to_prune = [
+                        (pl_module.features[0], "weight"),
+                        (pl_module.head, "weight"),
+                    ]
+                super().setup(trainer, pl_module, stage)
+
+        return {"callbacks": (Pruning(**PRUNINGS[name]),), "max_epochs": 4}
+
+    done = row(tmp_path, accelerator, Sees if watched else Steady, setting, watched=watched)
+    became(
+        done.graph,
+        replayed=16,
+        captures=4,
+        because=["`features.0`"] * 3,
+        eager={RAGGED: 4},
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_pruned_from_the_start(tmp_path: Path, accelerator: str, accumulate: int) -> None:
+    class Pruned(Sees):
+        def __init__(self) -> None:
+            super().__init__()
+            prune.random_unstructured(self.features[0], "weight", 0.3)
+            prune.l1_unstructured(self.head, "weight", 0.5)
+            prune.l1_unstructured(self.head, "bias", 1)
+
+    done = row(tmp_path, accelerator, Pruned, accumulate_grad_batches=accumulate, val_check_interval=3)
+    assert done.graph.counts.replayed >= 10
+    assert not done.graph.counts.recaptures
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("normalised", ["weight_norm", "spectral_norm"])
+def test_older_normalised_weights(tmp_path: Path, accelerator: str, normalised: str) -> None:
+    class Normalised(Sees):
+        def __init__(self) -> None:
+            super().__init__()
+            getattr(nn.utils, normalised)(self.head)
+
+    done = row(tmp_path, accelerator, Normalised)
+    became(done.graph, replayed=18, eager={RAGGED: 3})
+
+
+class ReadsTooEarly(Steady):
+    """Reads a weight that is the one of the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.l1_unstructured(self.head, "weight", 0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("early", self.head.weight.detach().abs().sum())
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_pruned_weight_that_is_read_too_early(tmp_path: Path, accelerator: str) -> None:
+    match = "AttributeError in the capture: 'Linear' object has no attribute 'weight'"
+    done = refused(tmp_path, accelerator, ReadsTooEarly, match=match)
+    became(done.graph, replayed=0, captures=0, eager={match: 21})
 
 
 def everything(folder: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from lightning_cudagraph.capture.host_objects import (
     slot_value,
     slots_of,
 )
+from lightning_cudagraph.capture.recomputed import recomputed_names
 from lightning_cudagraph.capture.sentry import is_user_code
 
 __all__ = ["Container", "Reach", "as_bytes"]
@@ -141,7 +142,8 @@ class Reach:
             # The code of a framework does not read what a class of the user's own calls by that name.
             foreign = self.names - self.users if _is_users_alone(kind) else set()
             known = {name for base in lineage(kind) for name in namespace_of(base)} | {"_hparams"}
-            self.add_namespace(vars(module), self.names, where, left_out=foreign - known)
+            left_out = (foreign - known) | recomputed_names(module)
+            self.add_namespace(vars(module), self.names, where, left_out=left_out)
             self._add_class_attributes(kind, vars(module), "", where, self._of_classes)
 
     def add_namespace(
