@@ -657,6 +657,40 @@ def test_steps_that_fetch(tmp_path: Path, accelerator: str) -> None:
         train(make(Iterates), tmp_path / "raises", evaluating(), accelerator=accelerator)
 
 
+class Parts(Evaluated):
+    """Ops that consist of others, which autocast deals with one by one; and a generator of one's own."""
+
+    def on_validation_start(self) -> None:
+        self.generator = torch.Generator(self.device).manual_seed(5)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        x = batch[0]
+        product = torch.einsum("bi,bj->ij", x, x)
+        noise = torch.randn(x.shape, generator=self.generator, device=x.device)
+        return {
+            "product": product,
+            "noisy": torch.tensordot(x + noise, product.float(), dims=([1], [0])),
+        }
+
+
+@pytest.mark.filterwarnings(*_IGNORED)
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_ops_of_parts(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:
+    both = sessions(
+        tmp_path,
+        Parts,
+        evaluating(),
+        accelerator=accelerator,
+        inference_mode=inference_mode,
+        precision="bf16-mixed",
+    )
+    for session in both:
+        session.run("validate", loader(seed=1))
+    assert_same_sessions(*both)
+    assert both[1].keeper.kept[0]["product"].dtype is torch.bfloat16
+    assert both[1].callback.counts.replayed == 4
+
+
 class FailsLate(Evaluated):
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 5:

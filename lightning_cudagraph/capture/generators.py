@@ -6,12 +6,13 @@ Which ones a step uses is seen in its first warm-up step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Generators"]
@@ -42,8 +43,15 @@ class Generators:
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Note the generators of the random ops inside."""
-        with _Spotter(self._device_type, self._known):
+        # In inference mode, ops that consist of others would come whole to a mode of the dispatcher, and
+        # be run with autocast off: with other numbers. There, the user's calls are looked at.
+        spotter = _CallSpotter if torch.is_inference_mode_enabled() else _Spotter
+        with spotter(self._note):
             yield
+
+    def _note(self, generator: torch.Generator | None) -> None:
+        if generator is not None and generator.device.type == self._device_type:
+            self._known.setdefault(_address(generator), generator)
 
     def state(self, default_state: Tensor) -> Tensor:
         """The states of all of them, one after the other, given that of the default one."""
@@ -63,11 +71,25 @@ def _address(generator: torch.Generator) -> int:
     return generator._cdata  # type: ignore[attr-defined,no-any-return]
 
 
+_Note = Callable[[torch.Generator | None], None]
+
+
+class _CallSpotter(TorchFunctionMode):
+    def __init__(self, note: _Note) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._note((kwargs or {}).get("generator"))
+        return func(*args, **(kwargs or {}))
+
+
 class _Spotter(TorchDispatchMode):
-    def __init__(self, device_type: str, known: dict[int, torch.Generator]) -> None:
+    def __init__(self, note: _Note) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device_type = device_type
-        self._known = known
+        self._note = note
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -76,7 +98,5 @@ class _Spotter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        generator = (kwargs or {}).get("generator")
-        if generator is not None and generator.device.type == self._device_type:
-            self._known.setdefault(_address(generator), generator)
+        self._note((kwargs or {}).get("generator"))
         return func(*args, **(kwargs or {}))
