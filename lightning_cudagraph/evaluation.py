@@ -23,6 +23,7 @@ from lightning_cudagraph.capture.batch import flatten_batch, map_leaves, refuse_
 from lightning_cudagraph.capture.engine import Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
@@ -49,10 +50,12 @@ class _Outputs:
     Attributes:
         returned: what the step returned.
         logs: what was logged.
+        recomputed: attributes of modules that hooks of torch have set.
     """
 
     returned: Any
     logs: LoggedStep
+    recomputed: list[Recomputed]
 
 
 class GraphedEvaluation:
@@ -166,6 +169,8 @@ class GraphedEvaluation:
             raise
         if outputs is None:
             return returned[0]
+        for attribute in outputs.recomputed:
+            attribute.hand_over()
         outputs.logs.hand_over(self._trainer)
         # Copies, because predictions are kept, and the next replay overwrites the static ones.
         return map_leaves(outputs.returned, _copied)
@@ -198,6 +203,7 @@ class GraphedEvaluation:
                     host_rules(self._trainer, self._harmless),
                 )
                 self._guards.mentioned.append(stack.enter_context(audit))
+            recomputed = stack.enter_context(recomputed_apart(self._module))
             try:
                 returned = self._eager_step(batch, *arguments)
             except RuntimeError as error:
@@ -210,7 +216,7 @@ class GraphedEvaluation:
                 ) from error
             logged = LoggedStep(logs)
         refuse_hidden_tensors(returned, f"the output of `{self._step_name}`")
-        return _Outputs(map_leaves(returned, self._detached), logged)
+        return _Outputs(map_leaves(returned, self._detached), logged, recomputed)
 
     def _detached(self, leaf: Any) -> Any:
         if isinstance(leaf, FrozenIndex):

@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.utils.prune
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     Callback,
@@ -689,6 +690,31 @@ def test_ops_of_parts(tmp_path: Path, accelerator: str, inference_mode: bool) ->
     assert_same_sessions(*both)
     assert both[1].keeper.kept[0]["product"].dtype is torch.bfloat16
     assert both[1].callback.counts.replayed == 4
+
+
+class Pruned(Evaluated):
+    """Weights that hooks of torch compute before each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.prune.l1_unstructured(self.head, "weight", 0.3)
+        nn.utils.spectral_norm(self.features[0])
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("head", self.head.weight.norm() + self.features[0].weight.norm(), on_step=True)
+
+
+def test_recomputed_weights(tmp_path: Path, accelerator: str) -> None:
+    done = row(
+        tmp_path,
+        accelerator,
+        Pruned,
+        ours=evaluating,
+        val_loader=loader(seed=1, batches=4),
+        val_check_interval=4,
+    )
+    assert evaluation_of(done.graph).replayed > 10
+    assert done.graph.counts.replayed > 10
 
 
 class FailsLate(Evaluated):
