@@ -31,6 +31,7 @@ from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules, refuse_replaced_methods
 from lightning_cudagraph.logs import LoggedStep, recorded_logs
 from lightning_cudagraph.loop import Settings
+from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.metrics import Later, is_metric
 from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.support import Stage, check_evaluation
@@ -89,14 +90,19 @@ class GraphedEvaluation:
         self._step_name = f"{stage}_step"
         self._patches = ExitStack()
         self._eager_step: Callable[..., Any] | None = None
+        self._metrics = StepMetrics(
+            module, trainer, backend, host_rules(trainer, settings.harmless, is_metric)
+        )
         self._guards = Guards(
             module,
-            dict,
+            self._metrics.described,
             self._thorough_state,
             OWN_ATTRIBUTES | settings.harmless,
+            lambda: (self._metrics.fits(),),
             undisturbed=lambda: undisturbed(trainer, module, stage),
-            stays_on_host=is_metric,
+            stays_on_host=self._metrics.stays_on_host,
             around={"trainer": trainer},
+            host_names=self._metrics.host_names,
         )
         self._verifier = Verifier(backend, settings.verify_replays, settings.verify_every_n_steps)
         self._engine: StepEngine[_Outputs] = StepEngine(
@@ -123,7 +129,8 @@ class GraphedEvaluation:
     def notes(self) -> list[str]:
         """What the user should know of the checks."""
         verified = f"{self._verifier.checked} replay(s) of evaluation verified against eager steps"
-        return [verified, *(f"evaluation: {note}" for note in self._verifier.notes)]
+        said = [*self._verifier.notes, *self._metrics.notes]
+        return [verified, *(f"evaluation: {note}" for note in said)]
 
     def start(self) -> None:
         """An evaluation begins: take the seat, and look at everything that may have changed since."""
@@ -156,6 +163,7 @@ class GraphedEvaluation:
             self._values,
             self._state,
             self._undone,
+            self._metrics.learning,
             lambda: ([], []),
             _PLACE,
             in_window=False,
@@ -163,7 +171,7 @@ class GraphedEvaluation:
             beside={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
         )
         try:
-            _, outputs = self._engine.step(step, _nothing)
+            _, outputs = self._engine.step(step, self._metrics.adopt)
         except UnsupportedError as error:
             self._say_of_stage(error)
             raise
@@ -172,6 +180,7 @@ class GraphedEvaluation:
         for attribute in outputs.recomputed:
             attribute.hand_over()
         outputs.logs.hand_over(self._trainer)
+        self._metrics.count_references()
         # Copies, because predictions are kept, and the next replay overwrites the static ones.
         return map_leaves(outputs.returned, _copied)
 
@@ -194,13 +203,13 @@ class GraphedEvaluation:
         with ExitStack() as stack:
             stack.enter_context(unprofiled(self._trainer))
             stack.enter_context(self._without_gradients())
-            logs = stack.enter_context(recorded_logs(self._trainer, self._module))
+            logs = stack.enter_context(recorded_logs(self._trainer, self._module, self._metrics))
             if capturing:
                 audit = frozen_python_audit(
                     self._module,
                     self._trainer,
                     self._backend.device,
-                    host_rules(self._trainer, self._harmless),
+                    host_rules(self._trainer, self._harmless, self._metrics.stays_on_host),
                 )
                 self._guards.mentioned.append(stack.enter_context(audit))
             recomputed = stack.enter_context(recomputed_apart(self._module))
@@ -214,6 +223,8 @@ class GraphedEvaluation:
                     " capture is not in.",
                     "Pass `Trainer(inference_mode=False)`, or make the tensor in `setup`.",
                 ) from error
+            self._metrics.write_back()
+            self._metrics.undo()
             logged = LoggedStep(logs)
         refuse_hidden_tensors(returned, f"the output of `{self._step_name}`")
         return _Outputs(map_leaves(returned, self._detached), logged, recomputed)
@@ -248,7 +259,8 @@ class GraphedEvaluation:
         return {**outputs.logs.values(), **returned}
 
     def _state(self) -> dict[str, Tensor]:
-        return {f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()}
+        buffers = {f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()}
+        return {**buffers, **self._metrics.tensors()}
 
     def _thorough_state(self) -> dict[str, Any]:
         plugin = self._trainer.precision_plugin
@@ -259,6 +271,7 @@ class GraphedEvaluation:
     def _undone(self) -> Iterator[None]:
         """Undo what Lightning's own code does on the host in a capture."""
         fx_name = self._module._current_fx_name
+        self._metrics.prepare()
         try:
             yield
         finally:
@@ -298,10 +311,6 @@ class GraphedEvaluation:
             }
         )
         return False
-
-
-def _nothing() -> None:
-    """No host values that a graph would read from the device."""
 
 
 def _no_turn(outputs: _Outputs, index: int) -> None:

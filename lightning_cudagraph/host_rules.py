@@ -24,7 +24,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_cudagraph.capture.host_calls import HostRules, allowance
 from lightning_cudagraph.errors import CaptureError
-from lightning_cudagraph.metrics import is_metric
 
 __all__ = ["host_rules", "refuse_replaced_methods"]
 
@@ -77,12 +76,15 @@ _EFFECTS: dict[CodeType, str] = {
 }
 
 
-def host_rules(trainer: pl.Trainer, harmless: frozenset[str]) -> HostRules:
+def host_rules(
+    trainer: pl.Trainer, harmless: frozenset[str], stays_on_host: Callable[[Any], bool]
+) -> HostRules:
     """The rules for one run.
 
     Args:
         trainer: the trainer.
         harmless: names that the user says may be frozen, or not repeated.
+        stays_on_host: whether a module is only called on the host, such as a metric.
 
     Returns:
         The rules.
@@ -109,7 +111,7 @@ def host_rules(trainer: pl.Trainer, harmless: frozenset[str]) -> HostRules:
         )
 
     passing_on = frozenset({str(rank_zero.__file__)})
-    return HostRules(moving, seldom, _EFFECTS, passing_on, records, is_metric, harmless)
+    return HostRules(moving, seldom, _EFFECTS, passing_on, records, stays_on_host, harmless)
 
 
 def refuse_replaced_methods(

@@ -21,7 +21,8 @@ from torchmetrics import Metric
 
 from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.errors import CaptureError
-from lightning_cudagraph.metrics import DeferredCall, Later, deferred_metrics
+from lightning_cudagraph.metric_states import StepMetrics
+from lightning_cudagraph.metrics import Later, MetricCall
 
 __all__ = ["LoggedStep", "recorded_logs"]
 
@@ -38,7 +39,9 @@ class _Log:
 
 
 # What happens on the host after a replay, in the order of the step.
-_Event = _Log | DeferredCall
+_Event = _Log | MetricCall
+# The number of the event, and which of its results, if it is the call of a metric.
+_Key = int | tuple[int, int]
 
 
 class _Recorder(_ResultCollection):
@@ -76,9 +79,13 @@ class LoggedStep:
 
     def __init__(self, events: list[_Event]) -> None:
         self._events = events
-        by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        by_dtype: dict[torch.dtype, list[tuple[_Key, Tensor]]] = {}
         for index, event in enumerate(events):
-            if isinstance(event, _Log) and not isinstance(event.value, (Later, Metric)):
+            if isinstance(event, MetricCall):
+                for leaf, output in enumerate(event.outputs()):
+                    if output.ndim == 0:
+                        by_dtype.setdefault(output.dtype, []).append(((index, leaf), output))
+            elif not isinstance(event.value, (Later, Metric)):
                 by_dtype.setdefault(event.value.dtype, []).append((index, event.value))
         self._packed = [
             (torch.stack([value.reshape(()) for _, value in logged]), [index for index, _ in logged])
@@ -90,10 +97,12 @@ class LoggedStep:
         found: dict[str, Tensor] = {}
         for packed, indices in self._packed:
             for index, value in zip(indices, packed.unbind(), strict=True):
+                if isinstance(index, tuple):  # a result of a metric, which is among its tensors
+                    continue
                 log = cast(_Log, self._events[index])
                 found[f"`self.log({log.name!r}, ...)` in `{log.fx}` (call {index})"] = value
         for index, event in enumerate(self._events):
-            if isinstance(event, DeferredCall):
+            if isinstance(event, MetricCall):
                 found |= {f"{label} (call {index})": value for label, value in event.tensors().items()}
         return found
 
@@ -105,14 +114,18 @@ class LoggedStep:
         """
         if not self._events:
             return
-        values: dict[int, Any] = {}
+        values: dict[_Key, Any] = {}
         for packed, indices in self._packed:
             # A copy, because callbacks keep metrics, and the next replay overwrites the packed tensor.
             values.update(zip(indices, packed.clone().unbind(), strict=True))
         returned: dict[int, list[Any]] = {}
         for index, event in enumerate(self._events):
-            if isinstance(event, DeferredCall):
-                returned[id(event)] = event.make()
+            if isinstance(event, MetricCall):
+                copies = [
+                    values[index, leaf] if output.ndim == 0 else output.clone()
+                    for leaf, output in enumerate(event.outputs())
+                ]
+                returned[id(event)] = event.make(copies)
             elif isinstance(event.value, Later):
                 value = returned[id(event.value.call)][event.value.leaf]
                 _log(trainer, event, getattr(trainer.lightning_module, TO_TENSOR)(value, event.name))
@@ -141,19 +154,22 @@ def _log(trainer: pl.Trainer, log: _Log, value: Any) -> None:
 
 
 @contextmanager
-def recorded_logs(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[_Event]]:
-    """Record what is logged inside instead of letting Lightning reduce it, and put off calls of metrics.
+def recorded_logs(
+    trainer: pl.Trainer, module: pl.LightningModule, metrics: StepMetrics
+) -> Iterator[list[_Event]]:
+    """Record what is logged inside instead of letting Lightning reduce it, and calls of metrics.
 
     Args:
         trainer: the trainer whose active loop takes the logs.
         module: the module that logs.
+        metrics: its metrics.
 
     Yields:
         The list that these are recorded in. Pass it to `LoggedStep` inside the capture.
     """
     if trainer.predicting:  # nothing can be logged
         events: list[_Event] = []
-        with deferred_metrics(module, events.append):
+        with metrics.recording(events.append):
             yield events
         return
     loop = trainer.fit_loop.epoch_loop if trainer.training else trainer._evaluation_loop
@@ -177,7 +193,7 @@ def recorded_logs(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[l
     loop._results = recorder
     module.__dict__[TO_TENSOR] = to_device_tensor
     try:
-        with deferred_metrics(module, recorder.events.append):
+        with metrics.recording(recorder.events.append):
             yield recorder.events
     finally:
         del module.__dict__[TO_TENSOR]

@@ -30,8 +30,9 @@ from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.hooks import undisturbed
-from lightning_cudagraph.host_rules import OWN_ATTRIBUTES
+from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.inner_hooks import InnerHooks
+from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.optimizer_part import OptimizerPart, Scope
@@ -96,21 +97,36 @@ class GraphedTraining:
         self._part = OptimizerPart(
             trainer, module, backend, settings.scope, lambda reason: self._engine.drop(reason), _announce
         )
+        self._metrics = StepMetrics(
+            module, trainer, backend, host_rules(trainer, settings.harmless, is_metric)
+        )
         self._optimization = GraphedOptimization.__new__(GraphedOptimization)
         self._hooks = InnerHooks(trainer, module)
         self._guards = Guards(
             module,
-            lambda: {**self._part.cheap_state(), "the hooks inside the step": self._hooks.named()},
+            lambda: {
+                **self._part.cheap_state(),
+                **self._metrics.described(),
+                "the hooks inside the step": self._hooks.named(),
+            },
             self._part.thorough_state,
             OWN_ATTRIBUTES | settings.harmless,
-            lambda: (*self._part.quick_state(), *self._hooks.quick()),
+            lambda: (*self._part.quick_state(), *self._hooks.quick(), self._metrics.fits()),
             lambda: undisturbed(trainer, module),
-            is_metric,
+            self._metrics.stays_on_host,
             lambda: self._part.optimizer.places(),
             {"trainer": trainer},
+            self._metrics.host_names,
         )
         self._recorder = Recorder(
-            trainer, module, backend, self._optimization, self._guards, self._hooks, settings.harmless
+            trainer,
+            module,
+            backend,
+            self._optimization,
+            self._guards,
+            self._hooks,
+            settings.harmless,
+            self._metrics,
         )
         self._verifier = Verifier(
             backend,
@@ -208,7 +224,7 @@ class GraphedTraining:
 
     def _notes(self) -> list[str]:
         notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
-        notes += [*self._verifier.notes, *self.notes]
+        notes += [*self._verifier.notes, *self.notes, *self._metrics.notes]
         if self._part.scaler is not None:
             notes.append(
                 f"{int(self._part.scaler.skipped_steps)} step(s) skipped, because a gradient overflowed"
@@ -274,14 +290,20 @@ class GraphedTraining:
             lambda batch: self._recorder.record(batch, closure, body, None, None),
             lambda outputs, index: self._host_turn(outputs, index, closure, body),
             StepOutputs.values,
-            lambda: self._part.state(place),
+            lambda: {**self._part.state(place), **self._metrics.tensors()},
             self._undone,
+            self._metrics.learning,
             lambda: self._part.parameters(place),
             place,
             self._trainer.accumulate_grad_batches > 1,
             lambda: self._part.behind is not None or not undisturbed(self._trainer, self._module),
         )
-        self._phase, outputs = self._engine.step(step, body.optimizer.refresh)
+
+        def refresh() -> None:
+            body.optimizer.refresh()
+            self._metrics.adopt()
+
+        self._phase, outputs = self._engine.step(step, refresh)
         if outputs is not None:
             return self._take_outputs(outputs, closure)
         if self._phase is Phase.WARMING:
@@ -310,6 +332,7 @@ class GraphedTraining:
         with ExitStack() as stack:
             stack.enter_context(self._recorder.undone())
             stack.enter_context(self._part.undone())
+            self._metrics.prepare()
             yield
 
     def _host_turn(
@@ -320,6 +343,7 @@ class GraphedTraining:
         turn.logs.hand_over(self._trainer)
         turn.run(closure)
         body.optimizer.refresh()
+        self._metrics.adopt()
         if change := self._guards.changed():
             raise HookError(
                 f"In the middle of a step that is replayed, after {turn.whose}, {change}; the rest of"
@@ -341,6 +365,7 @@ class GraphedTraining:
         for attribute in outputs.recomputed:
             attribute.hand_over()
         outputs.logs.hand_over(self._trainer)
+        self._metrics.count_references()
         if outputs.after_backward:
             self._hooks.run_after_backward()
         if outputs.marks is not None:

@@ -27,6 +27,7 @@ from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.inner_hooks import InnerHooks
 from lightning_cudagraph.logs import LoggedStep, recorded_logs
+from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.support import check_optimizer_part
@@ -119,6 +120,7 @@ class Recorder:
         guards: told what the step mentions.
         hooks: those that are left out, and run on the host.
         harmless: names that the user says may be frozen, or not repeated.
+        metrics: the metrics of the module.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Recorder:
         guards: Guards,
         hooks: InnerHooks,
         harmless: frozenset[str],
+        metrics: StepMetrics,
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -138,6 +141,7 @@ class Recorder:
         self._guards = guards
         self._hooks = hooks
         self._harmless = harmless
+        self._metrics = metrics
 
     def record(
         self,
@@ -191,19 +195,20 @@ class Recorder:
 
             def turn(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
                 nonlocal taken
+                self._metrics.write_back()
                 turns.append(HostTurn(whose, LoggedStep(logs[taken:]), run))
                 taken = len(logs)
                 if cut is not None:
                     cut(whose, drops_here)
 
             stack.enter_context(self._hooks.left_out(inner, body.optimizer.optimizer, turn))
-            logs = stack.enter_context(recorded_logs(self._trainer, self._module))
+            logs = stack.enter_context(recorded_logs(self._trainer, self._module, self._metrics))
             if capturing:
                 audit = frozen_python_audit(
                     self._module,
                     self._trainer,
                     self._backend.device,
-                    host_rules(self._trainer, self._harmless),
+                    host_rules(self._trainer, self._harmless, self._metrics.stays_on_host),
                 )
                 self._guards.mentioned.append(stack.enter_context(audit))
             recomputed = stack.enter_context(recomputed_apart(self._module))
@@ -212,6 +217,8 @@ class Recorder:
                 stack.enter_context(marks.recording())
             _run(body, inner)
             result = inner.consume_result()
+            self._metrics.write_back()
+            self._metrics.undo()
             logged = LoggedStep(logs[taken:])
         if result.loss is None:
             raise self.returned_none()

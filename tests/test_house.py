@@ -25,6 +25,8 @@ FLOORS = [
         "host_rules",
         "inner_hooks",
         "logs",
+        "metric_states",
+        "metric_trials",
         "metrics",
         "profilers",
         "support",

@@ -84,6 +84,9 @@ class Backend(Protocol):
     def cut(self) -> None:
         """End a part of the capture under way, and begin the next: the host has a turn between them."""
 
+    def checked(self) -> contextlib.AbstractContextManager[None]:
+        """Run what is inside, and refuse what a capture would refuse, without one."""
+
     def written(self, graph: Graph) -> list[torch.Tensor]:
         """Tensors older than the capture of a graph that it writes into."""
 
@@ -213,6 +216,13 @@ class CudaBackend:
             f"CUDA gave up the capture of the training step: {str(broken).splitlines()[0]}.",
             "Something in it used another stream without joining it, or an extension synchronised.",
         )
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        memory = HostMemory()
+        sentry = MendingSentry(self.generators, memory)
+        with HostReads(self.device.type), Constants(memory), sentry:
+            yield
 
     def cut(self) -> None:
         assert self._recording is not None

@@ -243,6 +243,11 @@ class EmulatorBackend:
         assert self._recording is not None
         self._recording.cut()
 
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        with HostReads("cpu"), Sentry("cpu", self.generators):
+            yield
+
     def written(self, graph: Graph) -> list[Tensor]:
         return cast(EmulatedGraph, graph).written
 

@@ -99,6 +99,7 @@ class Step(Generic[T]):
         values: the tensors among the outputs that can be compared, by name.
         state: all tensors that it changes, by name, in the order of the step.
         transaction: entered around the captures; when left, all that the host did inside is undone.
+        learning: entered around steps of the warm-up.
         parameters: those whose gradients it drops and computes anew, and those to whose it only adds.
         place: whether it drops gradients, and whether the optimizer takes its step: what is captured of
             it depends on these two.
@@ -116,6 +117,7 @@ class Step(Generic[T]):
     values: Callable[[T], dict[str, Tensor]]
     state: Callable[[], dict[str, Tensor]]
     transaction: Callable[[], AbstractContextManager[None]]
+    learning: Callable[[], AbstractContextManager[None]]
     parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]
     place: Place
     in_window: bool
@@ -455,6 +457,7 @@ class StepEngine(Generic[T]):
             stack.enter_context(self._backend.on_side_stream())
             if first:
                 stack.enter_context(self._backend.generators.learning())
+            stack.enter_context(step.learning())
             step.run()
         # Only a step that went through counts.
         self._warmups_left[signature][step.place] = max(left - 1, 0)

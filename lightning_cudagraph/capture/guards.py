@@ -46,6 +46,7 @@ class Guards:
             an optimizer's state. Asked at a capture.
         around: objects of a framework, by name, whose attributes are compared under the names that the
             user's code mentions, if it mentions the object's own.
+        host_names: attributes of a module that are not compared, because the host keeps them.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class Guards:
         stays_on_host: Callable[[nn.Module], bool] = lambda module: False,
         others: Callable[[], list[Collection[Any]]] = list,
         around: Mapping[str, Any] | None = None,
+        host_names: Callable[[nn.Module], frozenset[str]] = lambda module: frozenset(),
     ) -> None:
         self._others_now = others
         self._around = around or {}
+        self._host_names = host_names
         self._stays_on_host = stays_on_host
         self._undisturbed_now = undisturbed
         self._undisturbed = False
@@ -97,7 +100,12 @@ class Guards:
         """Remember what is there now, at a capture."""
         mentioned = MentionedNames.union(self.mentioned)
         self._values = PythonValues(
-            self._model, mentioned, self._unwatched, self._stays_on_host, self._around
+            self._model,
+            mentioned,
+            self._unwatched,
+            self._stays_on_host,
+            self._around,
+            self._host_names,
         )
         self._hidden = self._values.hidden
         self._structure = Structure([self._model, *self._hidden.values()], self._others_now())

@@ -103,12 +103,14 @@ class Reach:
         users: names of attributes of other objects of the user's.
         unwatched: names of attributes that are left out.
         stays_on_host: whether a module is only called on the host, such as a metric.
+        host_names: attributes of a module that are left out, because the host keeps them.
     """
 
     names: set[str]
     users: set[str]
     unwatched: frozenset[str]
     stays_on_host: Callable[[nn.Module], bool]
+    host_names: Callable[[nn.Module], frozenset[str]]
     held: list[Held] = field(default_factory=list)
     containers: list[Container] = field(default_factory=list)
     large: list[Container] = field(default_factory=list)
@@ -142,7 +144,7 @@ class Reach:
             # The code of a framework does not read what a class of the user's own calls by that name.
             foreign = self.names - self.users if _is_users_alone(kind) else set()
             known = {name for base in lineage(kind) for name in namespace_of(base)} | {"_hparams"}
-            left_out = (foreign - known) | recomputed_names(module)
+            left_out = (foreign - known) | recomputed_names(module) | self.host_names(module)
             self.add_namespace(vars(module), self.names, where, left_out=left_out)
             self._add_class_attributes(kind, vars(module), "", where, self._of_classes)
 

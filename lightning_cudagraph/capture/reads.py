@@ -57,6 +57,7 @@ class PythonValues:
         unwatched: names of attributes that are not compared.
         stays_on_host: whether a module is only called on the host, such as a metric.
         around: objects of a framework, by name, that are watched if their own name is mentioned.
+        host_names: attributes of a module that are not compared, because the host keeps them.
 
     Attributes:
         hidden: modules that the step can reach and that the model does not know as its own, by path.
@@ -69,19 +70,27 @@ class PythonValues:
         unwatched: frozenset[str],
         stays_on_host: Callable[[nn.Module], bool],
         around: Mapping[str, Any],
+        host_names: Callable[[nn.Module], frozenset[str]],
     ) -> None:
         self._model = model
         self._mentioned = mentioned
         self._unwatched = unwatched
         self._stays_on_host = stays_on_host
         self._around = around
+        self._host_names = host_names
         self._cells = [*mentioned.cells()]
         self._take()
         self.hidden = self._reach.hidden
 
     def _take(self) -> None:
         users = self._mentioned.of_users_objects()
-        reach = Reach(self._mentioned.names | users, users, self._unwatched, self._stays_on_host)
+        reach = Reach(
+            self._mentioned.names | users,
+            users,
+            self._unwatched,
+            self._stays_on_host,
+            self._host_names,
+        )
         reach.add_model(self._model)
         for namespace, name in self._mentioned.user_globals:
             if name in namespace and name not in self._unwatched:

@@ -1,0 +1,376 @@
+"""torchmetrics inside the captured step: in the graph where that can be, else put off.
+
+What can be is found out in warm-up, on copies (`metric_trials.py`). In a capture a metric is then called
+as always; at its end the states are copied to where they were before (`capture/state.py`), and what the
+call did on the host is undone, to be done again after each replay (`metrics.py`). All calls of a metric
+in a step take the one way or the other, also those through a collection or a wrapper.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+from torchmetrics import Metric, MetricCollection
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
+from lightning_cudagraph.capture.host_calls import HostRules
+from lightning_cudagraph.capture.sentry import forbid, user_location
+from lightning_cudagraph.capture.state import StaticState
+from lightning_cudagraph.metric_trials import MetricTrials, keep_states, known_only
+from lightning_cudagraph.metrics import (
+    BOOKS,
+    DeferredCall,
+    GraphCall,
+    GroupCall,
+    MetricCall,
+    Probe,
+    ReferenceCall,
+    called_later,
+    found_metrics,
+    metrics_of,
+    replaced,
+)
+
+__all__ = ["StepMetrics"]
+
+# What a collection does to the states of its groups whenever somebody looks at its members.
+_REFERENCES = "_compute_groups_create_state_ref"
+_UNKNOWN = "it was called in another way than in warm-up"
+
+
+class StepMetrics:
+    """The metrics of a model whose training step is captured.
+
+    Args:
+        model: the model.
+        trainer: its trainer.
+        backend: where steps run.
+        rules: what the names of the framework mean to the audit.
+    """
+
+    def __init__(self, model: nn.Module, trainer: Any, backend: Backend, rules: HostRules) -> None:
+        self._model = model
+        self._trials = MetricTrials(model, trainer, backend, rules)
+        self._state = StaticState()
+        # What came of the calls in warm-up: the metric, and why it cannot be in the graph.
+        self._tried: dict[tuple[Any, ...], tuple[str, Metric, str | None]] = {}
+        # In the warm-up step under way: calls of metrics by identity, and updates of collections.
+        self._calls: Counter[int] = Counter()
+        self._updates: dict[int, tuple[MetricCollection, int]] = {}
+        self._put_off: dict[int, str] = {}  # in this warm-up step, for reasons of their collections
+        self._refused: dict[int, str] = {}
+        self._in_graph: dict[int, tuple[str, Metric]] = {}
+        self._live: WeakSet[GraphCall] = WeakSet()
+        self._collections: WeakSet[MetricCollection] = WeakSet()
+        self._undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._inside = self._in_collection = False
+        self._on_host: dict[str, str] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """Which metrics are called on the host after each replay, and why."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self._on_host.items():
+            by_reason.setdefault(reason, []).append(f"`{name}`")
+        return [
+            f"called on the host after each replay: {', '.join(names)} ({reason})"
+            for reason, names in by_reason.items()
+        ]
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Try the calls that a warm-up step makes, before it makes them."""
+        found = found_metrics(self._model)
+        if not found:
+            yield
+            return
+        self._calls.clear()
+        self._updates.clear()
+        inner = {id(part): part for _, metric in found for _, part in metrics_of(metric)}
+        self._tried = {key: tried for key, tried in self._tried.items() if key[0] in inner}
+        self._put_off = {
+            ident: "a method of it was replaced"
+            for ident, part in inner.items()
+            if not {"forward", "reset"}.isdisjoint(vars(part))
+        }
+        with ExitStack() as stack:
+            for name, metric in found:
+                for method in ("forward", "update"):
+                    replaced(stack, metric, method, self._trying(name, metric, method))
+            yield
+        self._decide()
+
+    def prepare(self) -> None:
+        """Before captures: give the states that will be in the graph a place each."""
+        self._state.forget(lambda books: self._is_kept(books))
+        for name, metric in self._in_graph.values():
+            keep_states(self._state, name, metric)
+
+    @contextmanager
+    def recording(self, note: Callable[[MetricCall], None]) -> Iterator[None]:
+        """Run calls of metrics inside a captured step, or put them off.
+
+        Args:
+            note: told of what each leaves for the host, in order.
+
+        Raises:
+            CaptureError: where a metric is computed or reset, or where what it returns is looked at
+                though it is put off; naming the metric and the user's line.
+        """
+        found = found_metrics(self._model)
+        known = {id(inner): inner for _, metric in found for _, inner in metrics_of(metric)}
+        self._undo = [(vars(m), _host_part(m)) for m in (*known.values(), *_collections(found))]
+        with ExitStack() as stack:
+            stack.callback(self.undo)
+            stack.enter_context(known_only({*known}))
+            for name, metric in found:
+                for method in ("forward", "update"):
+                    replaced(stack, metric, method, self._recorded(name, metric, method, note))
+                for method in ("compute", "reset"):
+                    replaced(stack, metric, method, self._refusing(name, metric, method))
+                if isinstance(metric, MetricCollection):
+                    replaced(stack, metric, _REFERENCES, self._referring(metric, note))
+            yield
+
+    def write_back(self) -> None:
+        """At the end of the step, or of a part of it: bring the states to their places."""
+        self._state.write_back()
+
+    def undo(self) -> None:
+        """At the end of the step: undo what calls did on the host, as it is done after each replay."""
+        for own, before in self._undo:
+            own.update(before)
+        self._undo = []  # it holds states, and who holds a state gets it for himself
+
+    def adopt(self) -> None:
+        """Before a replay: bring what the host has made of the states to their places."""
+        self._state.adopt()
+
+    def count_references(self) -> None:
+        """After a replay, when the host has kept the books: nobody else holds a state yet."""
+        self._state.count_references()
+
+    def fits(self) -> bool:
+        """Whether all that the host has made of the states can be brought to their places."""
+        return self._state.fits()
+
+    def described(self) -> dict[str, str]:
+        """What kind of tensor each state is now."""
+        return self._state.described()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The states that a captured step writes, by name."""
+        return self._state.tensors()
+
+    def stays_on_host(self, module: Any) -> bool:
+        """Whether a module is a metric or a collection that no graph calls."""
+        if isinstance(module, MetricCollection):
+            return module not in self._collections
+        return isinstance(module, Metric) and not self._is_kept(vars(module))
+
+    def host_names(self, module: nn.Module) -> frozenset[str]:
+        """Attributes of a module that the host keeps itself, and no graph has baked in."""
+        if isinstance(module, Metric):
+            return frozenset((*BOOKS, *module._defaults))
+        return frozenset(("_state_is_copy",) if isinstance(module, MetricCollection) else ())
+
+    def _is_kept(self, books: dict[str, Any]) -> bool:
+        inside = (m for _, metric in self._in_graph.values() for _, m in metrics_of(metric))
+        return any(vars(m) is books for m in inside) or any(c.keeps(books) for c in self._live)
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def _trying(self, name: str, metric: Any, method: str) -> Callable[..., Any]:
+        plain = getattr(metric, method)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return plain(*args, **kwargs)
+            if isinstance(metric, MetricCollection):
+                if _calls_members(metric, method):
+                    if method == "update":
+                        before = self._updates.get(id(metric), (metric, 0))[1]
+                        self._updates[id(metric)] = (metric, before + 1)
+                    return plain(*args, **kwargs)
+                self._put_off |= {id(m): f"`{name}` is called as a whole" for _, m in metrics_of(metric)}
+            else:
+                self._calls[id(metric)] += 1
+                with _without(metric, ("forward", "update")):
+                    reason = self._trials.why_not(name, metric, method, args, kwargs)
+                self._tried[id(metric), method, _signature(args, kwargs)] = (name, metric, reason)
+            with self._within():
+                return plain(*args, **kwargs)
+
+        return called
+
+    def _decide(self) -> None:
+        refused = dict(self._put_off)
+        for collection, updates in self._updates.values():
+            for leader, *followers in collection._groups.values():
+                group = [id(collection._modules[name]) for name in (leader, *followers)]
+                calls = [self._calls[ident] for ident in group]
+                # Else it matters when in the step the members of the group come to share a state.
+                if followers and calls != [updates, *(0 for _ in followers)]:
+                    refused |= dict.fromkeys(group, "it shares a state, and is also called alone")
+        metrics: dict[int, tuple[str, Metric]] = {}
+        for (ident, *_), (name, metric, reason) in self._tried.items():
+            metrics[ident] = (name, metric)
+            if reason is not None:
+                refused.setdefault(ident, reason)
+        inside = {
+            ident: {id(m) for _, m in metrics_of(metric)} for ident, (_, metric) in metrics.items()
+        }
+        while more := {
+            ident: f"`{metrics[ident][0]}` and another metric on the host share one"
+            for ident, members in inside.items()
+            if ident not in refused and (members & refused.keys() or _overlap(inside, ident, refused))
+        }:
+            refused |= more
+        self._refused = refused
+        self._in_graph = {ident: known for ident, known in metrics.items() if ident not in refused}
+
+    def _recorded(
+        self, name: str, metric: Any, method: str, note: Callable[[MetricCall], None]
+    ) -> Callable[..., Any]:
+        plain = getattr(metric, method)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return plain(*args, **kwargs)
+            if isinstance(metric, MetricCollection) and _calls_members(metric, method):
+                self._collections.add(metric)
+                self._in_collection = True
+                try:
+                    result = plain(*args, **kwargs)
+                finally:
+                    self._in_collection = False
+                note(GroupCall(metric, method))
+                return result
+            if id(metric) in self._in_graph:
+                if (id(metric), method, _signature(args, kwargs)) not in self._tried:
+                    forbid(
+                        f"a call of `{name}.{method}` with another number or kind of arguments than in"
+                        " the steps before",
+                        "Call the metric in the same way in every step.",
+                        user_location(),
+                    )
+                with self._within(), Probe(name, metric) as probe:
+                    result = plain(*args, **kwargs)
+                    call = probe.call()
+                self._live.add(call)
+                note(call)
+                return result
+            return self._defer(name, metric, method, (args, kwargs), note)
+
+        return called
+
+    def _defer(
+        self, name: str, metric: Any, method: str, arguments: Any, note: Callable[[MetricCall], None]
+    ) -> Any:
+        members = {id(inner) for _, inner in metrics_of(metric)}
+        if members & self._in_graph.keys():
+            forbid(f"a call of `{name}`, because {_UNKNOWN}", "Call it in every step.", user_location())
+        refuse_hidden_tensors(arguments, f"what the metric `{name}` is given")
+        self._on_host[name] = next((self._refused[m] for m in members if m in self._refused), _UNKNOWN)
+        call = DeferredCall(name, metric, method, map_leaves(arguments, _detached))
+        note(call)
+        return called_later(call) if method == "forward" else None
+
+    def _referring(
+        self, collection: MetricCollection, note: Callable[[MetricCall], None]
+    ) -> Callable[[bool], None]:
+        def refer(copy: bool = False) -> None:
+            if not self._in_collection:  # that is part of its `GroupCall`
+                note(ReferenceCall(collection, copy))
+
+        return refer
+
+    def _refusing(self, name: str, metric: Any, method: str) -> Callable[..., Any]:
+        plain = getattr(metric, method)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                forbid(
+                    f"`{name}.{method}()`, because the state of a metric is brought up to date after the"
+                    " replay",
+                    "Return what it needs from `training_step`, and call it in `on_train_batch_end`.",
+                    user_location(),
+                )
+            return plain(*args, **kwargs)
+
+        return called
+
+
+def _calls_members(collection: MetricCollection, method: str) -> bool:
+    """Whether a collection does nothing but call its metrics one by one, and let groups share states."""
+    own = type(collection)
+    if own.forward is not MetricCollection.forward or own.update is not MetricCollection.update:
+        return False
+    if own._compute_and_reduce is not MetricCollection._compute_and_reduce:
+        return False
+    if method == "forward":
+        # The metrics of a group would have one state between them, and each bind its own.
+        return not any(_follower_names(collection))
+    # The first update compares states, to form groups.
+    return collection._groups_checked or not collection._enable_compute_groups
+
+
+def _follower_names(collection: MetricCollection) -> list[str]:
+    return [name for group in collection._groups.values() for name in group[1:]]
+
+
+def _collections(found: list[tuple[str, Any]]) -> list[MetricCollection]:
+    return [metric for _, metric in found if isinstance(metric, MetricCollection)]
+
+
+def _host_part(module: nn.Module) -> dict[str, Any]:
+    """What a call may change of a metric, or of a collection."""
+    names = (*BOOKS, *module._defaults) if isinstance(module, Metric) else ("_state_is_copy",)
+    return {name: vars(module)[name] for name in names if name in vars(module)}
+
+
+def _overlap(inside: dict[int, set[int]], ident: int, refused: dict[int, str]) -> bool:
+    """Whether a metric has one inside that is also inside a refused one."""
+    return any(inside[ident] & inside[other] for other in refused if other in inside)
+
+
+@contextmanager
+def _without(metric: nn.Module, methods: tuple[str, ...]) -> Iterator[None]:
+    """Take out what was put in the place of methods of a metric, and of those inside it."""
+    spaces = [vars(inner) for inner in metric.modules()]
+    taken = [{name: own.pop(name) for name in methods if name in own} for own in spaces]
+    try:
+        yield
+    finally:
+        for own, functions in zip(spaces, taken, strict=True):
+            own.update(functions)
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What kind of arguments a call has."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return (str(structure), *map(_kind, leaves))
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
+    # The number of a batch may stand there, which cannot be looked at.
+    return leaf if isinstance(leaf, (str, bool, type(None))) else leaf.__class__
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,3 @@
+"""Metrics in the graph, on CUDA."""
+
+from tests.test_metrics_in_graph import *  # noqa: F403

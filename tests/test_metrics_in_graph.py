@@ -1,0 +1,729 @@
+"""torchmetrics whose state is kept in the graph: which ones are, and that all come out as without it.
+
+`tests/gpu/test_metrics_in_graph.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torchmetrics import Metric, MetricCollection, aggregation, classification, regression
+from torchmetrics.image import PeakSignalNoiseRatio
+from torchmetrics.text import Perplexity
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, Running
+
+from lightning_cudagraph import CaptureError, CUDAGraphCallback
+from lightning_cudagraph.logs import LoggedStep
+from tests.harness import Net, Trace, assert_same, differences, make, train
+
+LISTS = "in a list"
+SYNCS = "Python branch"
+UNIQUE = "unique"
+MASK = "boolean mask"
+COUNTS = "bincount"
+RULE = "another rule"
+RESETS = "resets a metric"
+
+
+def _labels(logits: Tensor, y: Tensor, x: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+    return logits, y
+
+
+def _classes(logits: Tensor, y: Tensor, x: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+    return logits.argmax(-1), y
+
+
+def _yes_or_no(logits: Tensor, y: Tensor, x: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+    return (logits[:, 0] > 0).long(), (y > 1).long()
+
+
+def _columns(logits: Tensor, y: Tensor, x: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+    return logits[:, 0], x[:, 0]  # with strides, which sums follow
+
+
+def _positive(logits: Tensor, y: Tensor, x: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+    return logits[:, 0].exp(), x[:, 0].exp()
+
+
+def _outputs(logits: Tensor, y: Tensor, x: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+    return logits, x[:, :4].contiguous()
+
+
+def _shares(logits: Tensor, y: Tensor, x: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+    return logits.softmax(-1), x[:, :4].softmax(-1)
+
+
+def _loss(logits: Tensor, y: Tensor, x: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+    return (loss,)
+
+
+def _tokens(logits: Tensor, y: Tensor, x: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+    return logits.view(2, -1, 4), y.view(2, -1)
+
+
+def _of(cls: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
+    return lambda: cls(*args, **kwargs)
+
+
+def _micro() -> Any:
+    return classification.MulticlassAccuracy(4, average="micro")
+
+
+def _sum() -> Any:
+    return aggregation.SumMetric(nan_strategy="disable")
+
+
+# By name: what makes the metric, what it is given, and why `update` and `forward` are called on the
+# host; an empty reason: in the graph.
+TABLE: dict[str, tuple[Callable[[], Any], Callable[..., tuple[Tensor, ...]], str, str]] = {
+    "micro": (_micro, _labels, "", ""),
+    "macro": (_of(classification.MulticlassAccuracy, 4), _labels, COUNTS, COUNTS),
+    "of_classes": (_micro, _classes, UNIQUE, UNIQUE),
+    "ignoring": (
+        _of(classification.MulticlassAccuracy, 4, average="micro", ignore_index=0),
+        _labels,
+        MASK,
+        MASK,
+    ),
+    "f1": (_of(classification.MulticlassF1Score, 4, average="micro"), _labels, "", ""),
+    "exact": (_of(classification.MulticlassExactMatch, 4), _tokens, "", ""),
+    "confusion": (_of(classification.MulticlassConfusionMatrix, 4), _labels, COUNTS, COUNTS),
+    "auroc": (_of(classification.MulticlassAUROC, 4, thresholds=None), _labels, LISTS, LISTS),
+    "calibration": (_of(classification.MulticlassCalibrationError, 4), _labels, LISTS, LISTS),
+    "binary": (_of(classification.BinaryAccuracy), _yes_or_no, UNIQUE, UNIQUE),
+    "unchecked": (_of(classification.BinaryAccuracy, validate_args=False), _yes_or_no, "", ""),
+    "mse": (_of(regression.MeanSquaredError), _columns, "", ""),
+    "rmse": (_of(regression.MeanSquaredError, squared=False), _columns, "", ""),
+    "mses": (_of(regression.MeanSquaredError, num_outputs=4), _outputs, "", ""),
+    "mae": (_of(regression.MeanAbsoluteError), _columns, "", ""),
+    "mape": (_of(regression.MeanAbsolutePercentageError), _columns, "", ""),
+    "msle": (_of(regression.MeanSquaredLogError), _positive, "", ""),
+    "log_cosh": (_of(regression.LogCoshError), _columns, "", ""),
+    "minkowski": (_of(regression.MinkowskiDistance, 3), _columns, "", ""),
+    "tweedie": (_of(regression.TweedieDevianceScore, 1.5), _positive, SYNCS, SYNCS),
+    "divergence": (_of(regression.KLDivergence), _shares, "", ""),
+    "pearson": (_of(regression.PearsonCorrCoef), _columns, "", SYNCS),
+    "r2": (_of(regression.R2Score), _columns, "", SYNCS),
+    "explained": (_of(regression.ExplainedVariance), _columns, "", SYNCS),
+    "spearman": (_of(regression.SpearmanCorrCoef), _columns, LISTS, LISTS),
+    "relative": (_of(regression.RelativeSquaredError), _columns, "", ""),
+    "perplexity": (_of(Perplexity), _tokens, MASK, MASK),
+    "psnr": (_of(PeakSignalNoiseRatio, data_range=1.0), _outputs, "", RULE),
+    "mean": (_of(aggregation.MeanMetric), _loss, SYNCS, SYNCS),
+    "trusting": (_of(aggregation.MeanMetric, nan_strategy="disable"), _loss, "", ""),
+    "sum": (_sum, _loss, "", ""),
+    "highest": (_of(aggregation.MaxMetric, nan_strategy="disable"), _loss, "", ""),
+    "cat": (_of(aggregation.CatMetric), _loss, LISTS, LISTS),
+    "running": (lambda: Running(_sum(), 3), _loss, RESETS, RESETS),
+    "extremes": (lambda: MinMaxMetric(_micro()), _labels, "", SYNCS),
+    "by_class": (
+        lambda: ClasswiseWrapper(regression.MeanSquaredError(num_outputs=4)),
+        _outputs,
+        "",
+        "",
+    ),
+    "each": (
+        lambda: MultioutputWrapper(regression.MeanSquaredError(), 4, remove_nans=False),
+        _outputs,
+        "",
+        "",
+    ),
+}
+# What torchmetrics has to say of few samples, of lists, and of metrics that have just been reset.
+UNIMPORTANT = pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics.*")
+_ODD_BATCHES = ("exact", "perplexity")  # cannot be given a batch of three
+
+
+def on_host(trace: Trace) -> dict[str, str]:
+    """The metrics that the report says are called on the host, with the reason."""
+    assert trace.callback is not None
+    assert trace.callback.report is not None
+    found: dict[str, str] = {}
+    for line in trace.callback.report.splitlines():
+        _, said, rest = line.partition("called on the host after each replay: ")
+        if said:
+            names, _, reason = rest.partition(" (")
+            found |= dict.fromkeys(names.replace("`", "").split(", "), reason)
+    return found
+
+
+def both(
+    build: Callable[[], Net], tmp_path: Path, accelerator: str, replays: int = 12, **kwargs: Any
+) -> tuple[Trace, Trace]:
+    """Train without and with the callback, and compare."""
+    kwargs["accelerator"] = accelerator
+    plain = train(make(build), tmp_path / "plain", **kwargs)
+    graph = train(make(build), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    assert_same(plain, graph)
+    if hasattr(plain.module, "seen"):
+        found = differences(plain.module.seen, graph.module.seen)  # type: ignore[union-attr]
+        assert not found, f"what the host saw differs at {len(found)} places, the first: {found[:8]}"
+    assert graph.counts.replayed >= replays, graph.counts
+    return plain, graph
+
+
+def books(metric: Any) -> Any:
+    """All that the host can see of a metric."""
+    if isinstance(metric, MetricCollection):
+        return {name: books(member) for name, member in metric.items(keep_base=True, copy_state=False)}
+    cache = metric._forward_cache
+    kept = tree_map(lambda leaf: leaf.detach().clone(), cache) if cache is not None else ""
+    states = {
+        name: value.clone() for name, value in metric.metric_state.items() if torch.is_tensor(value)
+    }
+    return [metric._update_count, metric._computed is None, kept, states]
+
+
+class Watched(Net):
+    """Looks at its metrics after every step, on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def metrics(self) -> dict[str, Any]:
+        return {name: module for name, module in self.named_children() if hasattr(module, "update")}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append({name: books(metric) for name, metric in self.metrics().items()})
+
+
+class ManyMetrics(Watched):
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
+        self.all = nn.ModuleDict({name: build() for name, (build, *_) in TABLE.items()})
+        for metric in self.all.values():
+            metric.persistent(True)
+
+    def metrics(self) -> dict[str, Any]:
+        return dict(self.all.items())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        for name, metric in self.all.items():
+            if len(y) % 2 and name in _ODD_BATCHES:
+                continue
+            arguments = TABLE[name][1](logits, y, x, loss)
+            if self.method == "update":
+                metric.update(*arguments)
+            else:
+                metric(*arguments)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx % 3 == 1:
+            self.seen.append({name: metric.compute() for name, metric in self.all.items()})
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch % 2 == 0:
+            for metric in self.all.values():
+                metric.reset()
+
+
+@UNIMPORTANT
+@pytest.mark.parametrize("method", ["update", "forward"])
+def test_which_metrics_are_in_the_graph(tmp_path: Path, accelerator: str, method: str) -> None:
+    _, graph = both(lambda: ManyMetrics(method), tmp_path, accelerator)
+    found = on_host(graph)
+    expected = {f"all.{name}": row[2 if method == "update" else 3] for name, row in TABLE.items()}
+    wrong = {
+        name: (reason, found.get(name, ""))
+        for name, reason in expected.items()
+        if (not reason) != (name not in found) or reason not in found.get(name, "")
+    }
+    assert not wrong, "expected, and found"
+    assert found.keys() <= expected.keys()
+
+
+class Everyday(Watched):
+    """One metric in all the ways of a tutorial; what it returns is part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = _micro()
+        self.error = regression.MeanSquaredError()
+        self.validated = _micro()
+        for metric in self.metrics().values():
+            metric.persistent(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        loss = loss * (2 - self.accuracy(logits, y)) + self.error(logits[:, 0], x[:, 1])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        self.log("now", self.accuracy(logits, y), on_step=True, on_epoch=True)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.global_step % 5 == 2:
+            self.seen.append(self.accuracy.compute())
+        if self.global_step % 7 == 3:
+            self.error.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.validated(self(x), y)
+        self.accuracy.update(self(x), y)  # the same object as in training
+        self.log("val_accuracy", self.validated)
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(self.accuracy.compute())
+
+
+@UNIMPORTANT
+@pytest.mark.parametrize("window", [1, 2])
+def test_everyday(tmp_path: Path, accelerator: str, window: int) -> None:
+    _, graph = both(
+        Everyday,
+        tmp_path,
+        accelerator,
+        replays=9,
+        max_epochs=4,
+        val_check_interval=4,
+        accumulate_grad_batches=window,
+    )
+    assert on_host(graph) == {}
+
+
+@UNIMPORTANT
+@pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:You.re resuming")
+def test_resume_in_the_middle_of_an_epoch(tmp_path: Path, accelerator: str) -> None:
+    first = train(make(Everyday), tmp_path / "first", accelerator=accelerator, max_epochs=1)
+    assert "epoch=0-step=4.ckpt" in first.checkpoints
+    both(
+        Everyday,
+        tmp_path,
+        accelerator,
+        ckpt_path=str(tmp_path / "first" / "ckpt" / "epoch=0-step=4.ckpt"),
+    )
+
+
+class Collections(Watched):
+    def __init__(self, groups: bool | list[list[str]] = True) -> None:
+        super().__init__()
+        kwargs: dict[str, Any] = {"num_classes": 4, "average": "micro"}
+        rates = {
+            "precision": classification.MulticlassPrecision(**kwargs),
+            "recall": classification.MulticlassRecall(**kwargs),
+            "auroc": classification.MulticlassAUROC(4, thresholds=None),
+        }
+        errors = {"mse": regression.MeanSquaredError(), "mae": regression.MeanAbsoluteError()}
+        self.updated = MetricCollection(rates, prefix="all_", compute_groups=groups)
+        self.called = MetricCollection(rates, postfix="_now", compute_groups=groups).clone()
+        self.errors = MetricCollection(errors, prefix="train_").clone()
+        self.by_class = MetricCollection(
+            {"mses": ClasswiseWrapper(regression.MeanSquaredError(num_outputs=4))}
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.updated.update(logits.softmax(-1), y)
+        self.called(logits.softmax(-1), y)
+        self.log_dict({"p": self.called["precision"], "r": self.called["recall"]}, on_epoch=True)
+        now = self.errors(logits[:, 0], x[:, 0])
+        self.log_dict({f"{name}_now": value for name, value in now.items()})
+        self.log_dict(self.errors, on_step=False, on_epoch=True)
+        self.log_dict(self.by_class(logits, x[:, :4].contiguous()))
+        self.log("loss", loss + now["train_mae"])
+        return loss + now["train_mae"]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx % 3 == 1:
+            self.seen.append(self.updated.compute())
+            self.seen.append(self.updated["all_recall"].compute())  # copies the states of its group
+        if self.global_step % 7 == 5:
+            self.updated.reset()
+
+    def on_train_epoch_end(self) -> None:
+        self.updated.reset()
+        self.called.reset()
+
+
+@UNIMPORTANT
+@pytest.mark.parametrize("groups", [True, False, [["precision", "recall"], ["auroc"]]])
+def test_collections(tmp_path: Path, accelerator: str, groups: bool | list[list[str]]) -> None:
+    _, graph = both(lambda: Collections(groups), tmp_path, accelerator)
+    found = on_host(graph)
+    whole = isinstance(groups, list)  # its groups are there from the start, so that `forward` is odd
+    expected = {"updated.auroc"} | ({"called"} if whole else {"called.auroc"})
+    assert found.keys() == expected
+
+
+class Twice(Watched):
+    """The same metrics called in several ways in one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = _micro()
+        self.alone = _micro()
+        self.group = MetricCollection(
+            {
+                "accuracy": self.alone,
+                "recall": classification.MulticlassRecall(4, average="micro"),
+            }
+        )
+        self.inner = _sum()
+        self.outer = Running(self.inner, 3)
+        self.one = regression.MeanSquaredError()
+        self.same = self.one
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.both.update(logits, y)
+        self.log("both", self.both(logits.flip(0), y))
+        self.log("all", self.both)
+        self.both.update(logits.flip(0), y)
+        self.group.update(logits, y)
+        self.group["recall"].update(logits, y)
+        self.alone.update(logits.flip(0), y)
+        self.inner.update(loss)
+        self.outer.update(loss)
+        self.one.update(logits[:, 0], x[:, 0])
+        self.same.update(logits[:, 1], x[:, 1])
+        self.log("loss", loss)
+        return loss
+
+
+def test_several_calls_in_one_step(tmp_path: Path, accelerator: str) -> None:
+    _, graph = both(Twice, tmp_path, accelerator)
+    found = on_host(graph)
+    # A group shares a state that `update` rebinds in one member, and this one is called alone too.
+    assert found.keys() == {"alone", "group.recall", "inner", "outer"}
+
+
+class OwnMean(Metric):
+    """Tensors alone."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+        self.weight = 1.0
+
+    def update(self, value: Tensor) -> None:
+        self.total = self.total + value.detach().sum() * self.weight
+        self.count += value.numel()
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+class Counts(OwnMean):
+    """Counts on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def update(self, value: Tensor) -> None:
+        self.n += 1
+        super().update(value * self.n)
+
+
+class Keeps(OwnMean):
+    """Keeps a list that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Tensor] = []
+
+    def update(self, value: Tensor) -> None:
+        self.history.append(value.detach())
+        super().update(value)
+
+
+class Asks(OwnMean):
+    """Weighs by the number of the call."""
+
+    def update(self, value: Tensor) -> None:
+        super().update(value * self._update_count)
+
+
+class Swaps(OwnMean):
+    """A state is the one that another was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("before", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        self.before = self.total
+        super().update(value)
+
+
+class Shares(OwnMean):
+    """Two states in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        zero = torch.zeros(())
+        self.add_state("one", zero, dist_reduce_fx="sum")
+        self.add_state("other", zero, dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        self.one += value.detach().sum()
+        super().update(value)
+
+
+class Remembers(OwnMean):
+    """Another attribute is a new tensor each time."""
+
+    last: Tensor
+
+    def update(self, value: Tensor) -> None:
+        self.last = value.detach()
+        super().update(value)
+
+
+class Grows(OwnMean):
+    """A state gets longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("longer", torch.zeros(1), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        self.longer = torch.cat([self.longer, self.longer[-1:] + value.detach().reshape(1)])
+        super().update(value)
+
+
+class Draws(OwnMean):
+    """Adds noise."""
+
+    def update(self, value: Tensor) -> None:
+        super().update(value + torch.rand_like(value))
+
+
+class Says(OwnMean):
+    """Prints."""
+
+    def update(self, value: Tensor) -> None:
+        print("a call")
+        super().update(value)
+
+
+OWN: dict[str, tuple[type[Metric], str]] = {
+    "own": (OwnMean, ""),
+    "counts": (Counts, "sets or changes `n`"),
+    "keeps": (Keeps, "sets or changes `history`"),
+    "asks": (Asks, "reads `_update_count`"),
+    "swaps": (Swaps, ""),
+    "shares": (Shares, "in the same memory"),
+    "remembers": (Remembers, "sets or changes `last`"),
+    "grows": (Grows, "changes what the state `longer`"),
+    "draws": (Draws, "draws random numbers"),
+    "says": (Says, "`print`"),
+}
+
+
+class OwnMetrics(Watched):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, (cls, _) in OWN.items():
+            self.add_module(name, cls())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        for name in OWN:
+            self.get_submodule(name).update(loss)
+        self.log("own", self.get_submodule("own"))
+        self.log("loss", loss)
+        return loss
+
+
+def test_own_metrics(tmp_path: Path, accelerator: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = train(make(OwnMetrics), tmp_path / "plain", accelerator=accelerator)
+    said = capsys.readouterr().out.count("a call")
+    callback = CUDAGraphCallback()
+    graph = train(make(OwnMetrics), tmp_path / "graph", callback, accelerator=accelerator)
+    assert capsys.readouterr().out.count("a call") == said == 24
+    assert_same(plain, graph)
+    assert differences(plain.module.seen, graph.module.seen) == []  # type: ignore[union-attr]
+    assert graph.counts.replayed >= 12
+    found = on_host(graph)
+    wrong = {n: found.get(n) for n, (_, why) in OWN.items() if bool(why) != (n in found)}
+    assert not wrong
+    for name, reason in found.items():
+        assert OWN[name][1] in reason
+
+
+class Hidden(Watched):
+    """Metrics made late, and in a place that no module knows."""
+
+    def setup(self, stage: str) -> None:
+        self.late = _micro().to(self.device)
+        self.hidden = {"train": {"error": [regression.MeanSquaredError()]}}
+
+    def metrics(self) -> dict[str, Any]:
+        return {"late": self.late, "hidden": self.hidden["train"]["error"][0]}
+
+    def on_fit_start(self) -> None:
+        for metric in self.metrics().values():
+            metric.to(self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        self.log("late", self.late(logits, y))
+        self.log("hidden", self.hidden["train"]["error"][0](logits[:, 0], x[:, 0]))
+        return nn.functional.cross_entropy(logits, y)
+
+
+def test_metrics_that_no_module_knows(tmp_path: Path, accelerator: str) -> None:
+    _, graph = both(Hidden, tmp_path, accelerator)
+    assert on_host(graph) == {}
+
+
+OUTSIDE = _micro()
+
+
+class Outside(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        OUTSIDE.to(logits.device).update(logits, batch[1])
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+def test_a_metric_outside_the_model(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError, match=r"`MulticlassAccuracy` that is no attribute.*py:\d+"):
+        train(make(Outside), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    assert isinstance(OUTSIDE.update_count, int)
+    OUTSIDE.reset()
+
+
+class Meddles(Watched):
+    """The host changes a metric, and keeps states, while the graph is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = OwnMean()
+        self.error = regression.MeanSquaredError()
+        self.kept: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.own(loss)
+        self.error.update(logits[:, 0], x[:, 0])
+        self.log("own", self.own)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.kept.append((self.own.total, self.own.count, self.error.sum_squared_error))
+        if self.global_step == 9:
+            self.own.weight = 0.5
+        if self.global_step == 14:
+            self.error.set_dtype(torch.float64)
+        if self.global_step == 21:
+            state = {"total": torch.ones((), device=self.device), "count": torch.tensor(3)}
+            self.own.persistent(True)
+            self.own.load_state_dict(state)
+
+    def on_train_end(self) -> None:
+        self.seen += self.kept  # tensors that an eager step writes into have changed, the others not
+
+
+def test_the_host_changes_a_metric(tmp_path: Path, accelerator: str) -> None:
+    _, graph = both(Meddles, tmp_path, accelerator, max_epochs=5)
+    assert on_host(graph) == {}
+    assert len(graph.counts.recaptures) == 2
+    assert "`weight` of `own`" in graph.counts.recaptures[0]
+    assert "state `sum_squared_error` of the metric `error`" in graph.counts.recaptures[1]
+
+
+class Fails(Watched):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = _micro()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        self.log("accuracy", self.accuracy(logits, batch[1]))
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        return loss * 1.0 if loss.item() > 0 else loss
+
+
+def test_a_capture_that_fails_leaves_metrics_alone(tmp_path: Path, accelerator: str) -> None:
+    plain = train(make(Fails), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    eager = train(make(Fails), tmp_path / "eager", callback, accelerator=accelerator)
+    assert eager.counts.replayed == 0
+    assert_same(plain, eager)
+    assert differences(plain.module.seen, eager.module.seen) == []  # type: ignore[union-attr]
+
+
+class Cheap(Net):
+    def __init__(self, metrics: int) -> None:
+        super().__init__()
+        self.all = nn.ModuleList([_micro() for _ in range(metrics)])
+        self.ops = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        for metric in self.all:
+            metric(logits, batch[1])
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+class _Ops(TorchDispatchMode):
+    """Counts what is launched from the host; replays of the emulator launch below it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_metric_in_the_graph_launches_nothing(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: dict[int, list[str]] = {}
+    for metrics in (1, 6):
+        per_step: list[list[str]] = []
+
+        def counted(
+            self: Any, *args: Any, per_step: Any = per_step, plain: Any = LoggedStep.hand_over
+        ) -> Any:
+            with _Ops() as counter:
+                result = plain(self, *args)
+            per_step.append(counter.ops)
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LoggedStep, "hand_over", counted)
+            _, graph = both(lambda m=metrics: Cheap(m), tmp_path / str(metrics), accelerator)
+        assert on_host(graph) == {}
+        launched[metrics] = per_step[-1]
+    # One copy of all the results together, however many there are; the rest are views of it.
+    assert [op for op in launched[6] if "clone" in op] == ["aten.clone.default"]
+    assert launched[1] == launched[6]
