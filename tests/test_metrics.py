@@ -95,7 +95,7 @@ def test_metrics(tmp_path: Path, accelerator: str, window: int) -> None:
 class Looks(Measured):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
-        return nn.functional.cross_entropy(logits, batch[1]) * (1 + self.auroc(logits, batch[1])[0])
+        return nn.functional.cross_entropy(logits, batch[1]) * (1 + self.auroc(logits, batch[1]))
 
     def on_train_epoch_end(self) -> None:
         self.auroc.reset()
