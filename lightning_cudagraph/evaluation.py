@@ -32,7 +32,7 @@ from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules, refuse_re
 from lightning_cudagraph.logs import LoggedStep, recorded_logs
 from lightning_cudagraph.loop import Settings
 from lightning_cudagraph.metric_states import StepMetrics
-from lightning_cudagraph.metrics import Later, is_metric
+from lightning_cudagraph.metrics import Later
 from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.support import Stage, check_evaluation
 
@@ -90,9 +90,7 @@ class GraphedEvaluation:
         self._step_name = f"{stage}_step"
         self._patches = ExitStack()
         self._eager_step: Callable[..., Any] | None = None
-        self._metrics = StepMetrics(
-            module, trainer, backend, host_rules(trainer, settings.harmless, is_metric)
-        )
+        self._metrics = StepMetrics(module, trainer, backend, host_rules(trainer, settings.harmless))
         self._guards = Guards(
             module,
             self._metrics.described,
@@ -163,12 +161,12 @@ class GraphedEvaluation:
             self._values,
             self._state,
             self._undone,
-            self._metrics.learning,
             lambda: ([], []),
             _PLACE,
             in_window=False,
             kept=lambda: False,
             beside={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
+            learning=self._metrics.learning,
         )
         try:
             _, outputs = self._engine.step(step, self._metrics.adopt)

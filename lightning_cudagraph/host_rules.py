@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_cudagraph.capture.host_calls import HostRules, allowance
 from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.metrics import is_metric
 
 __all__ = ["host_rules", "refuse_replaced_methods"]
 
@@ -77,7 +78,9 @@ _EFFECTS: dict[CodeType, str] = {
 
 
 def host_rules(
-    trainer: pl.Trainer, harmless: frozenset[str], stays_on_host: Callable[[Any], bool]
+    trainer: pl.Trainer,
+    harmless: frozenset[str],
+    stays_on_host: Callable[[Any], bool] = is_metric,
 ) -> HostRules:
     """The rules for one run.
 

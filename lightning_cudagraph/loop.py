@@ -33,7 +33,6 @@ from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.inner_hooks import InnerHooks
 from lightning_cudagraph.metric_states import StepMetrics
-from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.optimizer_part import OptimizerPart, Scope
 from lightning_cudagraph.profilers import around_replays, profiler_note
@@ -97,9 +96,7 @@ class GraphedTraining:
         self._part = OptimizerPart(
             trainer, module, backend, settings.scope, lambda reason: self._engine.drop(reason), _announce
         )
-        self._metrics = StepMetrics(
-            module, trainer, backend, host_rules(trainer, settings.harmless, is_metric)
-        )
+        self._metrics = StepMetrics(module, trainer, backend, host_rules(trainer, settings.harmless))
         self._optimization = GraphedOptimization.__new__(GraphedOptimization)
         self._hooks = InnerHooks(trainer, module)
         self._guards = Guards(
@@ -292,11 +289,11 @@ class GraphedTraining:
             StepOutputs.values,
             lambda: {**self._part.state(place), **self._metrics.tensors()},
             self._undone,
-            self._metrics.learning,
             lambda: self._part.parameters(place),
             place,
             self._trainer.accumulate_grad_batches > 1,
             lambda: self._part.behind is not None or not undisturbed(self._trainer, self._module),
+            learning=self._metrics.learning,
         )
 
         def refresh() -> None:

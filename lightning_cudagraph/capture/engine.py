@@ -99,7 +99,6 @@ class Step(Generic[T]):
         values: the tensors among the outputs that can be compared, by name.
         state: all tensors that it changes, by name, in the order of the step.
         transaction: entered around the captures; when left, all that the host did inside is undone.
-        learning: entered around steps of the warm-up.
         parameters: those whose gradients it drops and computes anew, and those to whose it only adds.
         place: whether it drops gradients, and whether the optimizer takes its step: what is captured of
             it depends on these two.
@@ -107,6 +106,7 @@ class Step(Generic[T]):
         kept: whether code of the user's runs between two steps, and can keep gradients.
         beside: what else a graph of it takes for granted, by the names that the user knows: steps that
             differ in it have graphs of their own, as those of other batch signatures have.
+        learning: entered around steps of the warm-up.
     """
 
     batch: Any
@@ -117,12 +117,12 @@ class Step(Generic[T]):
     values: Callable[[T], dict[str, Tensor]]
     state: Callable[[], dict[str, Tensor]]
     transaction: Callable[[], AbstractContextManager[None]]
-    learning: Callable[[], AbstractContextManager[None]]
     parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]
     place: Place
     in_window: bool
     kept: Callable[[], bool]
     beside: Mapping[str, Hashable] = field(default_factory=dict)
+    learning: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass
