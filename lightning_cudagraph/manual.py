@@ -35,6 +35,8 @@ __all__ = ["FabricLoop", "ManualOptimization"]
 # Hooks that Lightning calls from `manual_backward` and from the step of an optimizer.
 _CALLBACK_HOOKS_INSIDE = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 _COUNTERS = ("_on_before_step", "_on_after_step")
+# Where `toggle_optimizer` keeps what `untoggle_optimizer` puts back.
+_OWN_OF_TOGGLING = frozenset({"_param_requires_grad_state"})
 _RETURN_AND_LOG = "Return the value from the step, and log it after the call."
 # What torch and Lightning keep for themselves in every module.
 _OWN = frozenset(vars(pl.LightningModule()))
@@ -59,6 +61,12 @@ class ManualOptimization(PlainLoop):
         return scaler_of(self._trainer)
 
     def check(self) -> None:
+        if self._trainer.world_size > 1:
+            raise UnsupportedError(
+                f"The run has {self._trainer.world_size} processes; captured so far are runs on a single"
+                " device.",
+                "Pass `Trainer(devices=1)`.",
+            )
         for callback in callbacks_of(self._trainer):
             for hook in _CALLBACK_HOOKS_INSIDE:
                 method = getattr(callback, hook)
@@ -84,7 +92,7 @@ class ManualOptimization(PlainLoop):
             for name in ("log", "log_dict")
         }
         return replace(
-            host_rules(self._trainer, harmless),
+            host_rules(self._trainer, harmless | _OWN_OF_TOGGLING),
             refused={**logs, **scheduler_steps(), **scaler_calls(scaler)},
             # Nobody calls it after a replay: a metric in the step is a change of state that is lost.
             stays_on_host=lambda module: False,

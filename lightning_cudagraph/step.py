@@ -289,7 +289,10 @@ def _as_one(modules: Mapping[str, nn.Module]) -> nn.Module:
 
 def _found_in(function: Any) -> dict[str, nn.Module]:
     """The modules that a function can be seen to work on, by the names that it has for them."""
-    found: dict[str, Any] = {"self": getattr(function, "__self__", None)}
+    owner = getattr(function, "__self__", None)
+    found: dict[str, Any] = {"self": owner}
+    if owner is not None and not isinstance(owner, nn.Module):
+        found |= getattr(owner, "__dict__", {})
     function = getattr(function, "__func__", function)
     if isinstance(function, FunctionType):
         with contextlib.suppress(ValueError):  # a variable around it has no value yet

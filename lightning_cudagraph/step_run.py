@@ -6,13 +6,10 @@ an engine of its own, with its guards. They share the device's pool of memory, a
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,20 +18,16 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
-from lightning_cudagraph.capture.batch import (
-    Signature,
-    flatten_batch,
-    map_leaves,
-    refuse_hidden_tensors,
-)
+from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.engine import Step, StepCounts, StepEngine
-from lightning_cudagraph.capture.frozen import frozen_python_audit
 from lightning_cudagraph.capture.gradients import GradientHabits
 from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.capture.verify import Verifier
-from lightning_cudagraph.errors import BatchError, CaptureError, UnsupportedError
+from lightning_cudagraph.errors import BatchError, UnsupportedError
 from lightning_cudagraph.optim.steps import OptimizerSteps
+from lightning_cudagraph.step_record import Arguments, StepRecorder, StepResult, copied
 from lightning_cudagraph.surroundings import PlainLoop
 
 __all__ = ["StepRun", "StepSettings", "backend_for"]
@@ -60,27 +53,6 @@ class StepSettings:
     verify_every_n_steps: int | None
     harmless: frozenset[str]
     max_graphs: int
-
-
-@dataclass
-class StepResult:
-    """What a captured function returned: static tensors, and what else is to be done after a replay."""
-
-    returned: Any
-    gradients: dict[str, nn.Parameter]
-    host_notes: list[Callable[[], object]]
-
-    def values(self) -> dict[str, Tensor]:
-        """What can be compared just after the step, by name."""
-        named = {
-            f"`{path.replace('batch', 'output', 1)}`": leaf
-            for path, leaf in flatten_batch(self.returned)
-            if isinstance(leaf, Tensor)
-        }
-        for name, parameter in self.gradients.items():
-            if parameter.grad is not None:
-                named[f"the gradient of `{name}`"] = parameter.grad
-        return named
 
 
 @dataclass
@@ -132,29 +104,19 @@ class StepRun:
     ) -> None:
         self.counts = StepCounts()
         self.backend = backend
-        self._function = function
         self._model = model
         self._surroundings = surroundings
         self._settings = settings
-        self._rules = surroundings.rules(settings.harmless, scaler)
-        self._handed = _handed(function)
-        self._names = _argument_names(function)
         self._lanes: dict[tuple[Signature, _Mode], _Lane] = {}
         self._last: _Lane | None = None
-        self._check()
+        surroundings.check()
+        refuse_unfit_modules(model)
+        _refuse_several_devices(model, backend.device)
         self._optimizers = OptimizerSteps(
             optimizers, scaler, backend.device, backend.lr_dtype, self._drop_all
         )
-
-    def _check(self) -> None:
-        self._surroundings.check()
-        for name, parameter in self._model.named_parameters():
-            if parameter.device.type != self.backend.device.type:
-                raise UnsupportedError(
-                    f"The parameter `{name}` is on {parameter.device}, and others are on"
-                    f" {self.backend.device}.",
-                    "Move all modules to one device.",
-                )
+        rules = surroundings.rules(settings.harmless, scaler)
+        self._recorder = StepRecorder(function, model, self._optimizers, surroundings, rules, backend)
 
     @property
     def notes(self) -> list[str]:
@@ -171,16 +133,16 @@ class StepRun:
         Raises:
             UnsupportedError: if it cannot be captured. Nothing of the call has happened then.
         """
-        batch = self._packed(args, kwargs)
+        arguments = self._recorder.arguments(args, kwargs)
         try:
-            lane = self._lane(batch)
+            lane = self._lane(arguments.batch)
         except UnsupportedError as error:
             if self._settings.raise_unsupported:
                 raise
-            return self._eager(args, kwargs, error.reason)
+            return self._eager(arguments, error.reason)
         if not lane.engine.has_graphs and self._graphs() >= self._settings.max_graphs:
             reason = f"more than {self._settings.max_graphs} signatures: {lane.signature}"
-            return self._eager(args, kwargs, reason)
+            return self._eager(arguments, reason)
         if self._last is not lane and self._last is not None:
             self._last.engine.leave()
         self._last = lane
@@ -188,33 +150,41 @@ class StepRun:
         if lane.calls % _SUSPECT_EVERY_N_CALLS == 0:
             lane.guards.suspect()
         returned: list[Any] = []
+        step = self._step(lane, arguments, returned)
+        _, result = lane.engine.step(step, self._optimizers.refresh, lane.signature)
+        if result is None:
+            return copied(returned[0])
+        for note in result.host_notes:
+            note()
+        return copied(result.returned)
+
+    def _step(self, lane: _Lane, arguments: Arguments, returned: list[Any]) -> Step[StepResult]:
+        """One call, as the engine needs to know it; what an eager one returns is added to `returned`."""
+        recorder, habits = self._recorder, lane.habits
 
         def run() -> None:
             with ExitStack() as stack:
                 if not (lane.engine.has_graphs or lane.engine.given_up):
-                    stack.enter_context(lane.habits.learning())
-                returned.append(self._run(args, kwargs))
+                    stack.enter_context(habits.learning())
+                returned.append(recorder.run(arguments))
 
-        step = Step(
-            batch,
+        def record(batch: dict[str, Any], capturing: bool) -> StepResult:
+            return recorder.record(batch, arguments, habits, lane.guards, capturing)
+
+        return Step(
+            arguments.batch,
             run,
-            lambda static, cut: self._record(static, len(args), lane, capturing=True),
-            lambda static: self._record(static, len(args), lane, capturing=False),
+            lambda batch, cut: record(batch, capturing=True),
+            lambda batch: record(batch, capturing=False),
             _no_turn,
             StepResult.values,
-            lambda: self._state(lane),
-            self._undone,
-            lane.habits.parameters,
-            (True, lane.habits.finds_gradients()),
-            lane.habits.accumulates(),
+            lambda: recorder.state(habits),
+            recorder.undone,
+            habits.parameters,
+            (True, habits.finds_gradients()),
+            habits.accumulates(),
             lambda: True,
         )
-        _, result = lane.engine.step(step, self._optimizers.refresh, lane.signature)
-        if result is None:
-            return _copied(returned[0])
-        for note in result.host_notes:
-            note()
-        return _copied(result.returned)
 
     def close(self) -> None:
         """Let go of the graphs, and give the optimizers back."""
@@ -225,13 +195,6 @@ class StepRun:
 
     def _graphs(self) -> int:
         return sum(lane.engine.has_graphs for lane in self._lanes.values())
-
-    def _packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        names = self._names[: len(args)]
-        names += [f"argument {index}" for index in range(len(names), len(args))]
-        if not kwargs.keys().isdisjoint(names):
-            self._function(*args, **kwargs)  # raises the error that Python has for it
-        return {**dict(zip(names, args, strict=True)), **kwargs}
 
     def _lane(self, batch: dict[str, Any]) -> _Lane:
         mode = self._mode()
@@ -281,7 +244,7 @@ class StepRun:
                 break
             del self._lanes[idle]
         settings, backend = self._settings, self.backend
-        habits = GradientHabits(self._parameters)
+        habits = GradientHabits(self._recorder.parameters)
         guards = Guards(
             self._model,
             self._optimizers.hyperparameters,
@@ -334,131 +297,26 @@ class StepRun:
         for lane in self._lanes.values():
             lane.engine.drop(reason)
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters that the function is known to work on, each once, by name."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, parameter in chain(
-            self._model.named_parameters(), self._optimizers.parameters().items()
-        ):
-            found.setdefault(id(parameter), (name, parameter))
-        return dict(found.values())
-
-    def _state(self, lane: _Lane) -> dict[str, Tensor]:
-        """All tensors that the step changes, by name, in the order of a step."""
-        state: dict[str, Tensor] = {
-            f"buffer `{name}`": buffer for name, buffer in self._model.named_buffers()
-        }
-        for index, parameter in enumerate(lane.habits.parameters()[1]):
-            if parameter.grad is not None:
-                state[f"the gradient of a parameter that the step only adds to ({index})"] = (
-                    parameter.grad
-                )
-        state |= self._optimizers.state_tensors()
-        return state | {f"parameter `{name}`": value for name, value in self._parameters().items()}
-
-    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+    def _eager(self, arguments: Arguments, reason: str) -> Any:
         self.counts.note_eager(reason)
         if self._last is not None:
             self._last.engine.leave()
         with self.backend.on_side_stream():
-            returned = self._run(args, kwargs)
-        return _copied(returned)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function itself, in the arithmetic of a captured one."""
-        with self._optimizers.running(capturing=False):
-            return self._function(*args, **kwargs)
-
-    def _record(
-        self, batch: dict[str, Any], positional: int, lane: _Lane, capturing: bool
-    ) -> StepResult:
-        """Run the function on the static arguments; what it does on the host is undone or refused."""
-        if capturing:
-            lane.habits.check()
-        self._optimizers.check()
-        values = [*batch.values()]
-        named = dict([*batch.items()][positional:])
-        parameters = self._parameters()
-        trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
-        host_notes: list[Callable[[], object]] = []
-        with ExitStack() as stack:
-            stack.enter_context(self._surroundings.noted(host_notes))
-            if capturing:
-                audit = frozen_python_audit(
-                    self._model,
-                    next(iter(self._surroundings.around.values()), None),
-                    self.backend.device,
-                    self._rules,
-                    self._handed,
-                )
-                mentioned = stack.enter_context(audit)
-                lane.guards.mentioned.append(mentioned)
-                of = {"__name__": getattr(self._function, "__qualname__", "the step"), **self._handed}
-                mentioned.user_globals += [(of, name) for name in self._handed]
-            stack.enter_context(self._optimizers.running(capturing))
-            returned = self._function(*values[:positional], **named)
-            _refuse_toggled(parameters, trained)
-        refuse_hidden_tensors(returned, "the output of the step")
-        drops, adds = lane.habits.parameters()
-        touched = {id(parameter) for parameter in (*drops, *adds)}
-        gradients = {name: p for name, p in parameters.items() if id(p) in touched}
-        return StepResult(map_leaves(returned, _detached), gradients, host_notes)
-
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        """Undo what a recorded step does to gradients and to the scaler."""
-        before = [(parameter, parameter.grad) for parameter in self._parameters().values()]
-        with self._optimizers.undone():
-            try:
-                yield
-            finally:
-                for parameter, gradient in before:
-                    parameter.grad = gradient
-
-
-def _refuse_toggled(parameters: Mapping[str, nn.Parameter], trained: Mapping[str, bool]) -> None:
-    """Refuse a step after which other parameters are trained than before it."""
-    toggled = [name for name, p in parameters.items() if p.requires_grad != trained[name]]
-    for name in toggled:
-        parameters[name].requires_grad_(trained[name])
-    if toggled:
-        raise CaptureError(
-            f"The step changes `requires_grad` of `{toggled[0]}` from {trained[toggled[0]]} to"
-            f" {not trained[toggled[0]]} ({len(toggled)} parameter(s) in all), which a replay would not"
-            " do.",
-            "Set it back at the end of the step, or change it outside of it.",
-        )
+            returned = self._recorder.run(arguments)
+        return copied(returned)
 
 
 def _no_turn(result: StepResult, number: int) -> None:
     """A function of the user's gives the host no turn in its middle."""
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _copied(tree: Any) -> Any:
-    return map_leaves(tree, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
-
-
-def _handed(function: Callable[..., Any]) -> dict[str, Any]:
-    """The objects of the user's that a function is bound to, by name."""
-    if isinstance(function, partial):
-        return {**_handed(function.func), "args": function.args, "keywords": function.keywords}
-    owner = getattr(function, "__self__", None)
-    if owner is not None:
-        return {"self": owner}
-    return {} if inspect.isfunction(function) else {"self": function}
-
-
-def _argument_names(function: Callable[..., Any]) -> list[str]:
-    """What the positional arguments are called."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+def _refuse_several_devices(model: nn.Module, device: torch.device) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.device != device:
+            raise UnsupportedError(
+                f"The parameter `{name}` is on {parameter.device}, and others are on {device}.",
+                "Move all modules to one device.",
+            )
 
 
 def backend_for(device: torch.device) -> Backend:

@@ -15,13 +15,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import call
-from torch import nn
 from torch.amp import GradScaler
 from torch.cuda.amp import GradScaler as CudaGradScaler
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
 from lightning_cudagraph.logs import TO_TENSOR
 
@@ -279,16 +279,4 @@ def _check_modules(module: pl.LightningModule) -> None:
             " supported yet.",
             "Leave out `torch.compile`.",
         )
-    for name, child in module.named_modules():
-        compiled_in_place = getattr(child, "_compiled_call_impl", None) is not None
-        if compiled_in_place or isinstance(child, torch._dynamo.OptimizedModule):
-            raise UnsupportedError(
-                f"The module `{name}` is compiled; a capture around compiled code is not supported yet.",
-                "Leave out `torch.compile`.",
-            )
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            raise UnsupportedError(
-                f"The module `{name}` is a `{type(child).__name__}(sparse=True)`, whose gradients have"
-                " a size that depends on values.",
-                "Pass `sparse=False`.",
-            )
+    refuse_unfit_modules(module)

@@ -18,7 +18,7 @@ FLOORS = [
     ["capture"],
     ["optim"],
     ["timing"],
-    ["surroundings", "step", "step_run"],
+    ["surroundings", "step", "step_record", "step_run"],
     [
         "closures",
         "hooks",
@@ -44,7 +44,7 @@ FLOORS = [
     ["__init__"],
     ["cli"],
 ]
-TORCH_ONLY = ["errors", "capture", "optim", "timing", "surroundings", "step", "step_run"]
+TORCH_ONLY = ["errors", "capture", "optim", "timing", "surroundings", "step", "step_record", "step_run"]
 TENSORBOARD = "timing/tensorboard.py"
 
 

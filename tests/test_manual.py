@@ -133,6 +133,22 @@ class InOne(GAN):
         return loss
 
 
+class TogglesInside(GAN):
+    """`toggle_optimizer` in the captured function, which leaves `requires_grad` as it was."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("critic", self.critic_step(batch[0])["loss"])
+        return self.generator_step(batch[0])
+
+    def _critic_step(self, real: Tensor) -> Any:
+        with self.toggled_optimizer(self.optimizers()[1]):
+            return super()._critic_step(real)
+
+    def _generator_step(self, real: Tensor) -> Any:
+        with self.toggled_optimizer(self.optimizers()[0]):
+            return super()._generator_step(real)
+
+
 class Watch(Callback):
     def __init__(self) -> None:
         self.steps: list[Any] = []
@@ -207,7 +223,7 @@ def assert_same(
 
 # Of the steps of each epoch, the last has another shape: 24 of the one and 3 of the other.
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("cls", [GAN, Untoggled, InOne])
+@pytest.mark.parametrize("cls", [GAN, Untoggled, InOne, TogglesInside])
 def test_same_as_plain(tmp_path: Path, accelerator: str, cls: type[GAN], precision: Any) -> None:
     module = assert_same(tmp_path, accelerator, cls, precision=precision)
     for step in (module.critic_step, module.generator_step):
@@ -301,6 +317,18 @@ class CountsCalls(GAN):
         return super()._critic_step(real)
 
 
+class ReadsWhileToggled(TogglesInside):
+    """Refused where `requires_grad` is not what it was, and no one is there to put it back."""
+
+    def _critic_step(self, real: Tensor) -> Any:
+        _, optimizer = self.optimizers()
+        self.toggle_optimizer(optimizer)
+        out = GAN._critic_step(self, real)
+        assert out["loss"].item() < 1e9
+        self.untoggle_optimizer(optimizer)
+        return out
+
+
 class ForgetsOptimizer(GAN):
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -313,6 +341,7 @@ REFUSED: dict[str, tuple[type[GAN], str]] = {
     "global_step": (ReadsGlobalStep, r"read of `self\.global_step`.*test_manual.py.*before you call"),
     "scheduler": (StepsScheduler, r"use of `LRScheduler\.step`.*Call the scheduler after the step"),
     "counter": (CountsCalls, r"sets or changes `calls` of the `CountsCalls` at .*test_manual.py"),
+    "item": (ReadsWhileToggled, r"`\.item\(\)`.*test_manual\.py"),
     "no optimizer": (ForgetsOptimizer, r"calls `SGD\.step\(\)` of an optimizer that it was not given"),
 }
 

@@ -215,6 +215,47 @@ class HiddenModule(Loop):
         return super().step(self.other[0](x), y)
 
 
+class StepsOnHost(Loop):
+    def build(self) -> None:
+        super().build()
+        self.optimizer = O.Adagrad(self.net.parameters(), lr=0.1)
+
+
+class Compiled(Loop):
+    def build(self) -> None:
+        super().build()
+        self.net.layers[0].compile(backend="eager")
+
+
+class Sparse(Loop):
+    def build(self) -> None:
+        super().build()
+        self.table = nn.Embedding(4, 6, sparse=True).to(self.device)
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        return super().step(x + self.table(y), y)
+
+
+REFUSED_AT_ONCE: dict[type[Loop], str] = {
+    StepsOnHost: r"`torch\.optim\.adagrad\.Adagrad` counts its steps on the host",
+    Compiled: r"`layers\.0` is compiled",
+    Sparse: r"`table` is a `Embedding\(sparse=True\)`",
+}
+
+
+@pytest.mark.parametrize("loop", REFUSED_AT_ONCE, ids=lambda loop: loop.__name__)
+def test_refused_at_once(accelerator: str, loop: type[Loop]) -> None:
+    """With the first call; or all calls are plain ones."""
+    with pytest.raises(UnsupportedError, match=REFUSED_AT_ONCE[loop]):
+        run(loop(device_of(accelerator)), graphed=True)
+
+    class Eager(loop):  # type: ignore[misc,valid-type]
+        kwargs = {"on_unsupported": "eager"}  # noqa: RUF012
+
+    step = assert_equal_runs(lambda: Eager(device_of(accelerator)), 0)
+    assert step.report.startswith("lightning_cudagraph: all calls eager. ")
+
+
 REFUSED: dict[type[Loop], str] = {
     Items: r"`\.item\(\)`.* found at .*test_step_changes\.py",
     Counts: r"sets or changes `self\.calls` of the step at .*test_step_changes\.py.*before you call the",
