@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import (
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback
-from tests.harness import Net, Trace, loader, make, train
+from tests.harness import Net, Trace, assert_same, loader, make, train
 from tests.rows import became, row
 
 ONE_SHAPE = {"another batch signature": 3}  # the ragged batch of each of three epochs
@@ -263,3 +263,23 @@ def test_finetuning_resumed_without_the_callback(tmp_path: Path, accelerator: st
     resumed = run("resumed", None, ckpt_path=last, max_epochs=4)
     assert resumed.final["global_step"] == 32
     assert not any(group["capturable"] for group in resumed.final["optimizer"]["param_groups"])
+
+
+def test_finetuning_in_the_arithmetic_of_a_graph(tmp_path: Path, accelerator: str) -> None:
+    """A param group that is added later computes as the first one does."""
+
+    def run(folder: str, ours: CUDAGraphCallback) -> Trace:
+        return train(
+            make(lambda: WithBackbone(fused=False)),
+            tmp_path / folder,
+            ours,
+            accelerator=accelerator,
+            callbacks=(FINETUNINGS["own"](),),
+            max_epochs=4,
+        )
+
+    eager = run("eager", CUDAGraphCallback(warmup_steps=10**6))
+    graph = run("graph", CUDAGraphCallback())
+    assert_same(eager, graph)
+    assert graph.counts.replayed == 22
+    assert not any(group["capturable"] for group in graph.final["optimizer"]["param_groups"])
