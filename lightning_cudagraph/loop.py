@@ -25,6 +25,7 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.recomputed import detach_recomputed
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
@@ -280,9 +281,14 @@ class GraphedTraining:
         """Take a batch through its phase; returns the loss if it was replayed."""
         self._hooks.watch(closure, self._part.optimizer.optimizer)
         place = (closure.drops_gradients, body.has_optimizer)
+
+        def run_eagerly() -> None:
+            detach_recomputed(self._module)
+            run()
+
         step = Step(
             closure.batch,
-            run,
+            run_eagerly,
             lambda batch, cut: self._recorder.record(batch, closure, body, self._layers, cut),
             lambda batch: self._recorder.record(batch, closure, body, None, None),
             lambda outputs, index: self._host_turn(outputs, index, closure, body),

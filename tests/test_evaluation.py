@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     Callback,
     EarlyStopping,
+    EMAWeightAveraging,
     ModelCheckpoint,
-    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
@@ -376,7 +376,7 @@ def test_averaged_weights(tmp_path: Path, accelerator: str) -> None:
         tmp_path,
         accelerator,
         Evaluated,
-        lambda folder: {"callbacks": (WeightAveraging(use_buffers=True),)},
+        lambda folder: {"callbacks": (EMAWeightAveraging(decay=0.9),)},
         ours=evaluating,
         val_loader=loader(seed=1, batches=5),
     )
@@ -645,7 +645,7 @@ def test_training_without_a_graph(tmp_path: Path, accelerator: str) -> None:
 class Iterates(Evaluated):
     def validation_step(self, dataloader_iter: Any) -> Any:
         batch, _, _ = next(dataloader_iter)
-        self.log("val_loss", self(batch[0]).mean(), batch_size=len(batch[0]))
+        self.log("val_loss", self(batch[0].to(self.device)).mean(), batch_size=len(batch[0]))
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter", "ignore:lightning_cudagraph. all batches of")

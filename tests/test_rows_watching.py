@@ -78,6 +78,7 @@ def test_timer(
     assert done.graph.counts.replayed
 
 
+@pytest.mark.filterwarnings("ignore:FLOPs not found for")  # of some GPUs, which Lightning does not know
 def test_throughput_monitor(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, clock: Any
 ) -> None:

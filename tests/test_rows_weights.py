@@ -92,6 +92,8 @@ AVERAGES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", AVERAGES)
 def test_averages(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
+    if accelerator == "gpu" and name == "mean":
+        pytest.skip("torch itself cannot average the integer buffers of batch norm on a GPU")
     # The averages take the place of the weights in validation, here also between two replays.
     done = row(
         tmp_path,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
@@ -226,10 +227,13 @@ class CudaBackend:
 
     def cut(self) -> None:
         assert self._recording is not None
-        if (broken := self._end_capture(self._recording)) is not None:
-            raise broken
-        self._forks.clear()
-        self._recording.begin()
+        # Without the modes that watch the step: what torch itself writes at the beginning of a capture
+        # (the seeds and offsets of generators) is not part of it.
+        with _disable_current_modes():
+            if (broken := self._end_capture(self._recording)) is not None:
+                raise broken
+            self._forks.clear()
+            self._recording.begin()
 
     def _end_capture(self, graph: CudaParts) -> Exception | None:
         """End the capture, on the error path too, where nothing may be left open."""

@@ -17,7 +17,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["Recomputed", "recomputed_apart", "recomputed_names"]
+__all__ = ["Recomputed", "detach_recomputed", "recomputed_apart", "recomputed_names"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,18 @@ def recomputed_names(module: nn.Module) -> set[str]:
         elif isinstance(hook, (WeightNorm, SpectralNorm)):
             found.add(hook.name)
     return found
+
+
+def detach_recomputed(model: nn.Module) -> None:
+    """Let go of the autograd graphs of those that were computed before, elsewhere.
+
+    They keep the nodes alive that accumulate the gradients of their parameters, and with them the stream
+    that these were made on: a later capture would have to wait for it.
+    """
+    for module in model.modules():
+        for name in recomputed_names(module):
+            if (value := vars(module).get(name)) is not None:
+                vars(module)[name] = value.detach()
 
 
 @contextmanager
