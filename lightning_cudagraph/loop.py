@@ -36,7 +36,7 @@ from lightning_cudagraph.inner_hooks import InnerHooks
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.optimizer_part import OptimizerPart, Scope
-from lightning_cudagraph.profilers import around_replays, profiler_note
+from lightning_cudagraph.profilers import around_replays, profiler_notes
 from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
 from lightning_cudagraph.support import check_private_names
 from lightning_cudagraph.timing.layers import LayerTimings, select_layers
@@ -156,7 +156,7 @@ class GraphedTraining:
     @property
     def notes(self) -> list[str]:
         """What was changed for the capture, in words."""
-        return [*self._part.notes, *profiler_note(self._trainer)]
+        return [*self._part.notes, *profiler_notes(self._trainer)]
 
     def install(self) -> None:
         """Take the seat."""

@@ -7,9 +7,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
-__all__ = ["around_replays", "profiler_note", "unprofiled"]
+from lightning_cudagraph.support import callbacks_of
+
+__all__ = ["around_replays", "profiler_notes", "unprofiled"]
 
 # `PyTorchProfiler` moves its schedule on after actions whose names end so.
 _ACTION = "[CUDAGraphCallback]replay.training_step"
@@ -44,10 +47,16 @@ def around_replays(trainer: pl.Trainer) -> Callable[[], AbstractContextManager[o
     return nullcontext if profiler is None else partial(profiler.profile, _ACTION)
 
 
-def profiler_note(trainer: pl.Trainer) -> list[str]:
-    """What the user of a profiler should know, in words."""
-    if (profiler := _profiler_of(trainer)) is None:
-        return []
-    name = type(profiler).__qualname__
-    note = f"`{name}` sees each replay as `{_ACTION}`; the actions inside are those of eager steps"
-    return [note]
+def profiler_notes(trainer: pl.Trainer) -> list[str]:
+    """What the user of a profiler, or of a callback that measures, should know, in words."""
+    notes = []
+    if (profiler := _profiler_of(trainer)) is not None:
+        name = type(profiler).__qualname__
+        notes.append(
+            f"`{name}` sees each replay as `{_ACTION}`; the actions inside are those of eager steps"
+        )
+    if any(isinstance(callback, ThroughputMonitor) for callback in callbacks_of(trainer)):
+        notes.append(
+            "`ThroughputMonitor` waits for the GPU after every batch: less of what a graph gains is left"
+        )
+    return notes

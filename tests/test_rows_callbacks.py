@@ -110,6 +110,12 @@ def test_learning_rate_monitor(tmp_path: Path, accelerator: str, interval: Any) 
     done = row(tmp_path, accelerator, setting=alone(watch))
     became(done.graph, replayed=18, eager=ONE_SHAPE)
     assert "lr-AdamW" in done.graph.csv
+    for trace in (done.plain, done.graph):
+        trainer = trace.trainer
+        (seen,) = [c.lrs for c in trainer.callbacks if isinstance(c, LearningRateMonitor)]  # type: ignore[union-attr]
+        # Numbers, and not one tensor in all places.
+        assert all(isinstance(lr, float) for lrs in seen.values() for lr in lrs)
+        assert len({lr for lrs in seen.values() for lr in lrs}) > (2 if interval == "epoch" else 20)
     assert "lr-AdamW-momentum" in done.graph.csv
 
 

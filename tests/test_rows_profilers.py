@@ -23,13 +23,21 @@ REPLAY = "[CUDAGraphCallback]replay.training_step"
 STEP = "[Strategy]SingleDeviceStrategy.training_step"
 
 
+# The actions that are in the graph, and that only eager steps and warm-up have.
+INSIDE = {
+    *("training_step", "backward", "optimizer_zero_grad", "configure_gradient_clipping"),
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+}
+
+
 class Kept:
-    """Makes the profiler of each run, and keeps the last, with what it has seen."""
+    """Makes the profiler of each run, and keeps the last two, with what they have seen."""
 
     def __init__(self, cls: type, **kwargs: Any) -> None:
         self.cls, self.kwargs = cls, kwargs
 
     def __call__(self, folder: Path) -> dict[str, Any]:
+        self.before = getattr(self, "made", None)
         self.made = self.cls(dirpath=folder, filename="profile", **self.kwargs)
         return {"profiler": self.made}
 
@@ -44,6 +52,10 @@ def test_simple(tmp_path: Path, accelerator: str, watched: bool) -> None:
     assert len(durations["run_training_batch"]) == 24
     assert len(durations[REPLAY]) == 18
     assert len(durations[STEP]) == 6
+    plain = kept.before.recorded_durations  # type: ignore[union-attr]
+    seldom = {name for name, times in plain.items() if len(durations.get(name, ())) != len(times)}
+    transfers = set() if watched else {"transfer_batch_to_device", "on_after_batch_transfer"}
+    assert {name.rpartition(".")[2] for name in seldom} == INSIDE | transfers
     report = done.graph.callback.report or ""  # type: ignore[union-attr]
     assert report.count(f"`SimpleProfiler` sees each replay as `{REPLAY}`") == 1
     assert "replay.training_step" in next((tmp_path / "graph").glob("*profile*.txt")).read_text()

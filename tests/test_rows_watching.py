@@ -94,6 +94,8 @@ def test_throughput_monitor(
         alone(lambda: ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)),
     )
     became(done.graph, replayed=18, eager=ONE_SHAPE)
+    report = done.graph.callback.report or ""  # type: ignore[union-attr]
+    assert report.count("`ThroughputMonitor` waits for the GPU after every batch") == 1
     assert "train/samples" in done.graph.csv or "train|samples" in done.graph.csv
 
 
