@@ -19,7 +19,10 @@ from torchmetrics.image import PeakSignalNoiseRatio
 from torchmetrics.text import Perplexity
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, Running
 
-from lightning_cudagraph import CaptureError, CUDAGraphCallback
+from lightning_cudagraph import CaptureError, CUDAGraphCallback, VerificationError
+from lightning_cudagraph.capture.backend import CudaBackend
+from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.capture.state import StaticState
 from lightning_cudagraph.logs import LoggedStep
 from tests.harness import Net, Trace, assert_same, differences, make, train
 
@@ -299,6 +302,58 @@ def test_everyday(tmp_path: Path, accelerator: str, window: int) -> None:
         accumulate_grad_batches=window,
     )
     assert on_host(graph) == {}
+
+
+@UNIMPORTANT
+def test_captures_that_take_turns(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmulatorBackend, "graphs_per_step", 2)
+    _, graph = both(Everyday, tmp_path, accelerator, val_check_interval=4)
+    assert on_host(graph) == {}
+
+
+@UNIMPORTANT
+def test_evaluation(tmp_path: Path, accelerator: str) -> None:
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "val_check_interval": 4, "max_epochs": 4}
+    plain = train(make(Everyday), tmp_path / "plain", **kwargs)
+    callback = CUDAGraphCallback(evaluation=True)
+    graph = train(make(Everyday), tmp_path / "graph", callback, **kwargs)
+    assert_same(plain, graph)
+    assert differences(plain.module.seen, graph.module.seen) == []  # type: ignore[union-attr]
+    assert graph.counts.replayed >= 9
+    assert callback.evaluation_counts is not None
+    assert callback.evaluation_counts.replayed >= 4
+    assert on_host(graph) == {}
+
+
+def test_a_fault_in_the_states_is_found(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks of replays look at the states too."""
+    capturing = False
+    write_back = StaticState.write_back
+
+    def faulty(self: StaticState) -> None:
+        if capturing:
+            self.put_back()  # the values stay where nobody looks for them
+        else:
+            write_back(self)
+
+    for backend in (EmulatorBackend, CudaBackend):
+
+        def capture(self: Any, body: Any, plain: Any = backend.capture) -> Any:
+            nonlocal capturing
+            capturing = True
+            try:
+                return plain(self, body)
+            finally:
+                capturing = False
+
+        monkeypatch.setattr(backend, "capture", capture)
+    monkeypatch.setattr(StaticState, "write_back", faulty)
+    with pytest.raises(VerificationError, match=r"state `.*` of the metric `accuracy`"):
+        train(make(Everyday), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
 
 
 @UNIMPORTANT
