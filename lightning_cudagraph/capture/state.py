@@ -8,6 +8,7 @@ value is copied there and the place bound again; before a replay, what somebody 
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ class _Slot:
         label: the same in words.
         place: what a graph reads and writes.
         rebound: the step binds another tensor, so that an eager one would leave this one alone.
-        references: how many there are to the place when nobody outside has kept it; None: not counted.
     """
 
     namespace: dict[str, Any]
@@ -40,7 +40,6 @@ class _Slot:
     label: str
     place: Tensor
     rebound: bool = False
-    references: int | None = None
 
     def fits(self) -> bool:
         """Whether what is bound now can be copied into the place."""
@@ -72,6 +71,13 @@ class StaticState:
 
     def __init__(self) -> None:
         self._slots: dict[tuple[int, str], _Slot] = {}
+        # The same in columns, for loops that run in C: they are gone through before every replay.
+        self._namespaces: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._places: list[Tensor] = []
+        self._rebound: list[Tensor] = []
+        # How often each of the rebound is referred to if nobody outside has kept it; None: not counted.
+        self._references: list[int] | None = None
 
     def keep(self, namespace: dict[str, Any], name: str, label: str) -> None:
         """Give an attribute a place: the tensor that is bound now, if no other attribute has it."""
@@ -85,18 +91,45 @@ class StaticState:
             with torch.inference_mode(False), torch.no_grad():
                 value = namespace[name] = torch.empty_like(value, requires_grad=False).copy_(value)
         self._slots[id(namespace), name] = _Slot(namespace, name, label, value)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        slots = [*self._slots.values()]
+        self._namespaces = [slot.namespace for slot in slots]
+        self._names = [slot.name for slot in slots]
+        self._places = [slot.place for slot in slots]
+        self._rebound = [slot.place for slot in slots if slot.rebound]
+        self._references = None
+
+    def _let_go(self) -> None:
+        """Hold the places in the slots alone, so that who else holds one can be counted."""
+        self._places, self._rebound, self._references = [], [], None
+
+    def _all_bound(self) -> bool:
+        try:
+            found = map(operator.getitem, self._namespaces, self._names)
+            return all(map(operator.is_, found, self._places))
+        except KeyError:
+            return False
 
     def forget(self, keeps: Callable[[dict[str, Any]], bool]) -> None:
         """Let go of the places of objects that are not kept any more."""
         self._slots = {key: slot for key, slot in self._slots.items() if keeps(slot.namespace)}
+        self._arrange()
 
     def tensors(self) -> dict[str, Tensor]:
         """The places, by what they are called."""
         return {slot.label: slot.place for slot in self._slots.values()}
 
+    def _untouched(self) -> bool:
+        """Whether the places are bound as the last replay left them, and nobody has kept one."""
+        if self._references is None or not self._all_bound():
+            return False
+        return not any(map(operator.gt, map(sys.getrefcount, self._rebound), self._references))
+
     def fits(self) -> bool:
         """Whether all that has been bound can be copied into its place."""
-        return all(slot.fits() for slot in self._slots.values() if not _is_bound(slot))
+        return self._all_bound() or all(slot.fits() for slot in self._slots.values())
 
     def described(self) -> dict[str, str]:
         """What kind of tensor is bound now, by what it is called."""
@@ -108,20 +141,27 @@ class StaticState:
 
         To be called before each replay.
         """
+        if not self._slots or self._untouched():
+            self._references = None
+            return
+        self._let_go()
+        places = {storage_id(slot.place) for slot in self._slots.values()}
+        # Where it does not fit, no graph will be replayed that knows the place.
+        moved = [slot for slot in self._slots.values() if not _is_bound(slot) and slot.fits()]
+        for slot in moved:
+            if storage_id(slot.namespace[slot.name]) in places:  # that of another state
+                slot.namespace[slot.name] = slot.namespace[slot.name].clone()
+        for slot in moved:
+            _take_over(slot)
         for slot in self._slots.values():
-            if not _is_bound(slot):
-                # Where it does not fit, no graph will be replayed that knows the place.
-                if slot.fits():
-                    _take_over(slot)
-            elif slot.rebound and slot.counted() > (slot.references or _OWN_REFERENCES + 1):
+            if slot.rebound and _is_bound(slot) and slot.counted() > _OWN_REFERENCES + 1:
                 slot.namespace[slot.name] = _give_away(slot)
-            slot.references = None
+        self._arrange()
 
     def count_references(self) -> None:
         """Note how many refer to the places, when nobody outside has had the time to keep one."""
-        for slot in self._slots.values():
-            if slot.rebound:
-                slot.references = slot.counted()
+        if self._slots:
+            self._references = [*map(sys.getrefcount, self._rebound)]
 
     def write_back(self) -> None:
         """At the end of a captured step: its values, copied into the places; these are bound again.
@@ -152,6 +192,8 @@ class StaticState:
             for targets, values in by_dtype.values():
                 torch._foreach_copy_(targets, values)
         self.put_back()
+        if any(slot.rebound for slot in moved):
+            self._arrange()
 
     def put_back(self) -> None:
         """Bind the places again."""
