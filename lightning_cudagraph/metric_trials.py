@@ -22,6 +22,7 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves
 from lightning_cudagraph.capture.frozen import frozen_python_audit
+from lightning_cudagraph.capture.graph import outside_inference_mode
 from lightning_cudagraph.capture.host_calls import HostRules
 from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.capture.state import StaticState
@@ -104,9 +105,10 @@ class MetricTrials:
             return reason
         rng_state = self._backend.rng_state()
         try:
-            copy = self._copy(metric)
-            copied_args, copied_kwargs = map_leaves((args, kwargs), _copied)
-            self._run(name, copy, method, copied_args, copied_kwargs)
+            with outside_inference_mode():  # as a capture is
+                copy = self._copy(metric)
+                copied_args, copied_kwargs = map_leaves((args, kwargs), _copied)
+                self._run(name, copy, method, copied_args, copied_kwargs)
         except UnsupportedError as error:
             return _in_short(error)
         except Exception as error:

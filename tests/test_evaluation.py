@@ -27,7 +27,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lightning_cudagraph import (
@@ -690,6 +690,87 @@ def test_ops_of_parts(tmp_path: Path, accelerator: str, inference_mode: bool) ->
     assert_same_sessions(*both)
     assert both[1].keeper.kept[0]["product"].dtype is torch.bfloat16
     assert both[1].callback.counts.replayed == 4
+
+
+class Shares(Evaluated):
+    """One metric for the steps of training and of validation, which is reset in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(4, average="micro")
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.accuracy.update(output["logits"], batch[1])
+        self.mean(output["loss"].detach())
+        return output
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        returned = super().validation_step(batch, batch_idx, dataloader_idx)
+        self.log("val_accuracy", self.accuracy(returned["logits"], batch[1]))
+        self.mean.update(returned["pair"][0])
+        return returned
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_mean", self.mean.compute())
+        self.mean.reset()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("both_accuracy", self.accuracy.compute())
+        self.accuracy.reset()
+
+
+def test_metrics_of_both(tmp_path: Path, accelerator: str) -> None:
+    done = row(
+        tmp_path,
+        accelerator,
+        Shares,
+        ours=evaluating,
+        val_loader=validations(),
+        val_check_interval=2,
+        max_epochs=4,
+    )
+    assert evaluation_of(done.graph).replayed > 10
+    assert done.graph.counts.replayed > 10
+
+
+class Positions(Metric):
+    """Its size depends on values, which an op that consists of others hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, labels: Tensor) -> None:
+        self.total += torch.where(labels > 1)[0].sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Positioned(Evaluated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.positions.update(batch[1])
+        self.log("positions", self.positions)
+        return super().validation_step(batch, batch_idx, dataloader_idx)
+
+
+@pytest.mark.filterwarnings(*_IGNORED)
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_metrics_on_the_host(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:
+    both = sessions(
+        tmp_path, Positioned, evaluating(), accelerator=accelerator, inference_mode=inference_mode
+    )
+    for session in both:
+        session.run("validate", loader(seed=1))
+    assert_same_sessions(*both)
+    assert both[1].callback.counts.replayed == 4
+    assert "called on the host after each replay: `positions`" in both[1].callback.report
 
 
 class Pruned(Evaluated):
