@@ -9,7 +9,7 @@ have graphs, so that the last batch of a dataloader has its own, and so has anot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import flatten_batch, map_leaves, refuse_hidden_tensors
-from lightning_cudagraph.capture.engine import Step, StepCounts, StepEngine
+from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
@@ -29,7 +29,7 @@ from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules, refuse_replaced_methods
-from lightning_cudagraph.logs import LoggedStep, recorded_logs
+from lightning_cudagraph.logs import LoggedStep, Logs
 from lightning_cudagraph.loop import Settings
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.metrics import Later
@@ -91,6 +91,7 @@ class GraphedEvaluation:
         self._patches = ExitStack()
         self._eager_step: Callable[..., Any] | None = None
         self._metrics = StepMetrics(module, trainer, backend, host_rules(trainer, settings.harmless))
+        self._logs = Logs(trainer, module, self._metrics, adds=False)
         self._guards = Guards(
             module,
             self._metrics.described,
@@ -152,9 +153,14 @@ class GraphedEvaluation:
         returned: list[Any] = []
         # The index of the dataloader comes after that of the batch, and only if there are several.
         dataloader_idx = indices[1:]
+
+        def run() -> None:
+            with self._logs.noted():
+                returned.append(eager_step(batch, *indices))
+
         step = Step(
             batch,
-            lambda: returned.append(eager_step(batch, *indices)),
+            run,
             lambda static, cut: self._record(static, indices, True),
             lambda static: self._record(static, indices, False),
             _no_turn,
@@ -169,10 +175,12 @@ class GraphedEvaluation:
             learning=self._metrics.learning,
         )
         try:
-            _, outputs = self._engine.step(step, self._metrics.adopt)
+            phase, outputs = self._engine.step(step, self._metrics.adopt)
         except UnsupportedError as error:
             self._say_of_stage(error)
             raise
+        if phase is Phase.WARMING:
+            self._logs.warmed_up(_kind(batch, indices), batch)
         if outputs is None:
             return returned[0]
         for attribute in outputs.recomputed:
@@ -201,7 +209,8 @@ class GraphedEvaluation:
         with ExitStack() as stack:
             stack.enter_context(unprofiled(self._trainer))
             stack.enter_context(self._without_gradients())
-            logs = stack.enter_context(recorded_logs(self._trainer, self._module, self._metrics))
+            kind = _kind(batch, indices)
+            logs = stack.enter_context(self._logs.recorded(kind, batch, capturing))
             if capturing:
                 audit = frozen_python_audit(
                     self._module,
@@ -223,7 +232,7 @@ class GraphedEvaluation:
                 ) from error
             self._metrics.write_back()
             self._metrics.undo()
-            logged = LoggedStep(logs)
+        logged = self._logs.finished(logs, kind, capturing)
         refuse_hidden_tensors(returned, f"the output of `{self._step_name}`")
         return _Outputs(map_leaves(returned, self._detached), logged, recomputed)
 
@@ -268,6 +277,7 @@ class GraphedEvaluation:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """Undo what Lightning's own code does on the host in a capture."""
+        self._logs.begin_transaction()
         fx_name = self._module._current_fx_name
         self._metrics.prepare()
         try:
@@ -309,6 +319,14 @@ class GraphedEvaluation:
             }
         )
         return False
+
+
+def _kind(batch: Any, indices: tuple[int, ...]) -> Hashable:
+    """What tells one graph from another: the dataloader, and the shapes of the batch."""
+    return (
+        indices[1:],
+        tuple(leaf.shape for _, leaf in flatten_batch(batch) if isinstance(leaf, Tensor)),
+    )
 
 
 def _no_turn(outputs: _Outputs, index: int) -> None:

@@ -189,6 +189,7 @@ class GraphedTraining:
         """Leave the seat: put everything back, and let go of graphs and their memory."""
         self._unread = None
         with ExitStack() as stack:  # every part, also where one of them fails
+            stack.callback(self._recorder.logs.close)
             stack.callback(self._engine.close)
             stack.callback(self._tensorboard.close)
             stack.callback(self._part.optimizer.restore)
@@ -281,10 +282,17 @@ class GraphedTraining:
         """Take a batch through its phase; returns the loss if it was replayed."""
         self._hooks.watch(closure, self._part.optimizer.optimizer)
         place = (closure.drops_gradients, body.has_optimizer)
+        logs = self._recorder.logs
 
         def run_eagerly() -> None:
             detach_recomputed(self._module)
-            run()
+            with logs.noted():
+                run()
+
+        def refresh() -> None:
+            body.optimizer.refresh()
+            self._metrics.adopt()
+            logs.before_replay(place)
 
         step = Step(
             closure.batch,
@@ -301,15 +309,11 @@ class GraphedTraining:
             lambda: self._part.behind is not None or not undisturbed(self._trainer, self._module),
             learning=self._metrics.learning,
         )
-
-        def refresh() -> None:
-            body.optimizer.refresh()
-            self._metrics.adopt()
-
         self._phase, outputs = self._engine.step(step, refresh)
         if outputs is not None:
             return self._take_outputs(outputs, closure)
         if self._phase is Phase.WARMING:
+            logs.warmed_up(place, closure.batch)
             # An eager step that is compared in time must have ended.
             self._backend.synchronize()
             if closure._result is not None and closure._result.closure_loss is None:
@@ -358,7 +362,9 @@ class GraphedTraining:
         """After a replay: hand on what Lightning would have had from an eager step."""
         # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
         result = ClosureResult(None, extra=map_leaves(outputs.extra, _copied))
-        result.loss = outputs.loss.clone()
+        loss = outputs.logs.hand_over(self._trainer)
+        assert loss is not None
+        result.loss = loss
         closure._result = result
         zero_grad = self._optimization.optim_progress.optimizer.zero_grad
         for _ in range(outputs.zero_grads):
@@ -367,7 +373,6 @@ class GraphedTraining:
             zero_grad.increment_completed()
         for attribute in outputs.recomputed:
             attribute.hand_over()
-        outputs.logs.hand_over(self._trainer)
         self._metrics.count_references()
         if outputs.after_backward:
             self._hooks.run_after_backward()
@@ -377,7 +382,7 @@ class GraphedTraining:
             self._unread = (outputs.marks, self._step_number())
             if self._backend.graphs_per_step == 1:
                 self._read_times()
-        return result.loss
+        return loss
 
     def _read_times(self) -> None:
         """Read the events of the replay before this one, while this one runs."""

@@ -26,7 +26,7 @@ from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.inner_hooks import InnerHooks
-from lightning_cudagraph.logs import LoggedStep, recorded_logs
+from lightning_cudagraph.logs import LoggedStep, Logs
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.profilers import unprofiled
@@ -121,6 +121,9 @@ class Recorder:
         hooks: those that are left out, and run on the host.
         harmless: names that the user says may be frozen, or not repeated.
         metrics: the metrics of the module.
+
+    Attributes:
+        logs: what the steps log.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class Recorder:
         self._hooks = hooks
         self._harmless = harmless
         self._metrics = metrics
+        self.logs = Logs(trainer, module, metrics, adds=True)
 
     def record(
         self,
@@ -180,6 +184,7 @@ class Recorder:
                 inner._backward_fn = _then(inner._backward_fn, marks.backward_ended)
         calls = 0  # of which the last to return left the result
         drops = inner._zero_grad_fn is not None
+        place = (drops, body.has_optimizer)
 
         def call(own: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
             nonlocal calls
@@ -196,13 +201,14 @@ class Recorder:
             def turn(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
                 nonlocal taken
                 self._metrics.write_back()
-                turns.append(HostTurn(whose, LoggedStep(logs[taken:]), run))
+                part = self.logs.finished(logs[taken:], place, capturing, is_last=False)
+                turns.append(HostTurn(whose, part, run))
                 taken = len(logs)
                 if cut is not None:
                     cut(whose, drops_here)
 
             stack.enter_context(self._hooks.left_out(inner, body.optimizer.optimizer, turn))
-            logs = stack.enter_context(recorded_logs(self._trainer, self._module, self._metrics))
+            logs = stack.enter_context(self.logs.recorded(place, batch, capturing))
             if capturing:
                 audit = frozen_python_audit(
                     self._module,
@@ -219,9 +225,9 @@ class Recorder:
             result = inner.consume_result()
             self._metrics.write_back()
             self._metrics.undo()
-            logged = LoggedStep(logs[taken:])
         if result.loss is None:
             raise self.returned_none()
+        logged = self.logs.finished(logs[taken:], place, capturing, result.loss)
         # The result still holds autograd's graph, and with it the memory of all activations.
         refuse_hidden_tensors(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
@@ -265,6 +271,7 @@ class Recorder:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo what Lightning's own code does on the host in a capture: counters and names."""
+        self.logs.begin_transaction()
         progress = self._optimization.optim_progress
         saved = deepcopy(progress.state_dict())
         fx_name = self._module._current_fx_name

@@ -451,8 +451,14 @@ class Appends(Evaluated):
 
 
 class LogsNumber(Evaluated):
+    number = 0
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.number += 1
+
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("number", float(len(batch)))
+        self.log("same", 0.5)
+        self.log("number", float(self.number))
 
 
 class ReturnsMetric(Evaluated):
@@ -481,7 +487,7 @@ class WritesInference(Evaluated):
         (UsesIndex, r"read of `batch_idx`.*test_evaluation.py:\d+.*`on_validation_batch_start`"),
         (ReturnsIndex, r"output of `validation_step` holds `batch_idx`.*`on_validation_batch_end`"),
         (Appends, r"The validation step sets or changes `outputs`.*test_evaluation.py:\d+"),
-        (LogsNumber, r"Python number given to `self.log\('number'"),
+        (LogsNumber, r"Python number given to `self.log\('number', .*that changes"),
         (ReturnsMetric, r"use of what the metric `by_value` returns"),
     ],
 )

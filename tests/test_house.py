@@ -24,6 +24,8 @@ FLOORS = [
         "hooks",
         "host_rules",
         "inner_hooks",
+        "log_numbers",
+        "log_sums",
         "logs",
         "metric_states",
         "metric_trials",

@@ -1,0 +1,3 @@
+"""Logged values on CUDA."""
+
+from tests.test_logs import *  # noqa: F403
