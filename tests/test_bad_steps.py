@@ -99,8 +99,13 @@ class NumpyRandom(Net):
 
 
 class PythonNumberLogged(Net):
+    batches = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("epoch_now", float(self.current_epoch))  # BAD
+        self.log("batches", float(self.batches))  # BAD
         return super().training_step(batch, batch_idx)["loss"]
 
 
@@ -132,7 +137,7 @@ BAD: dict[type[Net], str] = {
     Rebound: "`mean_loss` of the `Rebound`",
     PythonRandom: "`random`",
     NumpyRandom: "`numpy.random`",
-    PythonNumberLogged: "Python number given to `self.log('epoch_now', ...)`",
+    PythonNumberLogged: "Python number given to `self.log('batches', ...)` in `training_step`",
     BackwardItem: "`.item()`",
 }
 

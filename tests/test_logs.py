@@ -85,8 +85,8 @@ class Everything(Net):
         loss = nn.functional.cross_entropy(logits, y)
         both: dict[str, Any] = {"on_step": True, "on_epoch": True}
         self.log("both", loss, prog_bar=True, **both)
-        self.log("step", loss * 2, on_step=True, on_epoch=False)
-        self.log("epoch", loss * 3, on_step=False, on_epoch=True)
+        self.log("only_step", loss * 2, on_step=True, on_epoch=False)
+        self.log("only_epoch", loss * 3, on_step=False, on_epoch=True)
         self.log("default", loss * 4)
         for reduce_fx in ("min", "max", "sum", "mean", torch.min, torch.sum, max, sum):
             name = reduce_fx if isinstance(reduce_fx, str) else f"of_{reduce_fx.__module__}"
@@ -161,19 +161,31 @@ def _both(
     return plain, graph
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("window", [1, 2])
-def test_everything(
-    tmp_path: Path, accelerator: str, window: int, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
+@pytest.fixture
+def host_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """For each name in each collection of results, in order: how often the host has added to it."""
+    found: dict[int, list[Any]] = {}
     original = _ResultMetric.forward
 
     def counted(self: _ResultMetric, *args: Any) -> None:
-        calls.append(self.meta.fx)
+        found.setdefault(id(self), [self, 0])[1] += 1  # kept, so that no id comes twice
         original(self, *args)
 
     monkeypatch.setattr(_ResultMetric, "forward", counted)
+
+    class Counts(list[Any]):
+        def of(self, name: str) -> list[int]:
+            return [count for metric, count in found.values() if metric.meta.name == name]
+
+    return Counts()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("window", [1, 2])
+def test_everything(
+    tmp_path: Path, accelerator: str, window: int, every: int, host_updates: Any
+) -> None:
+    """With ragged last batches, validation in the middle of an epoch, and logs from callbacks."""
     _, graph = _both(
         tmp_path,
         Everything,
@@ -188,5 +200,323 @@ def test_everything(
     assert graph.counts.captures >= window
     assert graph.counts.recaptures == []
     assert graph.counts.replayed >= 24
-    steps = [name for name in calls if name == "training_step"]
-    assert len(steps) < 0.8 * len(calls)
+    for name in ("both", "mean/mean", "max/max", "of_torch/sum", "integer", "double", "python_float"):
+        eager, captured = host_updates.of(name)
+        assert eager == 40
+        # Warm-up, ragged batches, a first replay of each graph, and the first batch of each epoch.
+        assert captured <= 20, name
+    # What the host alone can do right.
+    for name in ("twice", "of_builtins/max"):
+        eager, captured = host_updates.of(name)
+        assert eager == captured
+
+
+@pytest.mark.parametrize("scope", ["step", "forward_backward"])
+@pytest.mark.parametrize("timings", [True, False])
+def test_graphs_that_share_sums(
+    tmp_path: Path, accelerator: str, scope: Any, timings: bool, host_updates: Any
+) -> None:
+    """Captures that take turns, and one for each place in the window, add to the same sums."""
+    arguments: dict[str, Any] = {} if timings else {"timings": None}
+    _, graph = _both(
+        tmp_path,
+        Net,
+        CUDAGraphCallback(scope=scope, **arguments),
+        accelerator=accelerator,
+        accumulate_grad_batches=3,
+        train_loader=loader(ragged=False, batches=13),
+        max_epochs=3,
+    )
+    assert graph.counts.captures >= (1 if scope == "forward_backward" else 2)
+    eager, captured = host_updates.of("loss")
+    assert eager == 39
+    assert captured <= 26
+
+
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(next(folder.rglob("events.*")).parent), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_tensorboard(tmp_path: Path, accelerator: str, every: int) -> None:
+    kwargs: dict[str, Any] = {
+        "accelerator": accelerator,
+        "log_every_n_steps": every,
+        "val_check_interval": 4,
+    }
+    found = []
+    # Without the times of layers, which only one of them can have.
+    for name, callback in (("plain", None), ("graph", CUDAGraphCallback(timings=None))):
+        logger = TensorBoardLogger(tmp_path / name)
+        trace = train(make(Everything), tmp_path / name, callback, logger=logger, **kwargs)
+        found.append(_scalars(tmp_path / name))
+    assert trace.counts.replayed >= 12
+    assert found[0].keys() == found[1].keys()
+    assert {"both_step", "both_epoch", "python_float_step", "val_loss", "clip_step"} <= found[0].keys()
+    found = [{tag: repr(points) for tag, points in scalars.items()} for scalars in found]  # NaNs
+    assert found[0] == found[1]
+
+
+def test_fit_twice(tmp_path: Path, accelerator: str) -> None:
+    """The second fit finds what the first has left in Lightning's results."""
+    ends = []
+    for name, callback in (("plain", None), ("graph", CUDAGraphCallback())):
+        trace = train(make(Everything), tmp_path / name, callback, accelerator=accelerator, max_epochs=2)
+        trainer, module = trace.trainer, trace.module
+        assert trainer is not None
+        assert module is not None
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(module, loader(), loader(seed=1, batches=2))
+        results = trainer.fit_loop.epoch_loop._results
+        ends.append((dict(trainer.callback_metrics), {k: vars(m)["value"] for k, m in results.items()}))
+        if callback is not None:
+            assert callback.counts is not None
+            assert callback.counts.replayed >= 6
+    ends = [(m, {k: v for k, v in r.items() if isinstance(v, Tensor)}) for m, r in ends]
+    assert not differences(ends[0], ends[1])
+    assert all(value.device.type == "cpu" for value in ends[1][1].values())
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_resume_in_the_middle_of_an_epoch(tmp_path: Path, accelerator: str) -> None:
+    first = train(make(Everything), tmp_path / "first", accelerator=accelerator, max_epochs=1)
+    name = next(name for name, saved in first.checkpoints.items() if saved["global_step"] == 4)
+    path = tmp_path / "first" / "ckpt" / name
+    _, graph = _both(tmp_path, Everything, accelerator=accelerator, ckpt_path=str(path), max_epochs=4)
+    assert graph.counts.replayed >= 12
+
+
+class Weighted(Net):
+    """Logs a Python number that changes with the epoch, as an attribute that guards compare."""
+
+    weight = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.weight = 1 / (1 + self.current_epoch // 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        size = int(4 * self.weight)
+        self.log("weight", self.weight, on_step=True, on_epoch=True)
+        self.log("weighted", output["loss"], batch_size=size, on_step=True, on_epoch=True)
+        return output
+
+
+def test_a_number_that_changes_with_the_epoch(tmp_path: Path, accelerator: str) -> None:
+    plain, graph = _both(
+        tmp_path, Weighted, accelerator=accelerator, train_loader=loader(batches=9), max_epochs=6
+    )
+    assert {step["logged_metrics"]["weight_step"].item() for step in plain.steps} > {1.0, 0.5}
+    assert graph.counts.captures == 3
+    assert graph.counts.replayed >= 30
+
+
+@pytest.mark.parametrize("epoch_batches", [2, 3])
+def test_a_number_that_changes_once_during_the_warm_up(
+    tmp_path: Path, accelerator: str, epoch_batches: int
+) -> None:
+    """That is no reason to refuse the step."""
+    _, graph = _both(
+        tmp_path,
+        Weighted,
+        accelerator=accelerator,
+        train_loader=loader(ragged=False, batches=epoch_batches),
+        max_epochs=8,
+    )
+    assert graph.counts.replayed >= 1
+
+
+class Counted(Net):
+    """Logs a Python number that a hook changes before every step."""
+
+    number = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.number += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("number", self.number)  # CHANGES
+        return super().training_step(batch, batch_idx)
+
+
+class CountedBatches(Counted):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = Net.training_step(self, batch, batch_idx)
+        self.log("sized", output["loss"], on_epoch=True, batch_size=self.number)  # CHANGES
+        return output
+
+
+class Hidden(Net):
+    """Logs a Python number that changes once, long after the warm-up, where no guard looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: queue.Queue[int] = queue.Queue()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.kept.put(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("kept", float(self.kept.qsize()), on_step=True, on_epoch=True)  # CHANGES
+        return super().training_step(batch, batch_idx)
+
+
+_CHANGING: dict[type[Net], str] = {
+    Counted: r"Python number given to `self.log\('number', ...\)` in `training_step` that changes \(3"
+    r" before, 4 now\)",
+    CountedBatches: r"`batch_size` given to `self.log\('sized', ...\)` in `training_step` that changes"
+    r" \(3 before, 4 now\)",
+    Hidden: r"`self.log\('kept', ...\)` in `training_step` that changes \(0.0 before, 1.0 now\)",
+}
+
+
+@pytest.mark.parametrize("cls", _CHANGING, ids=lambda cls: cls.__name__)
+def test_a_number_that_changes(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
+    verified = {"verify_every_n_steps": 1} if cls is Hidden else {}
+    with pytest.raises(CaptureError, match=_CHANGING[cls]) as caught:
+        train(make(cls), tmp_path / "raise", CUDAGraphCallback(**verified), accelerator=accelerator)
+    lines = Path(__file__).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"class {cls.__name__}("))
+    line = next(i for i in range(start, len(lines)) if lines[i].endswith("# CHANGES"))
+    assert f"{__file__}:{line + 1} " in str(caught.value)
+    assert "log the number in `on_train_batch_end`" in str(caught.value)
+    callback = CUDAGraphCallback(on_unsupported="eager", **verified)
+    _, eager = _both(tmp_path / "eager", cls, callback, accelerator=accelerator)
+    assert len(eager.counts.eager) >= 1
+    assert (eager.counts.replayed > 0) == (cls is Hidden)
+
+
+def _twice(self: Net, loss: Tensor) -> None:
+    self.log("name", loss)
+    self.log("name", loss, prog_bar=True)
+
+
+def _vector(self: Net, loss: Tensor) -> None:
+    self.log("name", loss.expand(2))
+
+
+def _unknown_reduction(self: Net, loss: Tensor) -> None:
+    self.log("name", loss, reduce_fx="median")
+
+
+def _neither(self: Net, loss: Tensor) -> None:
+    self.log("name", loss, on_step=False, on_epoch=False)
+
+
+def _nested(self: Net, loss: Tensor) -> None:
+    self.log("name", {"a": {"b": loss}})
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("misuse", [_twice, _vector, _unknown_reduction, _neither, _nested])
+def test_misuse(
+    tmp_path: Path, accelerator: str, misuse: Callable[[Net, Tensor], None], later: bool
+) -> None:
+    """Lightning's own error; also where the step comes to it only after the warm-up."""
+
+    class Misused(Net):
+        misused = not later
+
+        def on_train_epoch_start(self) -> None:
+            self.misused = not later or self.current_epoch > 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            if self.misused:
+                misuse(self, output["loss"])
+            return output
+
+    texts = []
+    for name, callback in (("plain", None), ("graph", CUDAGraphCallback())):
+        with pytest.raises(Exception, match=r"`self\.log") as caught:
+            train(make(Misused), tmp_path / name, callback, accelerator=accelerator)
+        texts.append((type(caught.value), str(caught.value).split("tensor(")[0]))
+    assert texts[0] == texts[1]
+
+
+class Refused(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.log("extra", output["loss"], on_step=True, on_epoch=True, reduce_fx="max")
+        return {"loss": output["loss"], "read": float(output["loss"].detach())}
+
+
+def test_a_refused_capture_leaves_the_results(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    _, graph = _both(tmp_path, Refused, callback, accelerator=accelerator)
+    assert graph.counts.captures == 0
+
+
+class Effects(Net):
+    effect: Callable[[Any, Tensor], None]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        type(self).effect(self, output["loss"].detach())
+        return output
+
+
+def _print(self: Any, loss: Tensor) -> None:
+    print("a step")
+
+
+def _self_print(self: Any, loss: Tensor) -> None:
+    self.print("a step")
+
+
+def _add_scalar(self: Any, loss: Tensor) -> None:
+    self.logger.experiment.add_scalar("mine", 1.0, 0)
+
+
+def _add_scalar_of_tensor(self: Any, loss: Tensor) -> None:
+    self.logger.experiment.add_scalar("mine", loss, 0)
+
+
+def _add_histogram(self: Any, loss: Tensor) -> None:
+    self.logger.experiment.add_histogram("mine", self.head.weight, 0)
+
+
+def _log_metrics(self: Any, loss: Tensor) -> None:
+    self.logger.log_metrics({"mine": 1.0}, step=0)
+
+
+@pytest.mark.parametrize(
+    ("effect", "named"),
+    [
+        (_print, "print"),
+        (_self_print, "self.print"),
+        (_add_scalar, "add_scalar"),
+        (_add_scalar_of_tensor, "add_scalar"),
+        (_add_histogram, "add_histogram"),
+        (_log_metrics, "log_metrics"),
+    ],
+)
+def test_effects_are_named(
+    tmp_path: Path, accelerator: str, effect: Callable[[Any, Tensor], None], named: str, capsys: Any
+) -> None:
+    cls: Any = type("Effects", (Effects,), {"effect": staticmethod(effect)})
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 1, "checkpoint_every": 100}
+    logger = TensorBoardLogger(tmp_path / "raise")
+    line = effect.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError, match=rf"{named}.*test_logs.py:{line} "):
+        train(make(cls), tmp_path / "raise", CUDAGraphCallback(), logger=logger, **kwargs)
+    said, found = [], []
+    for name, callback in (
+        ("plain", None),
+        ("graph", CUDAGraphCallback(on_unsupported="eager", timings=None)),
+    ):
+        capsys.readouterr()
+        train(make(cls), tmp_path / name, callback, logger=TensorBoardLogger(tmp_path / name), **kwargs)
+        said.append(capsys.readouterr().out.count("a step"))
+        found.append(_scalars(tmp_path / name))
+    assert callback is not None
+    assert callback.counts is not None
+    assert callback.counts.replayed == 0
+    assert said[0] == said[1]
+    assert found[0] == found[1]
