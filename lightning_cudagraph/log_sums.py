@@ -21,7 +21,14 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch import Tensor
 
-__all__ = ["LoggedValue", "RunningSums", "Slot", "SumsOfPlace", "add", "converted"]
+__all__ = ["RESULT_NAMES", "LoggedValue", "RunningSums", "Slot", "SumsOfPlace", "add", "converted"]
+
+
+# Attributes of Lightning's objects that are set here.
+RESULT_NAMES = (
+    *("value", "cumulated_batch_size", "_forward_cache"),
+    *("_update_count", "_computed", "_defaults", "has_reset"),
+)
 
 
 def converted(value: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric
 from torch.amp import GradScaler
 from torch.cuda.amp import GradScaler as CudaGradScaler
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
@@ -23,6 +24,7 @@ from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
+from lightning_cudagraph.log_sums import RESULT_NAMES
 from lightning_cudagraph.logs import TO_TENSOR
 
 __all__ = [
@@ -153,12 +155,13 @@ def check_private_names(trainer: pl.Trainer, module: pl.LightningModule) -> None
         ),
         "_logger_connector": (
             trainer._logger_connector,
-            ("should_reset_tensors", "_current_fx"),
+            ("should_reset_tensors", "_current_fx", "_first_loop_iter"),
         ),
         "fit_loop.epoch_loop._results": (
             loop._results,
-            ("log", "reset", "update_metrics", "_extract_batch_size"),
+            ("log", "reset", "update_metrics", "_extract_batch_size", "batch", "batch_size"),
         ),
+        "fit_loop.epoch_loop._results[...]": (_ResultMetric(_Metadata("", ""), True), RESULT_NAMES),
         "lightning_module": (module, ("_current_fx_name", TO_TENSOR)),
         "call": (call, ("_call_callback_hooks", "_call_lightning_module_hook")),
     }

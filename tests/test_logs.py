@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph import CaptureError, CUDAGraphCallback
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
 pytestmark = [
@@ -233,6 +236,21 @@ def test_graphs_that_share_sums(
     assert captured <= 26
 
 
+class InTheMiddle(Callback):
+    """Logs on the host in the middle of a replay, under a name that the graph logs too."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.log("before_backward", loss * 2, on_step=True, on_epoch=True)
+        self.log("in_the_middle", loss * 3, on_step=True, on_epoch=True, reduce_fx="max")
+
+
+def test_a_name_that_a_hook_on_the_host_logs_too(tmp_path: Path, accelerator: str) -> None:
+    _, graph = _both(
+        tmp_path, Everything, callbacks=lambda: (InTheMiddle(),), accelerator=accelerator, max_epochs=4
+    )
+    assert graph.counts.replayed >= 20
+
+
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(next(folder.rglob("events.*")).parent), size_guidance={"scalars": 0})
     events.Reload()
@@ -282,7 +300,7 @@ def test_fit_twice(tmp_path: Path, accelerator: str) -> None:
     assert all(value.device.type == "cpu" for value in ends[1][1].values())
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:You're resuming from a checkpoint")
 def test_resume_in_the_middle_of_an_epoch(tmp_path: Path, accelerator: str) -> None:
     first = train(make(Everything), tmp_path / "first", accelerator=accelerator, max_epochs=1)
     name = next(name for name, saved in first.checkpoints.items() if saved["global_step"] == 4)
