@@ -182,7 +182,7 @@ class StepRun:
             recorder.undone,
             habits.parameters,
             (True, habits.finds_gradients()),
-            habits.accumulates(),
+            False,  # one capture of each place, so that there is one place for its gradients anyway
             lambda: True,
         )
 

@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, UnsupportedError
 from tests.harness import differences
@@ -329,6 +330,17 @@ class ReadsWhileToggled(TogglesInside):
         return out
 
 
+class UpdatesMetric(GAN):
+    def __init__(self, graphs: bool) -> None:
+        super().__init__(graphs)
+        self.error = MeanSquaredError()
+
+    def _critic_step(self, real: Tensor) -> Any:
+        out = super()._critic_step(real)
+        self.error.update(out["fake"].contiguous(), real)
+        return out
+
+
 class ForgetsOptimizer(GAN):
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -341,6 +353,7 @@ REFUSED: dict[str, tuple[type[GAN], str]] = {
     "global_step": (ReadsGlobalStep, r"read of `self\.global_step`.*test_manual.py.*before you call"),
     "scheduler": (StepsScheduler, r"use of `LRScheduler\.step`.*Call the scheduler after the step"),
     "counter": (CountsCalls, r"sets or changes `calls` of the `CountsCalls` at .*test_manual.py"),
+    "metric": (UpdatesMetric, r"sets or changes `.*` of `error`"),
     "item": (ReadsWhileToggled, r"`\.item\(\)`.*test_manual\.py"),
     "no optimizer": (ForgetsOptimizer, r"calls `SGD\.step\(\)` of an optimizer that it was not given"),
 }

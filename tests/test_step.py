@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
+from lightning_cudagraph import GraphedStep
+from tests.harness import differences
 from tests.loops import Loop, assert_equal_runs, device_of
 
 O = torch.optim  # noqa: E741
@@ -224,6 +227,31 @@ class UsesThenDrops(Loop):
         return super().step(x, y)
 
 
+class KeepsGradients(Loop):
+    """Keeps the gradients of all calls as they are, without copies."""
+
+    def build(self) -> None:
+        super().build()
+        self.kept: list[Any] = []
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        out = step(x, y)
+        self.kept.append([parameter.grad for parameter in self.net.parameters()])
+        return out
+
+    def state(self) -> Any:
+        return {**super().state(), "kept": self.kept}
+
+
+class KeepsInTwoShapes(KeepsGradients):
+    sizes = (8, 5)
+    steps = 24
+
+
+class KeepsWhileAccumulating(KeepsGradients, Accumulates):
+    """Those of one window are one tensor, which grows."""
+
+
 class WithFabric(Loop):
     """Fabric wraps net and optimizer, and casts."""
 
@@ -259,6 +287,9 @@ LOOPS: list[tuple[type[Loop], int]] = [
     (Autocast, 9),
     (AutocastAround, 9),
     (ManyGenerators, 9),
+    (KeepsGradients, 9),
+    (KeepsInTwoShapes, 18),
+    (KeepsWhileAccumulating, 24),
     (WithFabric, 9),
     (ReplacesGradients, 7),
     (UsesThenDrops, 7),
@@ -270,3 +301,52 @@ def test_same_as_the_function(accelerator: str, loop: type[Loop], replays: int) 
     step = assert_equal_runs(lambda: loop(device_of(accelerator)), replays)
     assert not step.counts.eager
     assert not step.counts.recaptures
+
+
+@pytest.mark.parametrize("sizes", [(8,), (8, 8, 5)])
+def test_backward_and_optimizer_apart(accelerator: str, sizes: tuple[int, ...]) -> None:
+    """Two graphs: one leaves gradients, the other finds them, wherever an eager call has left them."""
+
+    class Apart(Loop):
+        steps = 24
+
+        def build(self) -> None:
+            super().build()
+            self.scheduler = O.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
+
+        def backward(self, x: Tensor, y: Tensor) -> Any:
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            loss.backward()
+            return loss.detach()
+
+        def step(self, scale: Tensor) -> Any:
+            norm = nn.utils.clip_grad_norm_(self.net.parameters(), 1.0) * scale
+            self.optimizer.step()
+            return norm
+
+        def look(self) -> Tensor:
+            return torch.stack([p.grad.sum() for p in self.net.parameters()])
+
+    def trained(graphed: bool) -> Any:
+        loop = Apart(device_of(accelerator))
+        loop.sizes = sizes
+        steps: list[Any] = [loop.backward, loop.look, loop.step]
+        if graphed:
+            steps = [GraphedStep(f, loop.net, loop.optimizer, max_graphs=1) for f in steps]
+        torch.manual_seed(7)
+        history = []
+        for x, y in loop.batches():
+            loss, seen = steps[0](x, y), steps[1]()
+            norm = steps[2](x.new_ones(()))
+            loop.scheduler.step()
+            history.append(copy.deepcopy([loss, seen, norm, loop.state()]))
+        return history, steps
+
+    plain, _ = trained(False)
+    graph, steps = trained(True)
+    assert not differences(plain, graph)
+    assert [step.counts.replayed for step in steps[1:]] == [21, 20]
+    for step in steps:
+        assert not step.counts.recaptures
+        step.close()

@@ -312,7 +312,7 @@ class StepEngine(Generic[T]):
         self, captured: CapturedStep[T], step: Step[T], between: Callable[[T, int], None] | None
     ) -> T:
         for graph in self._all_graphs():
-            graph.give_away()
+            graph.give_away(captured.added)
         with self._around_replays():
             return captured.replay(step.batch, between)
 

@@ -65,13 +65,13 @@ class GradientHabits:
         if was is None:
             if now is not None:
                 self._makes.add(key)
-        elif now is was:
-            if was._version != version:
-                self._adds.add(key)
-        else:
+            return
+        if storage_id(was) in read:
+            self._reads.add(key)
+        if now is not was:
             self._drops.add(key)
-            if storage_id(was) in read:
-                self._reads.add(key)
+        elif was._version != version:
+            self._adds.add(key)
 
     def is_settled(self) -> bool:
         """Whether nothing that the step would meet now is unknown."""
@@ -101,10 +101,6 @@ class GradientHabits:
     def finds_gradients(self) -> bool:
         """Whether there is a gradient now that the step can see, of those that it does not drop."""
         return any(parameter.grad is not None for parameter in self._seen)
-
-    def accumulates(self) -> bool:
-        """Whether it adds to gradients of an earlier call."""
-        return bool(self._adds)
 
     def check(self) -> None:
         """Refuse a step that makes gradients of which nobody knows.

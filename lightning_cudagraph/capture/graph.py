@@ -129,13 +129,26 @@ class _Take(Generic[T]):
         """Note who refers to the gradients when nobody outside does."""
         self._references = self._counts()
 
-    def give_away(self) -> None:
-        """Leave gradients that somebody has kept to him, before they are overwritten."""
+    def give_away(self, but: frozenset[int]) -> bool:
+        """Leave gradients that somebody has kept to him, before they are overwritten.
+
+        Args:
+            but: addresses of gradients that are added to, which who has kept them is to see.
+
+        Returns:
+            Whether that was all of them.
+        """
+        every = True
         for index, (was, now) in enumerate(zip(self._references, self._counts(), strict=False)):
-            if now > was:
-                parameter, gradient = self.gradients[index]
-                self.gradients[index] = (parameter, gradient.detach())
-                gradient.data = gradient.clone()
+            if now <= was:
+                continue
+            parameter, gradient = self.gradients[index]
+            if gradient.data_ptr() in but:
+                every = False
+                continue
+            self.gradients[index] = (parameter, gradient.detach())
+            gradient.data = gradient.clone()
+        return every
 
     def _counts(self) -> list[int]:
         return [
@@ -207,6 +220,7 @@ class CapturedStep(Generic[T]):
         static: the static buffers that it reads.
         replays: how many steps were replays; counted by who takes them.
         written: tensors older than the step that it writes into.
+        added: addresses of the gradients to which it adds.
 
     Raises:
         CaptureError: if the step did something that no graph can hold; gradients, memory and random
@@ -237,6 +251,7 @@ class CapturedStep(Generic[T]):
         # The graph adds to these in place, where they are; all takes to the same. Aliases, because a
         # reference would look as if somebody had kept the gradient.
         self._accumulated = [(parameter, grad.detach()) for parameter, grad in there]
+        self.added = frozenset(grad.data_ptr() for _, grad in there)
         # Without a gradient to add to, the step makes one, as long as there is none before it.
         self._absent = [parameter for parameter in added if parameter.grad is None]
         makes = self._makes = [*dropped, *self._absent]
@@ -335,13 +350,15 @@ class CapturedStep(Generic[T]):
             self._last = take
         return outputs
 
-    def give_away(self) -> None:
+    def give_away(self, but: frozenset[int] = frozenset()) -> None:
         """Leave the gradients of the last replay to whoever has kept them.
 
         To be called before any replay: all graphs of a pool may write into the same memory.
+
+        Args:
+            but: addresses of gradients to which the replay adds.
         """
-        if self._last is not None:
-            self._last.give_away()
+        if self._last is not None and self._last.give_away(but):
             self._last = None
 
     def bring_out_gradients(self) -> None:
