@@ -117,7 +117,7 @@ def test_pytorch(tmp_path: Path, accelerator: str, names: bool) -> None:
 
     def ready(profiler: Any) -> None:
         # On a GPU there are annotations of its own, under the same names.
-        events = [e for e in profiler.key_averages() if e.device_type is DeviceType.CPU]
+        events = [e for e in profiler.key_averages() if e.device_type == DeviceType.CPU]
         traced.append({event.key: event.count for event in events})
 
     kept = Kept(
