@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import flatten_batch, map_leaves, refuse_hidden_tensors
+from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
@@ -103,10 +104,14 @@ class GraphedEvaluation:
             around={"trainer": trainer},
             host_names=self._metrics.host_names,
         )
+        self._carried = CarriedTensors(
+            module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric
+        )
         self._verifier = Verifier(backend, settings.verify_replays, settings.verify_every_n_steps)
         self._engine: StepEngine[_Outputs] = StepEngine(
             backend,
             self._guards,
+            self._carried,
             self._verifier,
             is_settled=lambda: True,
             warmup_steps=settings.warmup_steps,
@@ -220,6 +225,7 @@ class GraphedEvaluation:
                 )
                 self._guards.mentioned.append(stack.enter_context(audit))
             recomputed = stack.enter_context(recomputed_apart(self._module))
+            stack.enter_context(self._carried.inside(lambda: False))
             try:
                 returned = self._eager_step(batch, *arguments)
             except RuntimeError as error:

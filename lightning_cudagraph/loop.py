@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_cudagraph.advance import QuickAdvance
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves
+from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import detach_recomputed
@@ -116,6 +117,7 @@ class GraphedTraining:
             {"trainer": trainer},
             self._metrics.host_names,
         )
+        carried = CarriedTensors(module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric)
         self._recorder = Recorder(
             trainer,
             module,
@@ -123,6 +125,7 @@ class GraphedTraining:
             self._optimization,
             self._guards,
             self._hooks,
+            carried,
             settings.harmless,
             self._metrics,
         )
@@ -135,6 +138,7 @@ class GraphedTraining:
         self._engine: StepEngine[StepOutputs] = StepEngine(
             backend,
             self._guards,
+            carried,
             self._verifier,
             self._part.is_settled,
             settings.warmup_steps,

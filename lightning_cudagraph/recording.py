@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
+from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.guards import Guards
@@ -119,6 +120,7 @@ class Recorder:
         optimization: Lightning's loop, in our form.
         guards: told what the step mentions.
         hooks: those that are left out, and run on the host.
+        carried: attributes whose tensors are others in every step.
         harmless: names that the user says may be frozen, or not repeated.
         metrics: the metrics of the module.
 
@@ -134,6 +136,7 @@ class Recorder:
         optimization: GraphedOptimization,
         guards: Guards,
         hooks: InnerHooks,
+        carried: CarriedTensors,
         harmless: frozenset[str],
         metrics: StepMetrics,
     ) -> None:
@@ -143,6 +146,7 @@ class Recorder:
         self._optimization = optimization
         self._guards = guards
         self._hooks = hooks
+        self._carried = carried
         self._harmless = harmless
         self._metrics = metrics
         self.logs = Logs(trainer, module, metrics, adds=True)
@@ -218,6 +222,7 @@ class Recorder:
                 )
                 self._guards.mentioned.append(stack.enter_context(audit))
             recomputed = stack.enter_context(recomputed_apart(self._module))
+            stack.enter_context(self._carried.inside(lambda: bool(turns)))
             stack.enter_context(body.arithmetic(capturing))
             if marks is not None:
                 stack.enter_context(marks.recording())

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.batch import Signature, flatten_batch
+from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.engine import Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.gradients import GradientHabits
@@ -261,9 +262,14 @@ class StepRun:
             settings.verify_every_n_steps,
             self._optimizers.learning_rates,
         )
+        # Of a model without modules: what a function puts into attributes is refused.
+        nothing = CarriedTensors(
+            nn.Module(), backend.device, frozenset(), self._surroundings.stays_on_host
+        )
         engine: StepEngine[StepResult] = StepEngine(
             backend,
             guards,
+            nothing,
             verifier,
             lambda: habits.is_settled() and self._optimizers.is_settled(),
             settings.warmup_steps,

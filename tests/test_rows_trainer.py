@@ -358,6 +358,8 @@ MODULES = [
     Reentrant,
     SpectralNorm,
     WeightNorm,
+    OldSpectralNorm,
+    OldWeightNorm,
     Parametrized,
     Synchronised,
     MakesItsModel,
@@ -375,14 +377,6 @@ MODULES = [
 def test_modules(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     done = row(tmp_path, accelerator, cls, val_check_interval=4)
     became(done.graph, replayed=18, eager={RAGGED: 3})
-
-
-@pytest.mark.parametrize("cls", [OldSpectralNorm, OldWeightNorm])
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
-def test_norms_that_set_an_attribute_in_every_step(
-    tmp_path: Path, accelerator: str, cls: type[Net]
-) -> None:
-    refused(tmp_path, accelerator, cls, match="sets or changes `weight` of `head`")
 
 
 class ItsOwnLoaders(Net):

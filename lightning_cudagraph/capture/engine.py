@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature
+from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.graph import CapturedStep, Cut, outside_inference_mode
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.static import StaticBatch
@@ -165,6 +166,7 @@ class StepEngine(Generic[T]):
     Args:
         backend: where steps run.
         guards: what a graph bakes in.
+        carried: attributes whose tensors are others in every step.
         verifier: checks replays against eager steps.
         is_settled: whether all state that steps make has been made; warm-up goes on until then.
         warmup_steps: ordinary training steps on the side stream before a capture.
@@ -182,6 +184,7 @@ class StepEngine(Generic[T]):
         self,
         backend: Backend,
         guards: Guards,
+        carried: CarriedTensors,
         verifier: Verifier,
         is_settled: Callable[[], bool],
         warmup_steps: int,
@@ -196,6 +199,7 @@ class StepEngine(Generic[T]):
     ) -> None:
         self._backend = backend
         self._guards = guards
+        self._carried = carried
         self._verifier = verifier
         self._is_settled = is_settled
         self._warmup_steps = warmup_steps
@@ -232,6 +236,18 @@ class StepEngine(Generic[T]):
             UnsupportedError: if it cannot be captured and the engine was made to raise. Nothing of
                 the step has happened then.
         """
+        self._carried.put_in()
+        try:
+            phase, outputs = self._step(step, refresh, signature)
+            if phase is Phase.CAPTURED:
+                self._carried.hand_out()
+            return phase, outputs
+        finally:
+            self._carried.take_out()
+
+    def _step(
+        self, step: Step[T], refresh: Callable[[], None], signature: Signature | None
+    ) -> tuple[Phase, T | None]:
         if self._given_up is not None:
             return self._eager(step, self._given_up)
         if change := self._guards.changed():
@@ -439,6 +455,7 @@ class StepEngine(Generic[T]):
 
     def _eager(self, step: Step[T], reason: str) -> tuple[Phase, None]:
         self.counts.note_eager(reason)
+        self._carried.take_out()
         # On the side stream too: autograd's nodes remember the stream they were made on, and a node
         # of the default stream would break a later capture.
         with self._backend.on_side_stream():
@@ -453,6 +470,8 @@ class StepEngine(Generic[T]):
                 del self._warmups_left[next(iter(self._warmups_left))]
             self._warmups_left[signature] = {}
         self._guards.watch()
+        self._carried.take_out()
+        self._carried.watch()
         with ExitStack() as stack:
             stack.enter_context(self._backend.on_side_stream())
             if first:
@@ -479,6 +498,7 @@ class StepEngine(Generic[T]):
 
     def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._guards.watch()
+        self._carried.watch()
         if moving := self._guards.moving():
             raise UnsupportedError(
                 f"Between any two steps, {moving}: a graph would be stale at once.",
@@ -490,6 +510,7 @@ class StepEngine(Generic[T]):
             maker.put_back_gradients()
         started_s = time.perf_counter()
         with step.transaction(), outside_inference_mode():
+            self._carried.place()
             static = self._static(signature) or StaticBatch(step.batch)
             static.copy_from(step.batch)
             captured = CapturedStep(
