@@ -333,3 +333,37 @@ def _mixed() -> Any:
     for index in (5, 9):
         batches[index] = [member[:5] for member in batches[index]]
     return torch.utils.data.DataLoader(batches, batch_size=None)
+
+
+class CountsInValidation(MovingMean):
+    """Validation has a moving mean of its own, and reads that of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_validation: Any = torch.zeros(12)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        if self.of_validation.device != x.device:
+            self.of_validation = self.of_validation.to(x.device)
+        self.of_validation = 0.5 * self.of_validation + x.mean(0)
+        logits = self(x - self.mean - self.of_validation)
+        self.log("val_loss", nn.functional.cross_entropy(logits, y))
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_in_validation(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:
+    done = row(
+        tmp_path,
+        accelerator,
+        CountsInValidation,
+        lambda folder: {"val_loader": loader(ragged=False, seed=1, batches=6)},
+        ours=lambda: CUDAGraphCallback(evaluation=True),
+        val_check_interval=4,
+        inference_mode=inference_mode,
+    )
+    assert done.graph.counts.replayed == 18
+    callback = done.graph.callback
+    assert callback is not None
+    assert callback.evaluation_counts is not None
+    assert callback.evaluation_counts.replayed > 10
