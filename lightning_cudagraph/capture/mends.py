@@ -185,6 +185,7 @@ class MendingSentry(Sentry):
         if not self._is_made_inside(source):
             return args, kwargs
         pinned = self._memory.pinned(source.detach().to(dtype).expand(shape))
+        self.known.same(pinned, source)
         if name == "aten::copy_":
             return (args[0], pinned, True), {}
         return (pinned,), {**kwargs, "non_blocking": True}

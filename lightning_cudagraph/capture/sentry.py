@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.known import KnownValues
 from lightning_cudagraph.capture.writes import Writes
 from lightning_cudagraph.errors import CaptureError
 
@@ -307,6 +308,7 @@ class Sentry(TorchDispatchMode):
         self._device_type = device_type
         self._generators = generators
         self.writes = Writes()
+        self.known = KnownValues()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -324,9 +326,12 @@ class Sentry(TorchDispatchMode):
             and not self._generators.knows(generator)
         ):
             forbid(*_GENERATOR, user_location())
+        if (known := self.known.read(func, args)) is not None:
+            return known
         check(func, args, kwargs, self._device_type)
         result = self.run(func, args, kwargs)
         self.writes.note(func, args, kwargs, result)
+        self.known.note(func, args, kwargs, result)
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

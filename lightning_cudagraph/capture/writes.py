@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-__all__ = ["Writes", "storage_id", "whole"]
+__all__ = ["Writes", "storage_id", "whole", "written_by"]
 
 # Schemas lie. These write running statistics without saying so: arguments 3 and 4
 # (aten/src/ATen/native/native_functions.yaml, `native_batch_norm` and its backends' forms).
@@ -53,7 +53,7 @@ class Writes:
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Take one op, after it has run."""
         inputs = {storage_id(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in _written(func, args, kwargs):
+        for tensor in written_by(func, args, kwargs):
             key = storage_id(tensor)
             if key not in self._made and key not in self._older:
                 self._older[key] = tensor.detach()
@@ -61,7 +61,8 @@ class Writes:
         self._made |= made - inputs - self._older.keys()
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments of an op that it writes into."""
     found: list[Any] = []
     if func._schema.name in _RUNNING_STATISTICS:
         found += [t for t in args[1:] if isinstance(t, Tensor) and not t.requires_grad]
