@@ -35,6 +35,7 @@ from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.inner_hooks import InnerHooks
 from lightning_cudagraph.metric_states import StepMetrics
+from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.optimizer_part import OptimizerPart, Scope
 from lightning_cudagraph.profilers import around_replays, profiler_notes

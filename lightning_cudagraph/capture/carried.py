@@ -1,9 +1,9 @@
 """Tensors that a step, or the host between two steps, puts anew into an attribute of a module.
 
 The hidden state of a recurrent net that is kept on the module is one, a moving mean another. A graph
-reads and writes addresses, so such an attribute has buffers of its own: what it holds is copied in before
-a replay, what the step puts there is copied into them at the end of the step, inside the graph, and the
-module is given a copy afterwards.
+reads and writes addresses, so such an attribute has buffers of its own: what it holds is copied in
+before a replay, what the step puts there is copied into them at the end of the step, inside the graph,
+and the module is given a copy afterwards.
 
 Which attributes these are shows in warm-up: they hold other tensors of the same form before each step.
 """
