@@ -32,7 +32,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.logs import LoggedStep
+from lightning_cudagraph.logs import LoggedStep, Logs
 
 # Warm-up, capture, verified replays, and some for the allocator to settle.
 WARM_STEPS = 40
@@ -200,20 +200,28 @@ def line_us(values: int, around: Surroundings, callback: CUDAGraphCallback | Non
 
 
 def handing_over_us(values: int, steps: int) -> float:
-    """Microseconds of host time in which one step's values are handed to Lightning after its replay."""
+    """Microseconds of host time that one step's values take, before its replay and after it."""
     times_s: list[float] = []
-    original = LoggedStep.hand_over
+    before, after = Logs.before_replay, LoggedStep.hand_over
 
-    def timed(self: LoggedStep, *args: Any) -> None:
+    def timed_before(self: Logs, place: Any) -> None:
         started_s = time.perf_counter()
-        original(self, *args)
+        before(self, place)
         times_s.append(time.perf_counter() - started_s)
 
-    LoggedStep.hand_over = timed  # type: ignore[method-assign]
+    def timed_after(self: LoggedStep, trainer: pl.Trainer) -> Tensor | None:
+        started_s = time.perf_counter()
+        loss = after(self, trainer)
+        times_s[-1] += time.perf_counter() - started_s
+        return loss
+
+    Logs.before_replay = timed_before  # type: ignore[method-assign]
+    LoggedStep.hand_over = timed_after  # type: ignore[method-assign]
     try:
         line_us(values, Surroundings(), CUDAGraphCallback(timings=None), steps)
     finally:
-        LoggedStep.hand_over = original  # type: ignore[method-assign]
+        Logs.before_replay = before  # type: ignore[method-assign]
+        LoggedStep.hand_over = after  # type: ignore[method-assign]
     return statistics.median(times_s[-steps:]) * 1e6
 
 

@@ -106,7 +106,9 @@ class Logs:
     @property
     def _loop(self) -> Any:
         trainer = self._trainer
-        return trainer.fit_loop.epoch_loop if trainer.training else trainer._evaluation_loop
+        # Before every replay: what the trainer is doing costs more to ask than to add.
+        training = self._adds or trainer.training
+        return trainer.fit_loop.epoch_loop if training else trainer._evaluation_loop
 
     @property
     def _results(self) -> _ResultCollection:
@@ -380,8 +382,7 @@ class LoggedStep:
             else:
                 # A hook has logged the same name on the host, in the middle of the replay.
                 _log(trainer, log, values[index], entered=True)
-        results = trainer._results
-        assert results is not None
+        results = trainer.fit_loop.epoch_loop._results  # only training has anything added up
         if results.batch_size is None:
             results.batch_size = self._sums.batch_size
         if self._others:
