@@ -223,7 +223,7 @@ class GraphedEvaluation:
                     self._backend.device,
                     host_rules(self._trainer, self._harmless, self._metrics.stays_on_host),
                 )
-                self._guards.mentioned.append(stack.enter_context(audit))
+                self._guards.mentioned.append(stack.enter_context(audit).mentioned)
             recomputed = stack.enter_context(recomputed_apart(self._module))
             stack.enter_context(self._carried.inside(lambda: False))
             try:

@@ -7,8 +7,9 @@ step, by Lightning's own functions. The module's hooks after that (`on_before_ba
 `on_after_backward`, `on_before_optimizer_step`, `configure_gradient_clipping`) are captured with its
 `training_step`.
 
-`on_after_backward` ends the part of a step that can be captured if a callback has one: the module's runs
-on the host too then, behind the replay, and so do `on_before_optimizer_step` and the optimizer.
+Where the optimizer steps behind the graph, `on_after_backward` runs on the host before it, and so do
+`on_before_optimizer_step` and `configure_gradient_clipping`. If a callback has one of these, or if what
+the module does in them cannot be captured, the optimizer does step there.
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ class InnerHooks:
     Args:
         trainer: whose callbacks have hooks.
         module: the module that it trains.
+        behind: whether the optimizer steps behind the graph.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, module: pl.LightningModule, behind: Callable[[], bool]
+    ) -> None:
         self._trainer = trainer
         self._module = module
+        self._behind = behind
         self._left_gradients = False
 
     def named(self) -> list[str]:
@@ -86,7 +91,9 @@ class InnerHooks:
     @property
     def after_backward(self) -> bool:
         """Whether `on_after_backward` runs behind the replay."""
-        return bool(self._overriding("on_after_backward"))
+        return bool(self._overriding("on_after_backward")) or (
+            self._behind() and is_overridden("on_after_backward", self._module, pl.LightningModule)
+        )
 
     def watch(self, closure: GraphClosure, optimizer: Optimizer) -> None:
         """Note whether the closure of a step, where it drops gradients, leaves any."""
@@ -112,13 +119,20 @@ class InnerHooks:
             )
 
     @contextmanager
-    def left_out(self, closure: GraphClosure, optimizer: Optimizer, turn: TakeTurn) -> Iterator[None]:
+    def left_out(
+        self,
+        closure: GraphClosure,
+        optimizer: Optimizer,
+        turn: TakeTurn,
+        end_backward: Callable[[], None],
+    ) -> Iterator[None]:
         """Leave them out of a step, and say where they would have run.
 
         Args:
             closure: the closure of the step, which is changed.
             optimizer: whose gradients it drops.
             turn: told where the host has a turn.
+            end_backward: called before `on_after_backward`, if that is captured.
         """
         whose = self.around_zero_grad()
         if whose and closure._zero_grad_fn is not None:
@@ -136,6 +150,14 @@ class InnerHooks:
             if self.after_backward:
                 for owner in (*self._overriding("on_after_backward"), self._module):
                     stack.enter_context(_replaced(owner, "on_after_backward", _nothing))
+            elif is_overridden("on_after_backward", self._module, pl.LightningModule):
+                original = self._module.on_after_backward
+
+                def after_backward() -> None:
+                    end_backward()
+                    original()
+
+                stack.enter_context(_replaced(self._module, "on_after_backward", after_backward))
             yield
 
     def run_after_backward(self) -> None:

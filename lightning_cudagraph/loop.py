@@ -101,7 +101,7 @@ class GraphedTraining:
         )
         self._metrics = StepMetrics(module, trainer, backend, host_rules(trainer, settings.harmless))
         self._optimization = GraphedOptimization.__new__(GraphedOptimization)
-        self._hooks = InnerHooks(trainer, module)
+        self._hooks = InnerHooks(trainer, module, lambda: self._part.behind is not None)
         self._guards = Guards(
             module,
             lambda: {

@@ -149,6 +149,18 @@ class StepMetrics:
             own.update(before)
         self._undo = []  # it holds states, and who holds a state gets it for himself
 
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """In the middle of the step: inside, metrics are as they were before it."""
+        now = [(own, {name: own[name] for name in before}) for own, before in self._undo]
+        for own, before in self._undo:
+            own.update(before)
+        try:
+            yield
+        finally:
+            for own, held in now:
+                own.update(held)
+
     def adopt(self) -> None:
         """Before a replay: bring what the host has made of the states to their places."""
         self._state.adopt()

@@ -161,7 +161,7 @@ class MetricTrials:
         with ExitStack() as stack:
             device = self._backend.device
             audit = frozen_python_audit(copy, self._trainer, device, self._rules)
-            mentioned = stack.enter_context(audit)
+            mentioned = stack.enter_context(audit).mentioned
             stack.enter_context(known_only({id(inner) for _, inner in metrics_of(copy)}))
             stack.enter_context(self._backend.checked())
             with Probe(name, copy) as probe:

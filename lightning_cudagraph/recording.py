@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
 from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
+from lightning_cudagraph.capture.frozen import FrozenIndex, StepAudit, frozen_python_audit
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
@@ -35,6 +35,10 @@ from lightning_cudagraph.support import check_optimizer_part
 from lightning_cudagraph.timing.marks import StepMarks
 
 __all__ = ["HostTurn", "Recorder", "StepBody", "StepOutputs"]
+
+
+# Set by Lightning around each hook, and put back after it.
+_OF_LIGHTNING = frozenset({"_current_fx_name"})
 
 
 @dataclass
@@ -194,9 +198,21 @@ class Recorder:
             nonlocal calls
             calls += 1
             with body.optimizer.floats_inside(capturing):
-                return plain()
+                loss = plain()
+            end_backward()
+            return loss
 
         inner._call = call
+        audit: StepAudit | None = None
+        behind = False
+
+        def end_backward() -> None:
+            nonlocal behind
+            if audit is not None:
+                with recomputed.as_before(), self._metrics.as_before(), self._carried.as_before():
+                    audit.end_backward()
+            behind = True
+
         turns: list[HostTurn] = []
         taken = 0
         with ExitStack() as stack:
@@ -211,22 +227,27 @@ class Recorder:
                 if cut is not None:
                     cut(whose, drops_here)
 
-            stack.enter_context(self._hooks.left_out(inner, body.optimizer.optimizer, turn))
+            left_out = self._hooks.left_out(inner, body.optimizer.optimizer, turn, end_backward)
+            stack.enter_context(left_out)
             logs = stack.enter_context(self.logs.recorded(place, batch, capturing))
+            if marks is not None:  # before the audit, which would take its hooks for the step's
+                stack.enter_context(marks.recording())
             if capturing:
-                audit = frozen_python_audit(
-                    self._module,
-                    self._trainer,
-                    self._backend.device,
-                    host_rules(self._trainer, self._harmless, self._metrics.stays_on_host),
+                audit = stack.enter_context(
+                    frozen_python_audit(
+                        self._module,
+                        self._trainer,
+                        self._backend.device,
+                        host_rules(
+                            self._trainer, self._harmless | _OF_LIGHTNING, self._metrics.stays_on_host
+                        ),
+                    )
                 )
-                self._guards.mentioned.append(stack.enter_context(audit))
+                self._guards.mentioned.append(audit.mentioned)
             recomputed = stack.enter_context(recomputed_apart(self._module))
             stack.enter_context(self._carried.inside(lambda: bool(turns)))
             stack.enter_context(body.arithmetic(capturing))
-            if marks is not None:
-                stack.enter_context(marks.recording())
-            _run(body, inner)
+            _run(body, inner, lambda: behind)
             result = inner.consume_result()
             self._metrics.write_back()
             self._metrics.undo()
@@ -287,12 +308,12 @@ class Recorder:
             self._module._current_fx_name = fx_name
 
 
-def _run(body: StepBody, closure: GraphClosure) -> None:
+def _run(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -> None:
     """Run it, and say of what fails whether it comes after the backward pass."""
     try:
         body.run(closure)
     except Exception as error:
-        if closure._result is None or not body.has_optimizer:
+        if not is_behind():
             raise
         if isinstance(error, UnsupportedError):
             error.in_optimizer = True
@@ -301,8 +322,8 @@ def _run(body: StepBody, closure: GraphClosure) -> None:
         # rate, or makes CUDA wait.
         raise CaptureError(
             f"What comes after the backward pass cannot be captured: {type(error).__name__}: {error}",
-            "Use one of torch's own optimizers, and keep host code out of `on_before_optimizer_step` and"
-            " `configure_gradient_clipping`.",
+            "Use one of torch's own optimizers, and keep host code out of `on_after_backward`,"
+            " `on_before_optimizer_step` and `configure_gradient_clipping`.",
             in_optimizer=True,
         ) from error
 

@@ -162,7 +162,7 @@ class StepRecorder:
                 audit = frozen_python_audit(
                     self._model, trainer, self._backend.device, self._rules, self._handed
                 )
-                mentioned = stack.enter_context(audit)
+                mentioned = stack.enter_context(audit).mentioned
                 guards.mentioned.append(mentioned)
                 name = getattr(self._function, "__qualname__", "the step")
                 handed = {"__name__": name, **self._handed}

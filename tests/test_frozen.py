@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CaptureError, ConfigurationError, CUDAGraphCallback
+from lightning_cudagraph.capture.frozen import StepAudit
 from lightning_cudagraph.capture.host_state import HostState
 from lightning_cudagraph.capture.reads import MentionedNames
 from tests.harness import Net, assert_same, differences, make, train
@@ -539,8 +540,8 @@ def test_without_the_audit_it_would_train_wrong(
     tmp_path: Path, accelerator: str, cls: type[Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def no_audit(*args: Any) -> Iterator[MentionedNames]:
-        yield MentionedNames()
+    def no_audit(*args: Any) -> Iterator[StepAudit]:
+        yield StepAudit(MentionedNames())
 
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
     monkeypatch.setattr("lightning_cudagraph.recording.frozen_python_audit", no_audit)

@@ -11,10 +11,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
+from torchmetrics import MeanSquaredError
 
-from lightning_cudagraph import CUDAGraphCallback, HookError, UnsupportedError
+from lightning_cudagraph import CaptureError, CUDAGraphCallback, HookError, UnsupportedError
 from lightning_cudagraph.capture.graph import _Take
 from lightning_cudagraph.support import make_backend
 from tests.harness import Net, assert_same, differences, make, train
@@ -400,3 +403,221 @@ def test_a_capture_in_parts(accelerator: str) -> None:
     assert [index for index, _ in turns] == [0, 1, 0, 1]
     torch.testing.assert_close(static, gradient)
     backend.release(captured)
+
+
+class Captured(Net):
+    """Tensor work in every hook of the module that is captured, with logs."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("before_backward", loss * 2, on_step=True, on_epoch=True)
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * 0.5).backward()
+
+    def on_after_backward(self) -> None:
+        self.log("after_backward", self.head.weight.grad.norm())  # type: ignore[union-attr]
+        self.features[0].weight.grad = self.features[0].weight.grad.clamp(-0.01, 0.01)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.log("norm", torch.stack(norms).norm(), on_step=True)
+        self.head.bias.grad.mul_(0.1)  # type: ignore[union-attr]
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, 0.5, "norm")
+        self.log("clipped", self.head.weight.grad.norm())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("scope", ["step", "forward_backward"])
+def test_tensor_work_is_captured(tmp_path: Path, accelerator: str, scope: Any, every: int) -> None:
+    def ours() -> CUDAGraphCallback:
+        return CUDAGraphCallback(scope=scope)
+
+    done = row(
+        tmp_path,
+        accelerator,
+        Captured,
+        ours=ours,
+        accumulate_grad_batches=every,
+        max_epochs=1 + 2 * every,
+    )
+    assert done.graph.counts.replayed >= 18
+
+
+class DropsOne(Net):
+    """Has no gradient for one parameter, in a way that a capture can hold."""
+
+    def on_after_backward(self) -> None:
+        self.head.bias.grad = None
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_gradient_that_is_dropped(tmp_path: Path, accelerator: str, every: int) -> None:
+    done = row(tmp_path, accelerator, DropsOne, accumulate_grad_batches=every, max_epochs=5)
+    assert done.graph.counts.replayed >= 15
+
+
+class Measures(Net):
+    """A metric that is called in the graph, and a captured hook after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.mean(self.head.weight, self.head.weight * loss)
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.log("peak_gradient", self.head.weight.grad.max())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("looking", [(), (LookingCallback,)])
+def test_a_metric_and_a_captured_hook(tmp_path: Path, accelerator: str, looking: Any) -> None:
+    done = row(
+        tmp_path,
+        accelerator,
+        Measures,
+        lambda folder: {"callbacks": tuple(cls() for cls in looking)},
+        ours=lambda: CUDAGraphCallback(scope="step"),
+    )
+    assert done.graph.counts.replayed >= 15
+
+
+class Pruned(Net):
+    """An attribute that a hook of torch sets in the forward pass, and a captured hook after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.l1_unstructured(self.head, "weight", 0.5)  # type: ignore[no-untyped-call]
+
+    def on_after_backward(self) -> None:
+        self.log("masked", self.head.weight_orig.grad.norm())
+
+
+def test_pruned_weights_and_a_captured_hook(tmp_path: Path, accelerator: str) -> None:
+    done = row(tmp_path, accelerator, Pruned, ours=lambda: CUDAGraphCallback(scope="step"))
+    assert done.graph.counts.replayed == 18
+
+
+def _logs_norms(self: Any, *args: Any, **kwargs: Any) -> None:
+    # Lightning's own utility makes a tensor of a list of tensors.
+    self.log_dict(grad_norm(self.head, norm_type=2), on_step=True, on_epoch=True)
+
+
+def _counts(self: Any, *args: Any, **kwargs: Any) -> None:
+    self.calls = getattr(self, "calls", 0) + 1
+    self.log("calls", float(self.calls), on_step=True)
+    if self.global_step % 3 == 0:
+        self.head.weight.grad.mul_(0.5)
+    if self.global_step % 5 == 0:
+        self.head.bias.grad = None
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("work", [_logs_norms, _counts])
+@pytest.mark.parametrize(
+    "hook", ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"]
+)
+def test_host_work_after_the_backward_pass(
+    tmp_path: Path, accelerator: str, hook: str, work: Callable[..., None], every: int
+) -> None:
+    cls: Any = type("Works", (Net,), {hook: work})
+    kwargs: dict[str, Any] = {"accumulate_grad_batches": every, "max_epochs": 1 + 2 * every}
+    done = row(tmp_path, accelerator, cls, **kwargs)
+    assert done.graph.counts.replayed >= 12
+    assert done.graph.callback is not None
+    report = str(done.graph.callback.report)
+    assert "and the optimizer steps eagerly" in report
+    assert "test_hooks.py:" in report
+    with pytest.raises(CaptureError, match=r"test_hooks.py:\d+ \(`self\."):
+        train(make(cls), tmp_path / "step", CUDAGraphCallback(scope="step"), accelerator=accelerator)
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "backward"])
+def test_host_work_before_and_in_the_backward_pass(tmp_path: Path, accelerator: str, hook: str) -> None:
+    def work(self: Any, loss: Tensor) -> None:
+        self.calls = getattr(self, "calls", 0) + 1
+        if hook == "backward":
+            loss.backward()
+
+    cls: Any = type("Works", (Net,), {hook: work})
+    match = r"sets or changes `calls` of the `Works` at .*test_hooks.py:\d+ \(`self.calls = "
+    refused(tmp_path, accelerator, cls, match=match)
+
+
+class StepsItsOwnWay(Net):
+    """A warm-up of the learning rate, no step on every third batch, two passes on another."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1.0, (self.global_step + 1) / 10)
+        if batch_idx % 3 == 2:
+            optimizer_closure()
+            return
+        if batch_idx % 3 == 1:
+            optimizer_closure()
+            for parameter in self.parameters():
+                parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+        optimizer.step(closure=optimizer_closure)
+
+
+def test_a_step_of_ones_own(tmp_path: Path, accelerator: str) -> None:
+    done = row(tmp_path, accelerator, StepsItsOwnWay, max_epochs=5)
+    assert done.graph.counts.replayed >= 15
+
+
+class HostHooks(Net):
+    """Keeps what each hook on the host is given, and changes the course of the run in some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def note(self, name: str, *args: Any) -> None:
+        self.seen.append((name, self.global_step, self.current_epoch, args))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.note("on_before_batch_transfer", dataloader_idx)
+        return [batch[0] * 2, batch[1]]
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self.note("transfer_batch_to_device", dataloader_idx)
+        return [part.to(device) for part in batch]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch[0] += 0.5
+        self.note("on_after_batch_transfer", dataloader_idx, batch)
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        self.note("on_train_batch_start", batch_idx, batch)
+        return -1 if self.current_epoch == 1 and batch_idx == 5 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("on_train_batch_end", batch_idx, outputs, batch)
+        self.log("last_index", float(batch_idx))
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.note("lr_scheduler_step", type(scheduler), metric)
+        if self.global_step % 3:
+            scheduler.step()
+
+    def on_train_epoch_end(self) -> None:
+        self.note("on_train_epoch_end", dict(self.trainer.callback_metrics))
+
+
+def test_hooks_on_the_host(tmp_path: Path, accelerator: str) -> None:
+    modules, _, trace = _trained(
+        tmp_path, HostHooks, CUDAGraphCallback(), accelerator=accelerator, max_epochs=4
+    )
+    assert trace.counts.replayed >= 18
+    # What was kept of batches and outputs is what it was, though it was not copied.
+    assert not differences(modules[0].seen, modules[1].seen)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError, recording
+from lightning_cudagraph.capture.frozen import StepAudit
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.reads import MentionedNames
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
@@ -231,8 +232,8 @@ FAULTS: dict[str, Fault] = {
 
 
 @contextmanager
-def _no_audit(*args: Any, **kwargs: Any) -> Iterator[MentionedNames]:
-    yield MentionedNames()
+def _no_audit(*args: Any, **kwargs: Any) -> Iterator[StepAudit]:
+    yield StepAudit(MentionedNames())
 
 
 def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:

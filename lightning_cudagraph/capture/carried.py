@@ -283,6 +283,18 @@ class CarriedTensors:
                 carried.namespace[carried.name] = carried.buffers
             raise
 
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """In the middle of the step: inside, the attributes hold what they held before it."""
+        now = [(carried, carried.namespace.get(carried.name)) for carried in self._carried]
+        for carried in self._carried:
+            carried.namespace[carried.name] = carried.buffers
+        try:
+            yield
+        finally:
+            for carried, value in now:
+                carried.namespace[carried.name] = value
+
     def _settle(self, host_sees: bool) -> None:
         outlive = {storage_id(t) for t in (*self._model.parameters(), *self._model.buffers())}
         into: list[Tensor] = []

@@ -10,8 +10,9 @@ cannot be looked at.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lightning_cudagraph.capture.mentions import MentionedNames
 from lightning_cudagraph.capture.sentry import Location, user_location
 from lightning_cudagraph.errors import CaptureError
 
-__all__ = ["FrozenIndex", "frozen_python_audit"]
+__all__ = ["FrozenIndex", "StepAudit", "frozen_python_audit"]
 
 _HOST_HOOK = (
     "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
@@ -68,6 +69,30 @@ for _name in _OPERATIONS.split():
     setattr(FrozenIndex, f"__{_name}__", _refuse(f"__{_name}__"))
 
 
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class StepAudit:
+    """An audit under way.
+
+    Attributes:
+        mentioned: what the step mentions, filled by the time that the audit is left.
+        check: raises if something has changed so far.
+        after_backward: what comes now is after the backward pass.
+    """
+
+    mentioned: MentionedNames
+    check: Callable[[], None] = _nothing
+    after_backward: bool = False
+
+    def end_backward(self) -> None:
+        """Tell apart what has changed so far, and what changes from now on."""
+        self.check()
+        self.after_backward = True
+
+
 @contextmanager
 def frozen_python_audit(
     model: nn.Module,
@@ -75,7 +100,7 @@ def frozen_python_audit(
     device: torch.device,
     rules: HostRules,
     others: Mapping[str, Any] | None = None,
-) -> Iterator[MentionedNames]:
+) -> Iterator[StepAudit]:
     """Refuse a step that leaves traces on the host which a replay would not leave.
 
     If it is refused, or fails otherwise, all objects that are watched are put back as they were.
@@ -88,7 +113,7 @@ def frozen_python_audit(
         others: objects of the user's that the step is handed, by name; watched with all they hold.
 
     Yields:
-        What the step mentions, filled by the time that this is left.
+        The audit, which wants to be told when the backward pass has ended.
 
     Raises:
         CaptureError: naming what would be frozen or lost, with the user's line.
@@ -98,24 +123,32 @@ def frozen_python_audit(
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     state = HostState(rules.harmless, on_cpu=device.type == "cpu")
-    try:
-        _watch(state, model, trainer, rules)
-        for name, value in (others or {}).items():
-            state.add_value(value, name, "the step")
-        with HostCalls(rules, state) as calls:
-            yield calls.mentioned
-        if calls.found is not None:  # the user's code has caught it, and gone on
-            raise calls.found
-        if (change := state.changed()) is not None:
-            raise _changed(change, calls.where(change))
+    calls = HostCalls(rules, state)
+
+    def check() -> None:
+        error = calls.found  # the user's code has caught it, and gone on
+        if error is None and (change := state.changed()) is not None:
+            error = _changed(change, calls.where(change))
         for name, (tensor, _, address) in storages.items():
-            if tensor.data_ptr() != address and name not in rules.harmless:
+            if error is None and tensor.data_ptr() != address and name not in rules.harmless:
                 where = calls.where(Change("data", "", tensor, False))
-                raise CaptureError(
+                error = CaptureError(
                     f"The training step gives `{name}` another storage (`.data = ...`){_at(where)},"
                     " which a replay would not do.",
                     "Write into it: `copy_`, `mul_`, under `torch.no_grad()`.",
                 )
+        if error is not None:
+            error.in_optimizer = audit.after_backward
+            raise error
+
+    audit = StepAudit(calls.mentioned, check)
+    try:
+        _watch(state, model, trainer, rules)
+        for name, value in (others or {}).items():
+            state.add_value(value, name, "the step")
+        with calls:
+            yield audit
+        check()
     except BaseException:
         state.restore()
         for tensor, as_it_was, address in storages.values():

@@ -62,8 +62,40 @@ def detach_recomputed(model: nn.Module) -> None:
                 vars(module)[name] = value.detach()
 
 
+_MISSING = object()
+
+
+class RecomputedStep(list[Recomputed]):
+    """What was computed in one step.
+
+    Args:
+        before: the attributes as they were before it: of which module, under which name, and what.
+    """
+
+    def __init__(self, before: list[tuple[dict[str, Any], str, Any]]) -> None:
+        super().__init__()
+        self._before = before
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Inside, the attributes are as they were before the step."""
+        now = [
+            (attributes, name, attributes.get(name, _MISSING)) for attributes, name, _ in self._before
+        ]
+        for attributes, name, value in self._before:
+            attributes[name] = value
+        try:
+            yield
+        finally:
+            for attributes, name, value in now:
+                if value is _MISSING:
+                    del attributes[name]
+                else:
+                    attributes[name] = value
+
+
 @contextmanager
-def recomputed_apart(model: nn.Module) -> Iterator[list[Recomputed]]:
+def recomputed_apart(model: nn.Module) -> Iterator[RecomputedStep]:
     """Inside, they are missing until they are computed; afterwards what was there is back.
 
     Missing, because a step that reads one before it is computed would read that of the capture for ever.
@@ -77,7 +109,7 @@ def recomputed_apart(model: nn.Module) -> Iterator[list[Recomputed]]:
         for name in recomputed_names(module)
         if name in vars(module)
     ]
-    found: list[Recomputed] = []
+    found = RecomputedStep(before)
     try:
         yield found
         found += [

@@ -104,6 +104,12 @@ _HOST_READS = {
     Tensor.__array__: "`numpy.asarray(tensor)`",
     Tensor.__repr__: "`print(tensor)` or `str(tensor)`",
 }
+# Given a list of tensors, they read the values one by one, on a CPU without dispatching an op.
+_FROM_LISTS = (torch.tensor, torch.as_tensor, torch.asarray)
+_LIST_OF_TENSORS = (
+    "`torch.tensor` of a list of tensors",
+    "Use `torch.stack`, which keeps the values on the device.",
+)
 _ALWAYS_FORBIDDEN = frozenset(
     name for name in _WORDS if name not in {"aten::nonzero", "aten::masked_select", "aten::bincount"}
 )
@@ -292,6 +298,12 @@ class HostReads(TorchFunctionMode):
     ) -> Any:
         if func in _HOST_READS and args[0].device.type == self._device_type:
             forbid(_HOST_READS[func], _HOST_VALUE[1], user_location())
+        if (
+            func in _FROM_LISTS
+            and isinstance(args[0] if args else None, (list, tuple))
+            and _works_on(self._device_type, args[:1], {})
+        ):
+            forbid(*_LIST_OF_TENSORS, user_location())
         return func(*args, **(kwargs or {}))
 
 
