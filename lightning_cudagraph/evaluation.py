@@ -19,7 +19,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import flatten_batch, map_leaves, refuse_hidden_tensors
+from lightning_cudagraph.capture.batch import (
+    copied_leaf,
+    flatten_batch,
+    map_leaves,
+    refuse_hidden_tensors,
+)
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
@@ -193,7 +198,7 @@ class GraphedEvaluation:
         outputs.logs.hand_over(self._trainer)
         self._metrics.count_references()
         # Copies, because predictions are kept, and the next replay overwrites the static ones.
-        return map_leaves(outputs.returned, _copied)
+        return map_leaves(outputs.returned, copied_leaf)
 
     def _record(self, batch: Any, indices: tuple[int, ...], capturing: bool) -> _Outputs:
         """Run a step on the static batch.
@@ -341,7 +346,3 @@ def _no_turn(outputs: _Outputs, index: int) -> None:
 
 def _version(gradient: Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.advance import QuickAdvance
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import map_leaves
+from lightning_cudagraph.capture.batch import copied_leaf, map_leaves
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
 from lightning_cudagraph.capture.guards import Guards
@@ -366,7 +366,7 @@ class GraphedTraining:
     def _take_outputs(self, outputs: StepOutputs, closure: GraphClosure) -> Tensor:
         """After a replay: hand on what Lightning would have had from an eager step."""
         # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
-        result = ClosureResult(None, extra=map_leaves(outputs.extra, _copied))
+        result = ClosureResult(None, extra=map_leaves(outputs.extra, copied_leaf))
         loss = outputs.logs.hand_over(self._trainer)
         assert loss is not None
         result.loss = loss
@@ -402,7 +402,3 @@ class GraphedTraining:
 
 def _announce(text: str) -> None:
     rank_zero_info(f"lightning_cudagraph: {text}")
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 from torchmetrics import Metric, MetricCollection
 
-from lightning_cudagraph.capture.batch import map_leaves
+from lightning_cudagraph.capture.batch import copied_leaf, map_leaves
 from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.errors import CaptureError
 
@@ -45,8 +45,6 @@ BOOKS = ("_update_count", "_computed", "_forward_cache")
 # More than any run makes, so that a count that was set and not raised is known.
 _MANY_CALLS = 1 << 40
 _UNTOUCHED = object()
-# Elements; kernels read several at once where the memory is aligned to as many.
-_ALIGNED = 16
 # Containers in containers in which metrics are looked for.
 _MAX_DEPTH = 3
 
@@ -146,7 +144,7 @@ class DeferredCall(MetricCall):
 
     def make(self, copies: list[Tensor]) -> list[Any]:
         """Make the call on copies, which the metric may keep; returns the leaves of its result."""
-        args, kwargs = map_leaves(self.arguments, _copied)
+        args, kwargs = map_leaves(self.arguments, copied_leaf)
         return tree_leaves(getattr(self.metric, self.method)(*args, **kwargs))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -373,18 +371,3 @@ def called_later(call: DeferredCall) -> Any:
 
 def _unflattened(structure: Any, leaves: list[Tensor]) -> Any:
     return None if structure is None else structure.unflatten(leaves)
-
-
-def _copied(leaf: Any) -> Any:
-    """A copy that lies in memory as the original does: sums over it are made in the same order."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if leaf.layout is not torch.strided or leaf.numel() == 0:
-        return leaf.clone()
-    shift = leaf.storage_offset() % _ALIGNED
-    if leaf.is_contiguous() and shift == 0:
-        return leaf.clone()
-    size, stride = leaf.shape, leaf.stride()
-    extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + shift
-    memory = leaf.as_strided((extent,), (1,), leaf.storage_offset() - shift)
-    return memory.clone().as_strided(size, stride, shift)

@@ -741,6 +741,32 @@ def test_metrics_of_both(tmp_path: Path, accelerator: str) -> None:
     assert done.graph.counts.replayed > 10
 
 
+class Strided(Evaluated):
+    """Outputs that lie in memory in other ways than one after the other; and nothing, in a test."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        return [logits[:, 1:3], logits.t(), logits[:1].expand(5, 4), logits[:, 0]]
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log_dict({f"sum_{i}": output.sum() for i, output in enumerate(outputs)}, on_step=True)
+        for i, output in enumerate(outputs):
+            self.log(f"stride_{i}", float(sum(n * 100**d for d, n in enumerate(output.stride()))))
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+@pytest.mark.filterwarnings(*_IGNORED)
+def test_strides(tmp_path: Path, accelerator: str) -> None:
+    both = sessions(tmp_path, Strided, evaluating(), accelerator=accelerator)
+    for session in both:
+        session.run("validate", loader(seed=1))
+        session.run("test", loader(seed=1))
+        assert session.callback is None or session.callback.counts.replayed == 4
+    assert_same_sessions(*both)
+
+
 class Positions(Metric):
     """Its size depends on values, which an op that consists of others hides."""
 

@@ -25,6 +25,7 @@ from lightning_cudagraph.errors import BatchError
 __all__ = [
     "PLAIN",
     "Signature",
+    "copied_leaf",
     "flatten_batch",
     "map_leaves",
     "refuse_hidden_tensors",
@@ -33,6 +34,8 @@ __all__ = [
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
+# Elements; kernels read several at once where the memory is aligned to as many.
+_ALIGNED = 16
 
 
 def _is_namedtuple(value: Any) -> bool:
@@ -133,6 +136,21 @@ def map_leaves(value: Any, new_leaf: Callable[[Any], Any]) -> Any:
     if children is None:
         return new_leaf(value)
     return _rebuild(value, [map_leaves(child, new_leaf) for _, child in children])
+
+
+def copied_leaf(leaf: Any) -> Any:
+    """A copy that lies in memory as the original does: sums over it are made in the same order."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.layout is not torch.strided or leaf.numel() == 0:
+        return leaf.clone()
+    shift = leaf.storage_offset() % _ALIGNED
+    if leaf.is_contiguous() and shift == 0:
+        return leaf.clone()
+    size, stride = leaf.shape, leaf.stride()
+    extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + shift
+    memory = leaf.as_strided((extent,), (1,), leaf.storage_offset() - shift)
+    return memory.clone().as_strided(size, stride, shift)
 
 
 def refuse_hidden_tensors(tree: Any, what: str) -> None:
