@@ -23,6 +23,7 @@ from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
 from lightning_cudagraph.capture.host_calls import HostRules
 from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.capture.state import StaticState
+from lightning_cudagraph.metric_mends import FixedCounts
 from lightning_cudagraph.metric_trials import MetricTrials, keep_states, known_only
 from lightning_cudagraph.metrics import (
     BOOKS,
@@ -279,7 +280,7 @@ class StepMetrics:
                         "Call the metric in the same way in every step.",
                         user_location(),
                     )
-                with self._within(), Probe(name, metric) as probe:
+                with self._within(), FixedCounts(), Probe(name, metric) as probe:
                     result = plain(*args, **kwargs)
                     call = probe.call()
                 self._live.add(call)

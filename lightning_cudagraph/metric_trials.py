@@ -28,6 +28,7 @@ from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.capture.state import StaticState
 from lightning_cudagraph.capture.writes import storage_id
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.metric_mends import FixedCounts
 from lightning_cudagraph.metrics import BOOKS, Probe, metrics_of, states_of
 
 __all__ = ["MetricTrials", "keep_states", "known_only"]
@@ -164,7 +165,7 @@ class MetricTrials:
             mentioned = stack.enter_context(audit).mentioned
             stack.enter_context(known_only({id(inner) for _, inner in metrics_of(copy)}))
             stack.enter_context(self._backend.checked())
-            with Probe(name, copy) as probe:
+            with FixedCounts(), Probe(name, copy) as probe:
                 getattr(copy, method)(*args, **kwargs)
                 call = probe.call()
             if (shared := _shared(copy)) is not None:

@@ -464,10 +464,10 @@ class LogsNumber(Evaluated):
 class ReturnsMetric(Evaluated):
     def __init__(self) -> None:
         super().__init__()
-        self.by_value = MulticlassAccuracy(4)
+        self.by_value = CatMetric()
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.by_value(self(batch[0]), batch[1])
+        return self.by_value(self(batch[0]).mean())
 
 
 class WritesInference(Evaluated):

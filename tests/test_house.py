@@ -27,6 +27,7 @@ FLOORS = [
         "log_numbers",
         "log_sums",
         "logs",
+        "metric_mends",
         "metric_states",
         "metric_trials",
         "metrics",

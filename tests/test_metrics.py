@@ -33,7 +33,7 @@ class Measured(Net):
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = MulticlassAccuracy(4, average="micro")
-        self.macro = MulticlassAccuracy(4, average="macro")  # counts with `bincount`
+        self.macro = MulticlassAccuracy(4, average="macro")
         self.mean = MeanMetric()
         self.auroc = MulticlassAUROC(4, thresholds=None)  # keeps all it is given
         self.confusion = MulticlassConfusionMatrix(4)

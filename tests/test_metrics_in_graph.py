@@ -30,7 +30,6 @@ LISTS = "in a list"
 SYNCS = "Python branch"
 UNIQUE = "unique"
 MASK = "boolean mask"
-COUNTS = "bincount"
 RULE = "another rule"
 RESETS = "resets a metric"
 
@@ -87,7 +86,7 @@ def _sum() -> Any:
 # host; an empty reason: in the graph.
 TABLE: dict[str, tuple[Callable[[], Any], Callable[..., tuple[Tensor, ...]], str, str]] = {
     "micro": (_micro, _labels, "", ""),
-    "macro": (_of(classification.MulticlassAccuracy, 4), _labels, COUNTS, COUNTS),
+    "macro": (_of(classification.MulticlassAccuracy, 4), _labels, "", ""),
     "of_classes": (_micro, _classes, UNIQUE, UNIQUE),
     "ignoring": (
         _of(classification.MulticlassAccuracy, 4, average="micro", ignore_index=0),
@@ -97,7 +96,7 @@ TABLE: dict[str, tuple[Callable[[], Any], Callable[..., tuple[Tensor, ...]], str
     ),
     "f1": (_of(classification.MulticlassF1Score, 4, average="micro"), _labels, "", ""),
     "exact": (_of(classification.MulticlassExactMatch, 4), _tokens, "", ""),
-    "confusion": (_of(classification.MulticlassConfusionMatrix, 4), _labels, COUNTS, COUNTS),
+    "confusion": (_of(classification.MulticlassConfusionMatrix, 4), _labels, "", ""),
     "auroc": (_of(classification.MulticlassAUROC, 4, thresholds=None), _labels, LISTS, LISTS),
     "calibration": (_of(classification.MulticlassCalibrationError, 4), _labels, LISTS, LISTS),
     "binary": (_of(classification.BinaryAccuracy), _yes_or_no, UNIQUE, UNIQUE),
@@ -248,6 +247,37 @@ def test_which_metrics_are_in_the_graph(tmp_path: Path, accelerator: str, method
     }
     assert not wrong, "expected, and found"
     assert found.keys() <= expected.keys()
+
+
+class WrongClass(Net):
+    """The labels of one batch have a class too many for the metric, and not for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(24, 5)
+        self.confusion = classification.MulticlassConfusionMatrix(4, validate_args=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        self.confusion.update(logits[:, :4].argmax(-1), y + (x[:, 0] > 100).long() * 4)
+        return nn.functional.cross_entropy(logits, y)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 5:
+            batch[0][0, 0] = 1000.0
+
+
+def test_a_class_too_many_is_an_error_still(tmp_path: Path, accelerator: str) -> None:
+    if accelerator != "cpu":
+        pytest.skip("an error of the device ends the process")
+    with pytest.raises(RuntimeError, match="shape"):
+        train(make(WrongClass), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback()
+    with pytest.raises(RuntimeError, match="index"):
+        train(make(WrongClass), tmp_path / "graph", callback, accelerator=accelerator)
+    assert callback.counts is not None
+    assert callback.counts.replayed >= 1
 
 
 class Everyday(Watched):
