@@ -145,7 +145,7 @@ def frozen_python_audit(
     try:
         _watch(state, model, trainer, rules)
         for name, value in (others or {}).items():
-            state.add_value(value, name, "the step")
+            state.add_handed(value, name)
         with calls:
             yield audit
         check()

@@ -190,6 +190,20 @@ class HostState:
         """Watch what can be reached from a value."""
         self._walk(value, path, of, 1)
 
+    def add_handed(self, value: Any, name: str) -> None:
+        """Watch an object that the step is handed: the attributes of the user's own by their names."""
+        kind = type(value)
+        attributes = attributes_of(value) if is_plain_object(kind) else None
+        if attributes is None:
+            self._walk(value, name, "the step", 1)
+            return
+        of = f"the `{kind.__qualname__}`"
+        self._add_namespace(attributes, "", of, value)
+        self._seen[id(value)] = value
+        for attribute, part in attributes.items():
+            self._walk(part, attribute, of, 1)
+        self._walk(kind, "", of, 1)
+
     def watches(self, holder: Any) -> bool:
         """Whether this very object is one of those that are compared."""
         entry = self._holders.get(id(holder))
