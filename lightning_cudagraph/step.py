@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.engine import StepCounts
+from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.step_run import StepRun, StepSettings, backend_for
 from lightning_cudagraph.surroundings import surroundings_of
@@ -186,8 +187,9 @@ class GraphedStep(Generic[P, R]):
             UnsupportedError: if it cannot be captured. Nothing of the call has happened then.
         """
         function = self._bound()
-        if self._backend_name == "off" or self._refused or getattr(_inside, "step", None) is not None:
-            # Inside another step, this one is a part of that.
+        nested = getattr(_inside, "step", None) is not None or is_capturing()
+        if self._backend_name == "off" or self._refused or nested:
+            # Inside another step, or that of the callback, this one is a part of it.
             return function(*args, **kwargs)
         _inside.step = self
         try:
@@ -289,7 +291,7 @@ def _as_one(modules: Mapping[str, nn.Module]) -> nn.Module:
 
 def _found_in(function: Any) -> dict[str, nn.Module]:
     """The modules that a function can be seen to work on, by the names that it has for them."""
-    owner = getattr(function, "__self__", None)
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     found: dict[str, Any] = {"self": owner}
     if owner is not None and not isinstance(owner, nn.Module):
         found |= getattr(owner, "__dict__", {})

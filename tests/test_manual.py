@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, UnsupportedError
-from tests.harness import differences
+from tests.harness import Net, differences, make, train
 
 STEPS = 8  # in an epoch
 
@@ -414,6 +414,37 @@ def test_callback_that_stays_eager_beside_graphed_steps(tmp_path: Path, accelera
         module = assert_same(tmp_path, accelerator, GAN, lambda: {"callbacks": [callback]})
     assert module.critic_step.counts.replayed == 21
     assert "all steps eager" in str(callback.report)
+
+
+class Distills(Net):
+    """Automatic optimization, with a teacher whose forward pass is a graph of its own."""
+
+    def __init__(self, graphs: bool) -> None:
+        super().__init__()
+        self.teacher = [nn.Linear(12, 4)]
+        self.graphs = graphs
+
+    def on_fit_start(self) -> None:
+        self.teacher[0].to(self.device)
+        backend = "auto" if self.graphs else "off"
+        self.teach = GraphedStep(self.teacher[0], backend=backend)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            wanted = self.teach(batch[0])
+        return (self(batch[0]) - wanted).square().mean()
+
+
+@pytest.mark.parametrize("warmup_steps", [2, 6])
+def test_inside_a_step_of_the_callback(tmp_path: Path, accelerator: str, warmup_steps: int) -> None:
+    """In its capture, the inner step is a plain part of it; around that, it has its own graph."""
+    plain = train(make(lambda: Distills(False)), tmp_path / "a", accelerator=accelerator)
+    callback = CUDAGraphCallback(warmup_steps=warmup_steps)
+    graph = train(make(lambda: Distills(True)), tmp_path / "b", callback, accelerator=accelerator)
+    found = differences([plain.steps, plain.final], [graph.steps, graph.final])
+    assert not found
+    assert graph.counts.replayed == 21 - warmup_steps, callback.report
+    assert graph.counts.captures == 1
 
 
 def test_error_in_the_function_leaves_nothing(tmp_path: Path, accelerator: str) -> None:

@@ -40,12 +40,14 @@ class GradientHabits:
         self._works_on: set[int] = set()
         self._seen: list[nn.Parameter] = []
         self._strangers: list[Tensor] = []
+        self._alive: dict[int, nn.Parameter] = {}  # so that no number comes twice
 
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Watch one eager step."""
         known = self._known()
         before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in known.values()]
+        self._alive |= {id(parameter): parameter for parameter in known.values()}
         with _Watch() as watch:
             yield
         for parameter, gradient, version in before:

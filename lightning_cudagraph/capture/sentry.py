@@ -307,6 +307,14 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_standing: list[Sentry] = []
+
+
+def is_capturing() -> bool:
+    """Whether a capture is under way."""
+    return bool(_standing)
+
+
 class Sentry(TorchDispatchMode):
     """Checks every op of a capture before it runs. Autograd's threads see it too.
 
@@ -321,6 +329,15 @@ class Sentry(TorchDispatchMode):
         self._generators = generators
         self.writes = Writes()
         self.known = KnownValues()
+
+    def __enter__(self) -> Sentry:
+        _standing.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _standing.remove(self)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
