@@ -468,3 +468,43 @@ def test_error_in_the_function_leaves_nothing(tmp_path: Path, accelerator: str) 
         assert "lightning_cudagraph" not in str(vars(wrapper.optimizer)["step"])
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert not sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+
+
+class Validates(GAN):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.critic(batch[0]).mean())
+
+
+def test_validation_and_resuming(tmp_path: Path, accelerator: str) -> None:
+    """A run with graphs goes on from the checkpoint of one without, and the other way round."""
+
+    def trained(graphs: bool, epochs: int, ckpt_path: Path | None = None) -> pl.Trainer:
+        trainer = pl.Trainer(
+            accelerator=accelerator,
+            devices=1,
+            max_epochs=epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = build(Validates, graphs)
+        pl.seed_everything(7, verbose=False)
+        trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path, weights_only=False)
+        if graphs:
+            assert module.critic_step.counts.replayed > 5
+            assert not module.critic_step.counts.recaptures
+        return trainer
+
+    def left(trainer: pl.Trainer) -> list[Any]:
+        optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        weights = trainer.lightning_module.state_dict()
+        return [weights, optimizers, trainer.fit_loop.state_dict(), dict(trainer.callback_metrics)]
+
+    trainers = [trained(graphs, 3) for graphs in (False, True)]
+    assert not differences(*map(left, trainers))
+    paths = [tmp_path / "plain.ckpt", tmp_path / "graphs.ckpt"]
+    for trainer, path in zip(trainers, paths, strict=True):
+        trainer.save_checkpoint(path)
+    resumed = [trained(False, 5, paths[1]), trained(True, 5, paths[0])]
+    assert not differences(*map(left, resumed))
