@@ -276,6 +276,8 @@ class CUDAGraphCallback(Callback):
             if not in_fit:
                 self.counts = self.evaluation_counts
                 rank_zero_info(f"lightning_cudagraph: {self._description}")
+        if self._training is not None:
+            self._training.leave()
         self._evaluation.start()
 
     def _backend_for(self, trainer: pl.Trainer) -> Backend:

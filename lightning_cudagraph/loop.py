@@ -207,6 +207,10 @@ class GraphedTraining:
         self._advance.suspect()
         self._pace.pause()
 
+    def leave(self) -> None:
+        """Graphs of evaluation come now, which may write where those of training keep gradients."""
+        self._engine.leave()
+
     def finish(
         self, description: str, evaluation: StepCounts | None = None, notes: Sequence[str] = ()
     ) -> str:

@@ -23,7 +23,7 @@ WORDS = 40
 
 
 @pytest.fixture
-def _text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text where the demos look for theirs, which they download if it is not there."""
     rng = random.Random(0)
     lines = (" ".join(rng.choices([f"w{i}" for i in range(WORDS - 1)], k=12)) for _ in range(400))
@@ -98,7 +98,7 @@ def test_a_manual_boring_model(tmp_path: Path, accelerator: str) -> None:
     )
 
 
-@pytest.mark.usefixtures("_text")
+@pytest.mark.usefixtures("wikitext")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_the_transformer(tmp_path: Path, accelerator: str) -> None:
     done = row(
@@ -120,7 +120,7 @@ def _small_lstm() -> pl.LightningModule:
     return module
 
 
-@pytest.mark.usefixtures("_text")
+@pytest.mark.usefixtures("wikitext")
 def test_the_lstm(tmp_path: Path, accelerator: str) -> None:
     build = _small_lstm if accelerator == "cpu" else lambda: lstm.LightningLSTM(vocab_size=WORDS)
     done = row(tmp_path, accelerator, build, fit=_alone, max_epochs=2, checkpoint_every=0)

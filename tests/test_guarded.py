@@ -349,7 +349,7 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (TensorHook, "`_backward_hooks` of parameter `head.weight` changed from none"),
     (StateCleared, "the address of `momentum_buffer` of parameter 0"),
     (StateRebound, "the address of `momentum_buffer` of parameter 0"),
-    (AddedGroup, "param group 1"),
+    (AddedGroup, "the number of param groups of the optimizer changed from 1 to 2"),
     (StepHook, "the number of hooks around the step of the optimizer changed from 0 to 1"),
     (Replaced, "`scale` of the `Replaced` changed"),
     (Partial, "`scale` of the `Partial` changed"),

@@ -125,11 +125,16 @@ def test_everything_a_hook_can_see(
         assert not differences(plain.seen, graphed.seen)
 
 
+def _average(averaged: Tensor, current: Tensor, number: Tensor) -> Tensor:
+    # Torch's own cannot average integers on CUDA.
+    return averaged + (current - averaged) / (number + 1)
+
+
 class MovingAverage(Callback):
     """An average of weights and buffers, kept before gradients are dropped."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.average = AveragedModel(pl_module.features, use_buffers=True)
+        self.average = AveragedModel(pl_module.features, use_buffers=True, avg_fn=_average)
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.average.update_parameters(pl_module.features)

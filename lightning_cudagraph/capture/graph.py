@@ -119,11 +119,11 @@ class _Take(Generic[T]):
     def _leave(self) -> None:
         """Keep the gradients of the step before readable while the forward pass of this one runs.
 
-        The graph's own may lie in memory that its forward pass writes into.
+        They lie in memory that a forward pass may write into, be they another take's.
         """
-        for parameter, gradient in self.gradients:
-            if parameter.grad is gradient:
-                parameter.grad = gradient.clone()
+        for parameter, _ in self.gradients:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def count_references(self) -> None:
         """Note who refers to the gradients when nobody outside does."""
