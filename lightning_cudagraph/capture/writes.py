@@ -22,6 +22,9 @@ _RUNNING_STATISTICS = frozenset(
         "aten::batch_norm_update_stats",
     }
 )
+# This one draws from a state of cuDNN's own, which moves on with each forward pass
+# (aten/src/ATen/native/cudnn/RNN.cpp, `DropoutState`).
+_DROPOUT_STATE = ("aten::_cudnn_rnn", "dropout_state")
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -66,9 +69,10 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     found: list[Any] = []
     if func._schema.name in _RUNNING_STATISTICS:
         found += [t for t in args[1:] if isinstance(t, Tensor) and not t.requires_grad]
-    if func._schema.is_mutable:
+    if func._schema.is_mutable or func._schema.name == _DROPOUT_STATE[0]:
         for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            known = (func._schema.name, argument.name) == _DROPOUT_STATE
+            if known or (argument.alias_info is not None and argument.alias_info.is_write):
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
                 found += tree_iter(value)
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
