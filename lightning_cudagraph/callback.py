@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.engine import StepCounts
+from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.evaluation import GraphedEvaluation
 from lightning_cudagraph.loop import GraphedTraining, Settings

@@ -26,11 +26,12 @@ from lightning_cudagraph.capture.batch import (
     refuse_hidden_tensors,
 )
 from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
+from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
 from lightning_cudagraph.capture.stand_ins import replace_method
+from lightning_cudagraph.capture.steps import Phase, Step, StepCounts
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.hooks import undisturbed

@@ -24,10 +24,11 @@ from lightning_cudagraph.advance import QuickAdvance
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import copied_leaf, map_leaves
 from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.engine import Phase, Step, StepCounts, StepEngine
+from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import detach_recomputed
 from lightning_cudagraph.capture.stand_ins import replace_method
+from lightning_cudagraph.capture.steps import Phase, Step, StepCounts
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import HookError, UnsupportedError

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.engine import Place
+from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.optimizers import EagerOptimizer, PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.engine import StepCounts
 from lightning_cudagraph.capture.sentry import is_capturing
+from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.step_run import StepRun, StepSettings, backend_for
 from lightning_cudagraph.surroundings import surroundings_of

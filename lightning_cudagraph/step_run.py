@@ -21,9 +21,10 @@ from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.capture.engine import Step, StepCounts, StepEngine
+from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.gradients import GradientHabits
 from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.steps import Step, StepCounts
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import BatchError, UnsupportedError

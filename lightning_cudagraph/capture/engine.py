@@ -3,142 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature
+from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
 from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.graph import CapturedStep, Cut, outside_inference_mode
+from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.static import StaticBatch
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Phase, Step, StepCounts
 from lightning_cudagraph.capture.verify import Verifier
+from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.capture.writes import storage_id, whole
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
 
-__all__ = ["Phase", "Step", "StepCounts", "StepEngine"]
+__all__ = ["StepEngine"]
 
 T = TypeVar("T")
 
-# Signatures whose warm-up is remembered. A loader whose batches never look alike (a string in each)
-# would otherwise fill the memory with them.
-_MAX_WARMING_SIGNATURES = 64
 # A run that goes on changing under its graphs is left to run eagerly: after so many captures in a row
 # that each served fewer than so many replays. A graph for each epoch is fine for ever.
 _MAX_SHORT_CAPTURES = 8
 _FEW_REPLAYS = 32
-_MAX_REASONS = 12
-# Batch signatures without a capture after which the user is told.
-_MANY_SIGNATURES = 5
-
-
-class Phase(Enum):
-    """What happened to a batch."""
-
-    EAGER = "eager"
-    WARMING = "warming"
-    CAPTURED = "captured"
-
-
-@dataclass
-class StepCounts:
-    """What became of the batches of a run.
-
-    Attributes:
-        warmed_up: steps that ran eagerly to make ready for a capture.
-        captures: captures that succeeded.
-        replayed: steps that were replays.
-        eager: steps that ran eagerly, by reason.
-        capture_ms: host time of the captures together, in milliseconds.
-        memory_bytes: device memory that the graphs have taken, in bytes.
-        recaptures: why graphs were dropped, in order.
-        variety: why nothing was captured, if batches look too different for it.
-    """
-
-    warmed_up: int = 0
-    captures: int = 0
-    replayed: int = 0
-    eager: Counter[str] = field(default_factory=Counter)
-    capture_ms: float = 0.0
-    memory_bytes: int = 0
-    recaptures: list[str] = field(default_factory=list)
-    variety: str = ""
-
-    def note_eager(self, reason: str) -> None:
-        """Count an eager step. Reasons that never repeat are counted together after a while."""
-        if reason not in self.eager and len(self.eager) >= _MAX_REASONS:
-            reason = "other reasons"
-        self.eager[reason] += 1
-
-
-# Whether a step drops gradients, and whether the optimizer takes its step. With accumulation over
-# several batches, the first in a window drops, the last one steps, and the others do neither.
-Place = tuple[bool, bool]
-_MAKES_GRADIENTS: Place = (True, False)
-_NotYet = Literal["not yet"]
-_NOT_YET: _NotYet = "not yet"
-
-
-@dataclass
-class Step(Generic[T]):
-    """One training step, as the engine needs to know it.
-
-    Attributes:
-        batch: what it is done on.
-        run: does it eagerly.
-        record: does it in a capture, on the static batch it is given; returns the static outputs. Also
-            given what it has to call where the host has a turn in every replay.
-        rehearse: does the same without a capture, on the static batch, and without timing events and the
-            turns of the host.
-        between: a turn of the host in the middle of a replay, given the static outputs and its number.
-        values: the tensors among the outputs that can be compared, by name.
-        state: all tensors that it changes, by name, in the order of the step.
-        transaction: entered around the captures; when left, all that the host did inside is undone.
-        parameters: those whose gradients it drops and computes anew, and those to whose it only adds.
-        place: whether it drops gradients, and whether the optimizer takes its step: what is captured of
-            it depends on these two.
-        in_window: there are steps that add to the gradients that this one makes.
-        kept: whether code of the user's runs between two steps, and can keep gradients.
-        beside: what else a graph of it takes for granted, by the names that the user knows: steps that
-            differ in it have graphs of their own, as those of other batch signatures have.
-        learning: entered around steps of the warm-up.
-    """
-
-    batch: Any
-    run: Callable[[], object]
-    record: Callable[[Any, Cut], T]
-    rehearse: Callable[[Any], T]
-    between: Callable[[T, int], None]
-    values: Callable[[T], dict[str, Tensor]]
-    state: Callable[[], dict[str, Tensor]]
-    transaction: Callable[[], AbstractContextManager[None]]
-    parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]
-    place: Place
-    in_window: bool
-    kept: Callable[[], bool]
-    beside: Mapping[str, Hashable] = field(default_factory=dict)
-    learning: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-@dataclass
-class _Graphs(Generic[T]):
-    """The graphs of one batch signature.
-
-    Attributes:
-        static: the static buffers that they read.
-        beside: what else they take for granted.
-        by_place: the graphs.
-    """
-
-    static: StaticBatch
-    beside: Mapping[str, Hashable]
-    by_place: dict[Place, CapturedStep[T]] = field(default_factory=dict)
 
 
 def _all_state(step: Step[T], captured: CapturedStep[T]) -> dict[str, Tensor]:
@@ -202,7 +93,7 @@ class StepEngine(Generic[T]):
         self._carried = carried
         self._verifier = verifier
         self._is_settled = is_settled
-        self._warmup_steps = warmup_steps
+        self._warm_ups = WarmUps(warmup_steps)
         self._takes = takes
         self._raise_unsupported = raise_unsupported
         self._announce = announce
@@ -210,10 +101,7 @@ class StepEngine(Generic[T]):
         self._on_give_up = on_give_up
         self._around_replays = around_replays
         self._what = what
-        self._max_signatures = max_signatures
-        self._graphs: dict[Signature, _Graphs[T]] = {}
-        self._latest: Signature | None = None  # of a graph
-        self._warmups_left: dict[Signature, dict[Place, int]] = {}
+        self._graphs: GraphsBySignature[T] = GraphsBySignature(backend.device.type, max_signatures)
         self._short_captures = 0  # in a row
         self._given_up: str | None = None
         self.counts = StepCounts()
@@ -255,22 +143,22 @@ class StepEngine(Generic[T]):
         elif self._backend.host_value_moved():
             self.drop("a tensor in host memory, which the step uses as a number, changed")
         try:
-            signature = signature or self._known_signature(step)
+            signature = signature or self._graphs.known_signature(step)
             signature = signature or Signature(step.batch, self._backend.device, step.beside)
         except UnsupportedError as error:
             if self._raise_unsupported:
                 raise
             return self._eager(step, error.reason)
-        if signature not in self._graphs and len(self._graphs) >= self._max_signatures:
-            return self._eager(step, self._one_too_many(signature))
-        captured = self._graph(signature, step.place)
+        if reason := self._graphs.one_too_many(signature):
+            return self._eager(step, reason)
+        captured = self._graphs.get(signature, step.place)
         if captured is not None and (change := captured.stale()):
             self.drop(change)
             captured = None
         if captured is None:
-            left = self._warmups_left.get(signature, {}).get(step.place, self._warmup_steps)
-            if left > 0 or not self._is_settled() or self._maker(step, signature) is _NOT_YET:
-                return self._warm_up(step, signature, left)
+            left = self._warm_ups.left(signature, step.place)
+            if left > 0 or not self._is_settled() or self._graphs.maker(step, signature) is NOT_YET:
+                return self._warm_up(step, signature)
             refresh()
             reason, raised = "", ""
             try:
@@ -289,9 +177,8 @@ class StepEngine(Generic[T]):
                 if raised:
                     self.unsupported(_only_in_the_capture(raised))
                 return done
-            graphs = self._graphs.setdefault(signature, _Graphs(captured.static, step.beside))
-            graphs.by_place[step.place] = captured
-        self._latest = signature
+            self._graphs.add(signature, step, captured)
+        self._graphs.use(signature)
         refresh()
         if self._verifier.due(captured, captured.replays):
             return self._verify(step, captured)
@@ -306,51 +193,15 @@ class StepEngine(Generic[T]):
     @property
     def static(self) -> StaticBatch | None:
         """The static buffers that the latest graph reads; who fills them may hand on their `batch`."""
-        return None if self._latest is None else self._static(self._latest)
-
-    def _static(self, signature: Signature) -> StaticBatch | None:
-        graphs = self._graphs.get(signature)
-        return None if graphs is None else graphs.static
-
-    def _known_signature(self, step: Step[T]) -> Signature | None:
-        """The signature of the latest graph, if a quick look can tell that it is also that of a step."""
-        if self._latest is None:
-            return None
-        graphs = self._graphs[self._latest]
-        if step.beside != graphs.beside:
-            return None
-        static, batch = graphs.static, step.batch
-        if batch is static.batch or static.tensors_of(batch, self._backend.device.type) is not None:
-            return self._latest
-        return None
+        return self._graphs.static
 
     def _replay(
         self, captured: CapturedStep[T], step: Step[T], between: Callable[[T, int], None] | None
     ) -> T:
-        for graph in self._all_graphs():
+        for graph in self._graphs.all():
             graph.give_away(captured.added)
         with self._around_replays():
             return captured.replay(step.batch, between)
-
-    def _graph(self, signature: Signature, place: Place) -> CapturedStep[T] | None:
-        graphs = self._graphs.get(signature)
-        return None if graphs is None else graphs.by_place.get(place)
-
-    def _all_graphs(self) -> list[CapturedStep[T]]:
-        return [captured for graphs in self._graphs.values() for captured in graphs.by_place.values()]
-
-    def _one_too_many(self, signature: Signature) -> str:
-        """Why a signature gets no graph."""
-        latest = next(reversed(self._graphs))
-        more = "another batch signature"
-        if self._max_signatures > 1:
-            more = f"more than {self._max_signatures} batch signatures, the last"
-        return f"{more}: {latest.difference(signature)}"
-
-    def _maker(self, step: Step[T], signature: Signature) -> CapturedStep[T] | _NotYet | None:
-        """The graph whose gradients a step adds to, if it adds to those of another step."""
-        drops, _ = step.place
-        return None if drops else self._graph(signature, _MAKES_GRADIENTS) or _NOT_YET
 
     def _verify(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T | None]:
         def eagerly() -> dict[str, Tensor]:
@@ -394,7 +245,7 @@ class StepEngine(Generic[T]):
     def drop(self, reason: str) -> None:
         """Let go of the graphs, because `reason`; what comes is warmed up and captured anew."""
         had_graphs = bool(self._graphs)
-        replays = sum(captured.replays for captured in self._all_graphs())
+        replays = sum(captured.replays for captured in self._graphs.all())
         self._forget()
         if not had_graphs:
             return
@@ -410,12 +261,9 @@ class StepEngine(Generic[T]):
 
     def _forget(self) -> None:
         """Let go of the graphs and of what was learned in warm-up; it begins anew."""
-        for captured in self._all_graphs():
-            captured.release()
-        self._graphs.clear()
-        self._latest = None
+        self._graphs.release()
         self._guards.drop()
-        self._warmups_left.clear()
+        self._warm_ups.forget()
 
     def unsupported(self, error: UnsupportedError) -> None:
         """Something showed that no step of this run can be captured: narrow, raise, or give up."""
@@ -435,7 +283,7 @@ class StepEngine(Generic[T]):
 
     def leave(self) -> None:
         """Another engine's graphs in the same pool come now: bring gradients where none writes."""
-        for captured in self._all_graphs():
+        for captured in self._graphs.all():
             captured.give_away()
             captured.bring_out_gradients()
 
@@ -462,13 +310,13 @@ class StepEngine(Generic[T]):
             step.run()
         return Phase.EAGER, None
 
-    def _warm_up(self, step: Step[T], signature: Signature, left: int) -> tuple[Phase, None]:
-        first = signature not in self._warmups_left
-        if first:
-            self._note_variety(signature)
-            if len(self._warmups_left) >= _MAX_WARMING_SIGNATURES:
-                del self._warmups_left[next(iter(self._warmups_left))]
-            self._warmups_left[signature] = {}
+    def _warm_up(self, step: Step[T], signature: Signature) -> tuple[Phase, None]:
+        if first := self._warm_ups.is_new(signature):
+            if not self._graphs and not self.counts.variety:
+                self.counts.variety = self._warm_ups.variety(signature)
+                if self.counts.variety:
+                    self._announce(f"There is no graph yet: {self.counts.variety}.")
+            self._warm_ups.begin(signature)
         self._guards.watch()
         self._carried.take_out()
         self._carried.watch()
@@ -479,22 +327,9 @@ class StepEngine(Generic[T]):
             stack.enter_context(step.learning())
             step.run()
         # Only a step that went through counts.
-        self._warmups_left[signature][step.place] = max(left - 1, 0)
+        self._warm_ups.done(signature, step.place)
         self.counts.warmed_up += 1
         return Phase.WARMING, None
-
-    def _note_variety(self, signature: Signature) -> None:
-        """Say once that batches differ so much that none has come up often enough to be captured."""
-        if self._graphs or self.counts.variety:
-            return
-        if len(self._warmups_left) == _MANY_SIGNATURES:
-            first = next(iter(self._warmups_left))
-            self.counts.variety = (
-                f"{_MANY_SIGNATURES} different batch signatures and none came up more than"
-                f" {self._warmup_steps} times: {first.difference(signature)}. Pad to one shape, and"
-                " leave out of the batch what differs in each (names, ids), or pass it as a tensor"
-            )
-            self._announce(f"There is no graph yet: {self.counts.variety}.")
 
     def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._guards.watch()
@@ -505,13 +340,13 @@ class StepEngine(Generic[T]):
                 'Keep it constant, or pass `scope="forward_backward"`.',
                 in_optimizer=True,
             )
-        maker = self._maker(step, signature)
+        maker = self._graphs.maker(step, signature)
         if isinstance(maker, CapturedStep):
             maker.put_back_gradients()
         started_s = time.perf_counter()
         with step.transaction(), outside_inference_mode():
             self._carried.place()
-            static = self._static(signature) or StaticBatch(step.batch)
+            static = self._graphs.static_of(signature) or StaticBatch(step.batch)
             static.copy_from(step.batch)
             captured = CapturedStep(
                 self._backend,
@@ -519,7 +354,7 @@ class StepEngine(Generic[T]):
                 step.record,
                 *step.parameters(),
                 self._takes,
-                step.in_window and step.place == _MAKES_GRADIENTS,
+                step.in_window and step.place == MAKES_GRADIENTS,
                 step.kept(),
             )
         self._guards.take()

@@ -1,0 +1,106 @@
+"""A step as the engine needs to know it, what can become of it, and the counts of that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from lightning_cudagraph.capture.graph import Cut
+
+__all__ = ["MAKES_GRADIENTS", "Phase", "Place", "Step", "StepCounts"]
+
+T = TypeVar("T")
+
+_MAX_REASONS = 12
+
+
+class Phase(Enum):
+    """What happened to a batch."""
+
+    EAGER = "eager"
+    WARMING = "warming"
+    CAPTURED = "captured"
+
+
+@dataclass
+class StepCounts:
+    """What became of the batches of a run.
+
+    Attributes:
+        warmed_up: steps that ran eagerly to make ready for a capture.
+        captures: captures that succeeded.
+        replayed: steps that were replays.
+        eager: steps that ran eagerly, by reason.
+        capture_ms: host time of the captures together, in milliseconds.
+        memory_bytes: device memory that the graphs have taken, in bytes.
+        recaptures: why graphs were dropped, in order.
+        variety: why nothing was captured, if batches look too different for it.
+    """
+
+    warmed_up: int = 0
+    captures: int = 0
+    replayed: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+    capture_ms: float = 0.0
+    memory_bytes: int = 0
+    recaptures: list[str] = field(default_factory=list)
+    variety: str = ""
+
+    def note_eager(self, reason: str) -> None:
+        """Count an eager step. Reasons that never repeat are counted together after a while."""
+        if reason not in self.eager and len(self.eager) >= _MAX_REASONS:
+            reason = "other reasons"
+        self.eager[reason] += 1
+
+
+# Whether a step drops gradients, and whether the optimizer takes its step. With accumulation over
+# several batches, the first in a window drops, the last one steps, and the others do neither.
+Place = tuple[bool, bool]
+MAKES_GRADIENTS: Place = (True, False)
+
+
+@dataclass
+class Step(Generic[T]):
+    """One training step, as the engine needs to know it.
+
+    Attributes:
+        batch: what it is done on.
+        run: does it eagerly.
+        record: does it in a capture, on the static batch it is given; returns the static outputs. Also
+            given what it has to call where the host has a turn in every replay.
+        rehearse: does the same without a capture, on the static batch, and without timing events and the
+            turns of the host.
+        between: a turn of the host in the middle of a replay, given the static outputs and its number.
+        values: the tensors among the outputs that can be compared, by name.
+        state: all tensors that it changes, by name, in the order of the step.
+        transaction: entered around the captures; when left, all that the host did inside is undone.
+        parameters: those whose gradients it drops and computes anew, and those to whose it only adds.
+        place: whether it drops gradients, and whether the optimizer takes its step: what is captured of
+            it depends on these two.
+        in_window: there are steps that add to the gradients that this one makes.
+        kept: whether code of the user's runs between two steps, and can keep gradients.
+        beside: what else a graph of it takes for granted, by the names that the user knows: steps that
+            differ in it have graphs of their own, as those of other batch signatures have.
+        learning: entered around steps of the warm-up.
+    """
+
+    batch: Any
+    run: Callable[[], object]
+    record: Callable[[Any, Cut], T]
+    rehearse: Callable[[Any], T]
+    between: Callable[[T, int], None]
+    values: Callable[[T], dict[str, Tensor]]
+    state: Callable[[], dict[str, Tensor]]
+    transaction: Callable[[], AbstractContextManager[None]]
+    parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]
+    place: Place
+    in_window: bool
+    kept: Callable[[], bool]
+    beside: Mapping[str, Hashable] = field(default_factory=dict)
+    learning: Callable[[], AbstractContextManager[None]] = nullcontext
