@@ -32,7 +32,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.logs import LoggedStep, Logs
+from lightning_cudagraph.logged_step import LoggedStep
+from lightning_cudagraph.logs import Logs
 
 # Warm-up, capture, verified replays, and some for the allocator to settle.
 WARM_STEPS = 40

@@ -36,7 +36,8 @@ from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules, refuse_replaced_methods
-from lightning_cudagraph.logs import LoggedStep, Logs
+from lightning_cudagraph.logged_step import LoggedStep
+from lightning_cudagraph.logs import Logs
 from lightning_cudagraph.loop import Settings
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.metrics import Later, is_metric

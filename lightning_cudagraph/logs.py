@@ -12,45 +12,22 @@ from __future__ import annotations
 import numbers
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torchmetrics import Metric
 
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.log_numbers import LoggedNumbers
 from lightning_cudagraph.log_sums import LoggedValue, RunningSums, Slot, SumsOfPlace, add, converted
+from lightning_cudagraph.logged_step import TO_TENSOR, Event, Log, LoggedStep, packed_values
 from lightning_cudagraph.metric_states import StepMetrics
-from lightning_cudagraph.metrics import Later, MetricCall
+from lightning_cudagraph.metrics import Later
 
-__all__ = ["LoggedStep", "Logs"]
-
-# Name-mangled: what `LightningModule.log` turns its value into a tensor with.
-TO_TENSOR = "_LightningModule__to_tensor"
-
-
-@dataclass
-class _Log:
-    fx: str
-    name: str
-    value: Tensor | Later | Metric
-    kwargs: dict[str, Any]
-
-    @property
-    def key(self) -> str:
-        return f"{self.fx}.{self.name}"
-
-
-# What happens on the host after a replay, in the order of the step.
-_Event = _Log | MetricCall
-# The number of the event, and which of its results, if it is the call of a metric.
-_Key = int | tuple[int, int]
+__all__ = ["Logs"]
 
 
 class _Recorder(_ResultCollection):
@@ -60,7 +37,7 @@ class _Recorder(_ResultCollection):
         super().__init__(training=True)
         self.instead_of = results
         self.batch, self.batch_size = results.batch, results.batch_size
-        self.events: list[_Event] = []
+        self.events: list[Event] = []
         self._logged_numbers = logged
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +50,7 @@ class _Recorder(_ResultCollection):
         _note_batch_size(self._logged_numbers, fx, name, kwargs)
         if isinstance(value, Tensor) and not isinstance(value, Later):
             value = converted(value.detach())  # here, where the step's default dtype holds
-        self.events.append(_Log(fx, name, value, kwargs))
+        self.events.append(Log(fx, name, value, kwargs))
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         """The first batch of an epoch is dealt with when the logs are handed over."""
@@ -164,7 +141,7 @@ class Logs:
         self._sums.let_go()
 
     @contextmanager
-    def recorded(self, place: Hashable, batch: Any, capturing: bool) -> Iterator[list[_Event]]:
+    def recorded(self, place: Hashable, batch: Any, capturing: bool) -> Iterator[list[Event]]:
         """Record what is logged inside instead of reducing it, and calls of metrics.
 
         Args:
@@ -180,7 +157,7 @@ class Logs:
             if self._is_first_take:
                 self._places[place] = SumsOfPlace()
         if self._trainer.predicting:
-            events: list[_Event] = []
+            events: list[Event] = []
             with self._metrics.recording(events.append):
                 yield events
             return
@@ -214,7 +191,7 @@ class Logs:
 
     def finished(
         self,
-        events: list[_Event],
+        events: list[Event],
         place: Hashable,
         capturing: bool,
         loss: Tensor | None = None,
@@ -232,7 +209,7 @@ class Logs:
         Raises:
             CaptureError: if a second capture of the step logs other names than the first.
         """
-        packed = _packed(events, self._module)
+        packed = packed_values(events, self._module)
         sums = self._places[place]
         logged, batch_size = self._with_sizes(events, packed) if self._adds else ([], None)
         slots = self._sums.usable(logged)
@@ -257,7 +234,7 @@ class Logs:
         return LoggedStep(events, sums, slots, packed, loss, is_last)
 
     def _with_sizes(
-        self, events: list[_Event], packed: dict[int, Tensor]
+        self, events: list[Event], packed: dict[int, Tensor]
     ) -> tuple[list[LoggedValue], int | None]:
         """The packed values with the batch sizes that they stand for, and that of the batch."""
         results = self._results
@@ -265,7 +242,7 @@ class Logs:
         logged, found = [], None
         for index, value in packed.items():
             event = events[index]
-            assert isinstance(event, _Log)
+            assert isinstance(event, Log)
             size = event.kwargs.get("batch_size")
             metric = results.get(event.key)
             if size is None and metric is not None and metric.meta.is_mean_reduction:
@@ -281,169 +258,6 @@ class Logs:
         elif made.device != self._module.device:
             # A tensor in host memory, which no replay renews.
             self._numbers.note(f"a tensor on the {made.device} {words}", made.item())
-
-
-class LoggedStep:
-    """What one captured step logged, and the calls of metrics that it put off.
-
-    Made inside the capture: there the values are packed, one tensor for each dtype, so that after a
-    replay one copy for each takes them out of the graph's memory; the loss goes along.
-
-    Args:
-        events: what was recorded.
-        sums: what the graphs add up.
-        slots: where this one adds what it has logged.
-        values: what is packed of the events, by their indices.
-        loss: of the step, which is packed with them.
-        is_last: no parts of the step are to come.
-    """
-
-    def __init__(
-        self,
-        events: list[_Event],
-        sums: SumsOfPlace,
-        slots: dict[str, Slot],
-        values: dict[int, Tensor],
-        loss: Tensor | None,
-        is_last: bool,
-    ) -> None:
-        self._events = events
-        self._sums = sums
-        self._loss = loss
-        self._is_last = is_last
-        together: dict[_Key, Tensor] = dict(values.items())
-        for index, event in enumerate(events):
-            if isinstance(event, MetricCall):
-                together |= {
-                    (index, leaf): output
-                    for leaf, output in enumerate(event.outputs())
-                    if output.ndim == 0
-                }
-        if loss is not None and loss.ndim == 0:
-            together[_LOSS] = loss
-        by_dtype: dict[torch.dtype, dict[_Key, Tensor]] = {}
-        for key, value in together.items():
-            by_dtype.setdefault(value.dtype, {})[key] = value
-        self._packed = [
-            (torch.stack([value.reshape(()) for value in members.values()]), list(members))
-            for members in by_dtype.values()
-        ]
-        logs = [(index, event) for index, event in enumerate(events) if isinstance(event, _Log)]
-        self._last_fx = logs[-1][1].fx if logs else None
-        # Of these the graph has done the sums, if they count.
-        self._added = [(slots[log.key], i, log) for i, log in logs if i in values and log.key in slots]
-        indices = {index for _, index, _ in self._added}
-        self._others = [(i, event) for i, event in enumerate(events) if i not in indices]
-
-    def values(self) -> dict[str, Tensor]:
-        """The logged values, by what they were logged as, and what metrics are given."""
-        found: dict[str, Tensor] = {}
-        for packed, indices in self._packed:
-            for index, value in zip(indices, packed.unbind(), strict=True):
-                # A result of a metric is among its tensors.
-                if isinstance(index, int) and index != _LOSS:
-                    log = self._events[index]
-                    assert isinstance(log, _Log)
-                    found[f"`self.log({log.name!r}, ...)` in `{log.fx}` (call {index})"] = value
-        for index, event in enumerate(self._events):
-            if isinstance(event, MetricCall):
-                found |= {f"{label} (call {index})": value for label, value in event.tensors().items()}
-        return found
-
-    def hand_over(self, trainer: pl.Trainer) -> Tensor | None:
-        """Call the metrics and log the values of the last replay, as the step itself would have.
-
-        Args:
-            trainer: whose results and logger connector take them.
-
-        Returns:
-            A copy of the loss, if there is one.
-        """
-        values: dict[_Key, Any] = {}
-        for packed, indices in self._packed:
-            # A copy, because callbacks keep metrics, and the next replay overwrites the packed tensor.
-            values.update(zip(indices, packed.clone().unbind(), strict=True))
-        if self._events:
-            if self._sums.live:
-                self._book(trainer, values)
-            else:
-                self._log_again(trainer, list(enumerate(self._events)), values)
-        if self._is_last:
-            self._sums.entered = True
-        if self._loss is None or _LOSS in values:
-            return values.get(_LOSS)
-        return self._loss.clone()
-
-    def _book(self, trainer: pl.Trainer, values: dict[_Key, Any]) -> None:
-        """Note on Lightning's objects what the graph has added up."""
-        for slot, index, log in self._added:
-            if slot.is_held():
-                slot.updated(values[index])
-            else:
-                # A hook has logged the same name on the host, in the middle of the replay.
-                _log(trainer, log, values[index], entered=True)
-        results = trainer.fit_loop.epoch_loop._results  # only training has anything added up
-        if results.batch_size is None:
-            results.batch_size = self._sums.batch_size
-        if self._others:
-            self._log_again(trainer, self._others, values)
-        if self._last_fx is not None:
-            trainer._logger_connector._current_fx = self._last_fx
-
-    def _log_again(
-        self, trainer: pl.Trainer, events: list[tuple[int, _Event]], values: dict[_Key, Any]
-    ) -> None:
-        returned: dict[int, list[Any]] = {}
-        for index, event in events:
-            if isinstance(event, MetricCall):
-                copies = [
-                    values[index, leaf] if output.ndim == 0 else output.clone()
-                    for leaf, output in enumerate(event.outputs())
-                ]
-                returned[id(event)] = event.make(copies)
-            elif isinstance(event.value, Later):
-                value = returned[id(event.value.call)][event.value.leaf]
-                value = getattr(trainer.lightning_module, TO_TENSOR)(value, event.name)
-                _log(trainer, event, value, self._sums.entered)
-            else:
-                value = values.get(index, event.value)
-                if value is event.value and isinstance(value, Tensor):
-                    value = value.clone()
-                _log(trainer, event, value, self._sums.entered)
-
-
-# In the place of the index of an event.
-_LOSS = -1
-
-
-def _packed(events: list[_Event], module: pl.LightningModule) -> dict[int, Tensor]:
-    """Static tensors on the device among what was logged, by the index of the event."""
-    logged = ((i, event.value) for i, event in enumerate(events) if isinstance(event, _Log))
-    return {
-        index: value
-        for index, value in logged
-        if isinstance(value, Tensor) and not isinstance(value, Later) and value.device == module.device
-    }
-
-
-def _log(trainer: pl.Trainer, log: _Log, value: Any, entered: bool) -> None:
-    results = trainer._results
-    assert results is not None
-    connector = trainer._logger_connector
-    starts_epoch = connector.should_reset_tensors(log.fx)
-    if starts_epoch:
-        results.reset(metrics=False, fx=log.fx)
-    key = log.key
-    if log.kwargs.get("add_dataloader_idx", True) and results.dataloader_idx is not None:
-        key += f".{results.dataloader_idx}"
-    metric = results.get(key)
-    if starts_epoch or not entered or metric is None or metric.value.device != value.device:
-        results.log(log.fx, log.name, value, **log.kwargs)
-    else:
-        # The short way, once the key is known: no metadata to build, compare and move.
-        size = results._extract_batch_size(metric, log.kwargs.get("batch_size"), metric.meta)
-        results.update_metrics(key, value, size)
-    connector._current_fx = log.fx
 
 
 def _note_batch_size(logged: LoggedNumbers, fx: str, name: str, kwargs: dict[str, Any]) -> None:

@@ -27,7 +27,8 @@ from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.inner_hooks import InnerHooks
-from lightning_cudagraph.logs import LoggedStep, Logs
+from lightning_cudagraph.logged_step import LoggedStep
+from lightning_cudagraph.logs import Logs
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.profilers import unprofiled

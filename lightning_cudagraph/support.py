@@ -25,7 +25,7 @@ from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
 from lightning_cudagraph.log_sums import RESULT_NAMES
-from lightning_cudagraph.logs import TO_TENSOR
+from lightning_cudagraph.logged_step import TO_TENSOR
 
 __all__ = [
     "BackendName",

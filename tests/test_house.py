@@ -26,6 +26,7 @@ FLOORS = [
         "inner_hooks",
         "log_numbers",
         "log_sums",
+        "logged_step",
         "logs",
         "metric_mends",
         "metric_states",
