@@ -2,179 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.backend import Backend, Graph
+from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.static import StaticBatch
+from lightning_cudagraph.capture.takes import Gradients, Take, Turn, adopt, gradients_of
 from lightning_cudagraph.capture.writes import storage_id
-from lightning_cudagraph.errors import HookError
 
 __all__ = ["CapturedStep", "Cut", "outside_inference_mode"]
 
 T = TypeVar("T")
 
 
-_Gradients = list[tuple[nn.Parameter, Tensor]]
-
 # Called by a step where the host has a turn in every replay: with whose turn it is, in words, and
 # whether gradients are dropped in it, and until then are those of the step before.
 Cut = Callable[[str, bool], None]
 
 
-@dataclass
-class _Turn:
-    """A turn of the host in the middle of a step.
-
-    Attributes:
-        whose: hooks, in words.
-        drops: gradients are dropped in it.
-        gradients: those that the step makes, as they are at this point.
-    """
-
-    whose: str
-    drops: bool
-    gradients: list[tuple[nn.Parameter, Tensor | None]]
-
-    def begin(self) -> None:
-        """Let the host find the gradients of this point."""
-        if self.drops and all(gradient is None for _, gradient in self.gradients):
-            return  # still those of the step before
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-
-    def check(self) -> None:
-        """Raise if the rest of the step cannot go on from what the host has left."""
-        for parameter, gradient in self.gradients:
-            if parameter.grad is None if self.drops else parameter.grad is gradient:
-                continue
-            shape = "x".join(map(str, parameter.shape))
-            did = "leaves the gradient" if self.drops else "sets or drops the gradient"
-            raise HookError(
-                f"{self.whose} {did} of a parameter ({shape}) in the middle of a step that is replayed;"
-                " the graph makes the gradients anew, and would not see it.",
-                "Let `optimizer_zero_grad` do nothing but `optimizer.zero_grad(set_to_none=True)`, and"
-                " change gradients in `on_after_backward`.",
-            )
-
-
-def _references_of_grad() -> int:
-    """How many Python references `parameter.grad` is: none, or one, by the version of torch."""
-    parameter, gradient = nn.Parameter(torch.zeros(())), torch.zeros(())
-    before = sys.getrefcount(gradient)
-    parameter.grad = gradient
-    return sys.getrefcount(gradient) - before
-
-
-_REFERENCES_OF_GRAD = _references_of_grad()
-
-
-class _Take(Generic[T]):
-    """One capture of the step, with the gradients that it writes."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        outputs: T,
-        makes: list[nn.Parameter],
-        drops: int,
-        turns: list[_Turn],
-    ) -> None:
-        self.graph = graph
-        self.outputs = outputs
-        self.turns = turns
-        self.gradients = _gradients_of(makes)
-        # Dropped, and not made anew: not all of them take part in every kind of step.
-        self._without = [parameter for parameter in makes[:drops] if parameter.grad is None]
-        self._references: list[int] = []
-
-    def replay(self, between: Callable[[T, int], None] | None, accumulated: _Gradients) -> T:
-        def turn(index: int) -> None:
-            assert between is not None
-            self.turns[index].begin()
-            between(self.outputs, index)
-            self.turns[index].check()
-            _adopt(accumulated)
-
-        if between is None:
-            self.graph.replay()
-        else:
-            if any(turn.drops for turn in self.turns):
-                self._leave()
-            self.graph.replay(turn)
-        # Validation, or an eager batch, may have dropped the gradients; the graph goes on writing
-        # its own, and who looks at `param.grad` after the step must find those.
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-        for parameter in self._without:
-            parameter.grad = None
-        return self.outputs
-
-    def _leave(self) -> None:
-        """Keep the gradients of the step before readable while the forward pass of this one runs.
-
-        They lie in memory that a forward pass may write into, be they another take's.
-        """
-        for parameter, _ in self.gradients:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
-
-    def count_references(self) -> None:
-        """Note who refers to the gradients when nobody outside does."""
-        self._references = self._counts()
-
-    def give_away(self, but: frozenset[int]) -> bool:
-        """Leave gradients that somebody has kept to him, before they are overwritten.
-
-        Args:
-            but: addresses of gradients that are added to, which who has kept them is to see.
-
-        Returns:
-            Whether that was all of them.
-        """
-        every = True
-        for index, (was, now) in enumerate(zip(self._references, self._counts(), strict=False)):
-            if now <= was:
-                continue
-            parameter, gradient = self.gradients[index]
-            if gradient.data_ptr() in but:
-                every = False
-                continue
-            self.gradients[index] = (parameter, gradient.detach())
-            gradient.data = gradient.clone()
-        return every
-
-    def _counts(self) -> list[int]:
-        return [
-            sys.getrefcount(gradient) - (_REFERENCES_OF_GRAD if parameter.grad is gradient else 0)
-            for parameter, gradient in self.gradients
-        ]
-
-
-def _gradients_of(parameters: Iterable[nn.Parameter]) -> _Gradients:
-    return [(p, p.grad) for p in parameters if p.grad is not None]
-
-
-def _adopt(gradients: _Gradients) -> None:
-    for parameter, gradient in gradients:
-        now = parameter.grad
-        # By address: it may have been left to somebody who has kept it, and be somewhere else now.
-        if now is not None and (now is gradient or now.data_ptr() == gradient.data_ptr()):
-            continue
-        if now is None:  # dropped since, by validation
-            gradient.zero_()
-        else:
-            gradient.copy_(now)
-        parameter.grad = gradient
-
-
-def _moved(outputs: T, place: _Gradients) -> T:
+def _moved(outputs: T, place: Gradients) -> T:
     """At the end of a captured step: its gradients, copied to where another take leaves its own."""
     if place:
         made = [parameter.grad for parameter, _ in place if parameter.grad is not None]
@@ -240,14 +90,14 @@ class CapturedStep(Generic[T]):
     ) -> None:
         self._backend = backend
         self.static = static
-        self._takes: list[_Take[T]] = []
+        self._takes: list[Take[T]] = []
         self._turn = 0
         self._kept = kept and not one_place
-        self._last: _Take[T] | None = None
+        self._last: Take[T] | None = None
         self.replays = 0
         self.written: list[Tensor] = []
         dropped, added = list(drops), list(adds)
-        there = _gradients_of(added)
+        there = gradients_of(added)
         # The graph adds to these in place, where they are; all takes to the same. Aliases, because a
         # reference would look as if somebody had kept the gradient.
         self._accumulated = [(parameter, grad.detach()) for parameter, grad in there]
@@ -263,11 +113,11 @@ class CapturedStep(Generic[T]):
                 for parameter in makes:
                     parameter.grad = None
                 place = self._takes[0].gradients if one_place and self._takes else []
-                turns: list[_Turn] = []
+                turns: list[Turn] = []
 
-                def cut(whose: str, drops: bool, turns: list[_Turn] = turns) -> None:
+                def cut(whose: str, drops: bool, turns: list[Turn] = turns) -> None:
                     gradients = [(parameter, parameter.grad) for parameter in makes]
-                    turns.append(_Turn(whose, drops, gradients))
+                    turns.append(Turn(whose, drops, gradients))
                     backend.cut()
 
                 with self.static.unchanged():
@@ -277,7 +127,7 @@ class CapturedStep(Generic[T]):
                 # Some are added to, or read, and then dropped: found where they are, and left elsewhere.
                 replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
                 anew = [*dropped, *replaced]
-                self._takes.append(_Take(graph, outputs, [*anew, *self._absent], len(anew), turns))
+                self._takes.append(Take(graph, outputs, [*anew, *self._absent], len(anew), turns))
                 self.written += backend.written(graph)
                 for parameter, grad in there:
                     parameter.grad = grad
@@ -317,11 +167,11 @@ class CapturedStep(Generic[T]):
 
     def adopt_gradients(self) -> None:
         """Bring the gradients that the step only adds to back to the place that the graph knows."""
-        _adopt(self._accumulated)
+        adopt(self._accumulated)
 
     def put_back_gradients(self) -> None:
         """Bring the gradients that the step makes back to where it makes them."""
-        _adopt(self._takes[0].gradients)
+        adopt(self._takes[0].gradients)
 
     def run_eagerly(self, step: Callable[[Any], T], batch: Any) -> T:
         """Run a function of the static batch on a batch of this signature, without a graph."""
