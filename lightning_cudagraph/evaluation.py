@@ -39,8 +39,9 @@ from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules, refuse_re
 from lightning_cudagraph.logged_step import LoggedStep
 from lightning_cudagraph.logs import Logs
 from lightning_cudagraph.loop import Settings
+from lightning_cudagraph.metric_calls import Later
 from lightning_cudagraph.metric_states import StepMetrics
-from lightning_cudagraph.metrics import Later, is_metric
+from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.support import Stage, check_evaluation
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_cudagraph.log_sums import Slot, SumsOfPlace
-from lightning_cudagraph.metrics import Later, MetricCall
+from lightning_cudagraph.metric_calls import Later, MetricCall
 
 __all__ = ["TO_TENSOR", "Event", "Log", "LoggedStep", "packed_values"]
 

@@ -24,8 +24,8 @@ from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.log_numbers import LoggedNumbers
 from lightning_cudagraph.log_sums import LoggedValue, RunningSums, Slot, SumsOfPlace, add, converted
 from lightning_cudagraph.logged_step import TO_TENSOR, Event, Log, LoggedStep, packed_values
+from lightning_cudagraph.metric_calls import Later
 from lightning_cudagraph.metric_states import StepMetrics
-from lightning_cudagraph.metrics import Later
 
 __all__ = ["Logs"]
 

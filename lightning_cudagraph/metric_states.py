@@ -1,21 +1,18 @@
 """torchmetrics inside the captured step: in the graph where that can be, else put off.
 
-What can be is found out in warm-up, on copies (`metric_trials.py`). In a capture a metric is then called
+What can be is found out in warm-up (`metric_choice.py`). In a capture a metric is then called
 as always; at its end the states are copied to where they were before (`capture/state.py`), and what the
-call did on the host is undone, to be done again after each replay (`metrics.py`). All calls of a metric
-in a step take the one way or the other, also those through a collection or a wrapper.
+call did on the host is undone, to be done again after each replay (`metric_calls.py`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric, MetricCollection
 
 from lightning_cudagraph.capture.backend import Backend
@@ -23,9 +20,7 @@ from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
 from lightning_cudagraph.capture.host_calls import HostRules
 from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.capture.state import StaticState
-from lightning_cudagraph.metric_mends import FixedCounts
-from lightning_cudagraph.metric_trials import MetricTrials, keep_states, known_only
-from lightning_cudagraph.metrics import (
+from lightning_cudagraph.metric_calls import (
     BOOKS,
     DeferredCall,
     GraphCall,
@@ -34,10 +29,11 @@ from lightning_cudagraph.metrics import (
     Probe,
     ReferenceCall,
     called_later,
-    found_metrics,
-    metrics_of,
-    replaced,
 )
+from lightning_cudagraph.metric_choice import MetricChoice, calls_members
+from lightning_cudagraph.metric_mends import FixedCounts
+from lightning_cudagraph.metric_trials import MetricTrials, keep_states, known_only
+from lightning_cudagraph.metrics import found_metrics, metrics_of, replaced
 
 __all__ = ["StepMetrics"]
 
@@ -58,16 +54,8 @@ class StepMetrics:
 
     def __init__(self, model: nn.Module, trainer: Any, backend: Backend, rules: HostRules) -> None:
         self._model = model
-        self._trials = MetricTrials(model, trainer, backend, rules)
+        self._choice = MetricChoice(model, MetricTrials(model, trainer, backend, rules))
         self._state = StaticState()
-        # What came of the calls in warm-up: the metric, and why it cannot be in the graph.
-        self._tried: dict[tuple[Any, ...], tuple[str, Metric, str | None]] = {}
-        # In the warm-up step under way: calls of metrics by identity, and updates of collections.
-        self._calls: Counter[int] = Counter()
-        self._updates: dict[int, tuple[MetricCollection, int]] = {}
-        self._put_off: dict[int, str] = {}  # in this warm-up step, for reasons of their collections
-        self._refused: dict[int, str] = {}
-        self._in_graph: dict[int, tuple[str, Metric]] = {}
         self._live: WeakSet[GraphCall] = WeakSet()
         self._collections: WeakSet[MetricCollection] = WeakSet()
         self._undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -85,33 +73,14 @@ class StepMetrics:
             for reason, names in by_reason.items()
         ]
 
-    @contextmanager
-    def learning(self) -> Iterator[None]:
+    def learning(self) -> AbstractContextManager[None]:
         """Try the calls that a warm-up step makes, before it makes them."""
-        found = found_metrics(self._model)
-        if not found:
-            yield
-            return
-        self._calls.clear()
-        self._updates.clear()
-        inner = {id(part): part for _, metric in found for _, part in metrics_of(metric)}
-        self._tried = {key: tried for key, tried in self._tried.items() if key[0] in inner}
-        self._put_off = {
-            ident: "a method of it was replaced"
-            for ident, part in inner.items()
-            if not {"forward", "reset"}.isdisjoint(vars(part))
-        }
-        with ExitStack() as stack:
-            for name, metric in found:
-                for method in ("forward", "update"):
-                    replaced(stack, metric, method, self._trying(name, metric, method))
-            yield
-        self._decide()
+        return self._choice.learning()
 
     def prepare(self) -> None:
         """Before captures: give the states that will be in the graph a place each."""
         self._state.forget(lambda books: self._is_kept(books))
-        for name, metric in self._in_graph.values():
+        for name, metric in self._choice.in_graph.values():
             keep_states(self._state, name, metric)
 
     @contextmanager
@@ -195,7 +164,7 @@ class StepMetrics:
         return frozenset(("_state_is_copy",) if isinstance(module, MetricCollection) else ())
 
     def _is_kept(self, books: dict[str, Any]) -> bool:
-        inside = (m for _, metric in self._in_graph.values() for _, m in metrics_of(metric))
+        inside = (m for _, metric in self._choice.in_graph.values() for _, m in metrics_of(metric))
         return any(vars(m) is books for m in inside) or any(c.keeps(books) for c in self._live)
 
     @contextmanager
@@ -206,55 +175,6 @@ class StepMetrics:
         finally:
             self._inside = False
 
-    def _trying(self, name: str, metric: Any, method: str) -> Callable[..., Any]:
-        plain = getattr(metric, method)
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
-                return plain(*args, **kwargs)
-            if isinstance(metric, MetricCollection):
-                if _calls_members(metric, method):
-                    if method == "update":
-                        before = self._updates.get(id(metric), (metric, 0))[1]
-                        self._updates[id(metric)] = (metric, before + 1)
-                    return plain(*args, **kwargs)
-                self._put_off |= {id(m): f"`{name}` is called as a whole" for _, m in metrics_of(metric)}
-            else:
-                self._calls[id(metric)] += 1
-                with _without(metric, ("forward", "update")):
-                    reason = self._trials.why_not(name, metric, method, args, kwargs)
-                self._tried[id(metric), method, _signature(args, kwargs)] = (name, metric, reason)
-            with self._within():
-                return plain(*args, **kwargs)
-
-        return called
-
-    def _decide(self) -> None:
-        refused = dict(self._put_off)
-        for collection, updates in self._updates.values():
-            for leader, *followers in collection._groups.values():
-                group = [id(collection._modules[name]) for name in (leader, *followers)]
-                calls = [self._calls[ident] for ident in group]
-                # Else it matters when in the step the members of the group come to share a state.
-                if followers and calls != [updates, *(0 for _ in followers)]:
-                    refused |= dict.fromkeys(group, "it shares a state, and is also called alone")
-        metrics: dict[int, tuple[str, Metric]] = {}
-        for (ident, *_), (name, metric, reason) in self._tried.items():
-            metrics[ident] = (name, metric)
-            if reason is not None:
-                refused.setdefault(ident, reason)
-        inside = {
-            ident: {id(m) for _, m in metrics_of(metric)} for ident, (_, metric) in metrics.items()
-        }
-        while more := {
-            ident: f"`{metrics[ident][0]}` and another metric on the host share one"
-            for ident, members in inside.items()
-            if ident not in refused and (members & refused.keys() or _overlap(inside, ident, refused))
-        }:
-            refused |= more
-        self._refused = refused
-        self._in_graph = {ident: known for ident, known in metrics.items() if ident not in refused}
-
     def _recorded(
         self, name: str, metric: Any, method: str, note: Callable[[MetricCall], None]
     ) -> Callable[..., Any]:
@@ -263,7 +183,7 @@ class StepMetrics:
         def called(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return plain(*args, **kwargs)
-            if isinstance(metric, MetricCollection) and _calls_members(metric, method):
+            if isinstance(metric, MetricCollection) and calls_members(metric, method):
                 self._collections.add(metric)
                 self._in_collection = True
                 try:
@@ -272,8 +192,8 @@ class StepMetrics:
                     self._in_collection = False
                 note(GroupCall(metric, method))
                 return result
-            if id(metric) in self._in_graph:
-                if (id(metric), method, _signature(args, kwargs)) not in self._tried:
+            if id(metric) in self._choice.in_graph:
+                if not self._choice.was_tried(metric, method, args, kwargs):
                     forbid(
                         f"a call of `{name}.{method}` with another number or kind of arguments than in"
                         " the steps before",
@@ -294,10 +214,12 @@ class StepMetrics:
         self, name: str, metric: Any, method: str, arguments: Any, note: Callable[[MetricCall], None]
     ) -> Any:
         members = {id(inner) for _, inner in metrics_of(metric)}
-        if members & self._in_graph.keys():
+        if members & self._choice.in_graph.keys():
             forbid(f"a call of `{name}`, because {_UNKNOWN}", "Call it in every step.", user_location())
         refuse_hidden_tensors(arguments, f"what the metric `{name}` is given")
-        self._on_host[name] = next((self._refused[m] for m in members if m in self._refused), _UNKNOWN)
+        self._on_host[name] = next(
+            (self._choice.refused[m] for m in members if m in self._choice.refused), _UNKNOWN
+        )
         call = DeferredCall(name, metric, method, map_leaves(arguments, _detached))
         note(call)
         return called_later(call) if method == "forward" else None
@@ -327,24 +249,6 @@ class StepMetrics:
         return called
 
 
-def _calls_members(collection: MetricCollection, method: str) -> bool:
-    """Whether a collection does nothing but call its metrics one by one, and let groups share states."""
-    own = type(collection)
-    if own.forward is not MetricCollection.forward or own.update is not MetricCollection.update:
-        return False
-    if own._compute_and_reduce is not MetricCollection._compute_and_reduce:
-        return False
-    if method == "forward":
-        # The metrics of a group would have one state between them, and each bind its own.
-        return not any(_follower_names(collection))
-    # The first update compares states, to form groups.
-    return collection._groups_checked or not collection._enable_compute_groups
-
-
-def _follower_names(collection: MetricCollection) -> list[str]:
-    return [name for group in collection._groups.values() for name in group[1:]]
-
-
 def _collections(found: list[tuple[str, Any]]) -> list[MetricCollection]:
     return [metric for _, metric in found if isinstance(metric, MetricCollection)]
 
@@ -353,36 +257,6 @@ def _host_part(module: nn.Module) -> dict[str, Any]:
     """What a call may change of a metric, or of a collection."""
     names = (*BOOKS, *module._defaults) if isinstance(module, Metric) else ("_state_is_copy",)
     return {name: vars(module)[name] for name in names if name in vars(module)}
-
-
-def _overlap(inside: dict[int, set[int]], ident: int, refused: dict[int, str]) -> bool:
-    """Whether a metric has one inside that is also inside a refused one."""
-    return any(inside[ident] & inside[other] for other in refused if other in inside)
-
-
-@contextmanager
-def _without(metric: nn.Module, methods: tuple[str, ...]) -> Iterator[None]:
-    """Take out what was put in the place of methods of a metric, and of those inside it."""
-    spaces = [vars(inner) for inner in metric.modules()]
-    taken = [{name: own.pop(name) for name in methods if name in own} for own in spaces]
-    try:
-        yield
-    finally:
-        for own, functions in zip(spaces, taken, strict=True):
-            own.update(functions)
-
-
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What kind of arguments a call has."""
-    leaves, structure = tree_flatten((args, kwargs))
-    return (str(structure), *map(_kind, leaves))
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
-    # The number of a batch may stand there, which cannot be looked at.
-    return leaf if isinstance(leaf, (str, bool, type(None))) else leaf.__class__
 
 
 def _detached(leaf: Any) -> Any:

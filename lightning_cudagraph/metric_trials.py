@@ -28,8 +28,9 @@ from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.capture.state import StaticState
 from lightning_cudagraph.capture.writes import storage_id
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.metric_calls import BOOKS, Probe
 from lightning_cudagraph.metric_mends import FixedCounts
-from lightning_cudagraph.metrics import BOOKS, Probe, metrics_of, states_of
+from lightning_cudagraph.metrics import metrics_of, states_of
 
 __all__ = ["MetricTrials", "keep_states", "known_only"]
 

@@ -28,6 +28,8 @@ FLOORS = [
         "log_sums",
         "logged_step",
         "logs",
+        "metric_calls",
+        "metric_choice",
         "metric_mends",
         "metric_states",
         "metric_trials",
