@@ -117,10 +117,10 @@ class GraphedEvaluation:
         )
         self._verifier = Verifier(backend, settings.verify_replays, settings.verify_every_n_steps)
         self._engine: StepEngine[_Outputs] = StepEngine(
-            backend,
-            self._guards,
-            self._carried,
-            self._verifier,
+            backend=backend,
+            guards=self._guards,
+            carried=self._carried,
+            verifier=self._verifier,
             is_settled=lambda: True,
             warmup_steps=settings.warmup_steps,
             takes=1,
@@ -172,16 +172,16 @@ class GraphedEvaluation:
                 returned.append(eager_step(batch, *indices))
 
         step = Step(
-            batch,
-            run,
-            lambda static, cut: self._record(static, indices, True),
-            lambda static: self._record(static, indices, False),
-            _no_turn,
-            self._values,
-            self._state,
-            self._undone,
-            lambda: ([], []),
-            _PLACE,
+            batch=batch,
+            run=run,
+            record=lambda static, cut: self._record(static, indices, True),
+            rehearse=lambda static: self._record(static, indices, False),
+            between=_no_turn,
+            values=self._values,
+            state=self._state,
+            transaction=self._undone,
+            parameters=lambda: ([], []),
+            place=_PLACE,
             in_window=False,
             kept=lambda: False,
             beside={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},

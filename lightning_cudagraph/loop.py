@@ -138,18 +138,18 @@ class GraphedTraining:
             lambda: self._part.optimizer.learning_rates(),
         )
         self._engine: StepEngine[StepOutputs] = StepEngine(
-            backend,
-            self._guards,
-            carried,
-            self._verifier,
-            self._part.is_settled,
-            settings.warmup_steps,
-            backend.graphs_per_step if settings.timings is not None else 1,
-            settings.raise_unsupported,
-            _announce,
-            self._part.put_behind,
-            self._part.let_go,
-            around_replays(trainer),
+            backend=backend,
+            guards=self._guards,
+            carried=carried,
+            verifier=self._verifier,
+            is_settled=self._part.is_settled,
+            warmup_steps=settings.warmup_steps,
+            takes=backend.graphs_per_step if settings.timings is not None else 1,
+            raise_unsupported=settings.raise_unsupported,
+            announce=_announce,
+            narrow=self._part.put_behind,
+            on_give_up=self._part.let_go,
+            around_replays=around_replays(trainer),
         )
         # Last, because it changes the optimizer: nothing after it may fail.
         self._part.prepare(trainer.optimizers[0])
@@ -305,18 +305,18 @@ class GraphedTraining:
             logs.before_replay(place)
 
         step = Step(
-            closure.batch,
-            run_eagerly,
-            lambda batch, cut: self._recorder.record(batch, closure, body, self._layers, cut),
-            lambda batch: self._recorder.record(batch, closure, body, None, None),
-            lambda outputs, index: self._host_turn(outputs, index, closure, body),
-            StepOutputs.values,
-            lambda: {**self._part.state(place), **self._metrics.tensors()},
-            self._undone,
-            lambda: self._part.parameters(place),
-            place,
-            self._trainer.accumulate_grad_batches > 1,
-            lambda: self._part.behind is not None or not undisturbed(self._trainer, self._module),
+            batch=closure.batch,
+            run=run_eagerly,
+            record=lambda batch, cut: self._recorder.record(batch, closure, body, self._layers, cut),
+            rehearse=lambda batch: self._recorder.record(batch, closure, body, None, None),
+            between=lambda outputs, index: self._host_turn(outputs, index, closure, body),
+            values=StepOutputs.values,
+            state=lambda: {**self._part.state(place), **self._metrics.tensors()},
+            transaction=self._undone,
+            parameters=lambda: self._part.parameters(place),
+            place=place,
+            in_window=self._trainer.accumulate_grad_batches > 1,
+            kept=lambda: self._part.behind is not None or not undisturbed(self._trainer, self._module),
             learning=self._metrics.learning,
         )
         self._phase, outputs = self._engine.step(step, refresh)

@@ -217,9 +217,8 @@ class StepMetrics:
         if members & self._choice.in_graph.keys():
             forbid(f"a call of `{name}`, because {_UNKNOWN}", "Call it in every step.", user_location())
         refuse_hidden_tensors(arguments, f"what the metric `{name}` is given")
-        self._on_host[name] = next(
-            (self._choice.refused[m] for m in members if m in self._choice.refused), _UNKNOWN
-        )
+        refused = self._choice.refused
+        self._on_host[name] = next((refused[m] for m in members if m in refused), _UNKNOWN)
         call = DeferredCall(name, metric, method, map_leaves(arguments, _detached))
         note(call)
         return called_later(call) if method == "forward" else None

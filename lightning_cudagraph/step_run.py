@@ -174,18 +174,18 @@ class StepRun:
             return recorder.record(batch, arguments, habits, lane.guards, capturing)
 
         return Step(
-            arguments.batch,
-            run,
-            lambda batch, cut: record(batch, capturing=True),
-            lambda batch: record(batch, capturing=False),
-            _no_turn,
-            StepResult.values,
-            lambda: recorder.state(habits),
-            recorder.undone,
-            habits.parameters,
-            (True, habits.finds_gradients()),
-            False,  # one capture of each place, so that there is one place for its gradients anyway
-            lambda: True,
+            batch=arguments.batch,
+            run=run,
+            record=lambda batch, cut: record(batch, capturing=True),
+            rehearse=lambda batch: record(batch, capturing=False),
+            between=_no_turn,
+            values=StepResult.values,
+            state=lambda: recorder.state(habits),
+            transaction=recorder.undone,
+            parameters=habits.parameters,
+            place=(True, habits.finds_gradients()),
+            in_window=False,  # one capture of each place, and so one place for its gradients anyway
+            kept=lambda: True,
         )
 
     def close(self) -> None:
@@ -268,17 +268,17 @@ class StepRun:
             nn.Module(), backend.device, frozenset(), self._surroundings.stays_on_host
         )
         engine: StepEngine[StepResult] = StepEngine(
-            backend,
-            guards,
-            nothing,
-            verifier,
-            lambda: habits.is_settled() and self._optimizers.is_settled(),
-            settings.warmup_steps,
-            1,
-            settings.raise_unsupported,
-            _log.info,
-            lambda error: False,
-            lambda: None,
+            backend=backend,
+            guards=guards,
+            carried=nothing,
+            verifier=verifier,
+            is_settled=lambda: habits.is_settled() and self._optimizers.is_settled(),
+            warmup_steps=settings.warmup_steps,
+            takes=1,
+            raise_unsupported=settings.raise_unsupported,
+            announce=_log.info,
+            narrow=lambda error: False,
+            on_give_up=lambda: None,
             what="The loop",
         )
         engine.counts = self.counts
