@@ -1,4 +1,4 @@
-"""Imports go one way, and importing the package does not touch a GPU."""
+"""Imports go one way, every module is in the table of them, and importing does not touch a GPU."""
 
 from __future__ import annotations
 
@@ -86,6 +86,15 @@ def test_imports_go_one_way(path: Path) -> None:
             assert not is_lightning, f"{relative} imports {module}"
         if parts[0] == "tensorboard":
             assert str(relative) == TENSORBOARD
+
+
+def test_the_table_names_every_module() -> None:
+    table = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    floors, capture = table.split("In `capture/`")
+    names = [path.name for path in ROOT.glob("*.py") if path.name != "__init__.py"]
+    assert [name for name in names if f"`{name}`" not in floors] == []
+    names = [path.name for path in (ROOT / "capture").glob("*.py") if path.name != "__init__.py"]
+    assert [name for name in names if f"`{name}`" not in capture] == []
 
 
 def test_importing_touches_no_gpu() -> None:
