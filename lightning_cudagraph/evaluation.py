@@ -327,6 +327,10 @@ class GraphedEvaluation:
                 "training step": f"{self._stage} step",
                 "on_train_batch_": f"on_{self._stage}_batch_",
                 "To train on": "To go on",
+                # No events are in its graphs.
+                "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": (
+                    "Use"
+                ),
                 'to switch graphs off altogether, pass `backend="off"`': (
                     "to have graphs for training alone, leave out `evaluation=True`"
                 ),

@@ -37,6 +37,8 @@ from lightning_cudagraph import (
     UnsupportedError,
     VerificationError,
 )
+from lightning_cudagraph.capture.backend import _explained
+from lightning_cudagraph.evaluation import GraphedEvaluation
 from tests.harness import Net, Trace, differences, loader, make, train
 from tests.rows import row
 from tests.test_clean import THEIR_OWN, code_of_libraries
@@ -511,6 +513,19 @@ def test_refused(tmp_path: Path, accelerator: str, cls: type[Net], message: str)
     (reason,) = counts.eager
     assert done.graph.callback is not None
     assert f"9 eager: {reason}" in (done.graph.callback.report or "")
+
+
+def test_out_of_memory(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy is one for evaluation, which has one graph with or without timings."""
+
+    def exhausted(*args: Any) -> Any:
+        raise _explained(torch.OutOfMemoryError("CUDA out of memory."), None)
+
+    monkeypatch.setattr(GraphedEvaluation, "_record", exhausted)
+    message = r"capture of the validation step ran out of memory: .* Use smaller batches\."
+    with pytest.raises(CaptureError, match=message) as raised:
+        Session(Net, tmp_path, evaluating(), accelerator=accelerator).run("validate", loader(seed=1))
+    assert "timings" not in str(raised.value)
 
 
 @pytest.mark.filterwarnings(*_IGNORED)
