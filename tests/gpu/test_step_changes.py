@@ -1,3 +1,3 @@
-"""Changes, refusals and wrong uses of `GraphedStep`, on CUDA."""
+"""Changes and refusals of `GraphedStep`, on CUDA."""
 
 from tests.test_step_changes import *  # noqa: F403
