@@ -294,7 +294,15 @@ class CudaBackend:
         return self.generators.state(torch.cuda.get_rng_state(self.device))
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.cuda.set_rng_state(self.generators.set_extra_states(state), self.device)
+        own = self.generators.set_extra_states(state)
+        generator = torch.cuda.default_generators[self._index]
+        seed, offset = own.view(torch.int64).tolist()
+        if generator.initial_seed() == seed % 2**64:
+            # A seed that is set, be it to the same, makes cuDNN's dropout begin anew
+            # (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `reset_rnn_state`).
+            generator.set_offset(offset)
+        else:
+            torch.cuda.set_rng_state(own, self.device)
 
     def free_bytes(self) -> int:
         cached_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
