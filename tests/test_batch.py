@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cudagraph import BatchError
+from lightning_cudagraph import BatchError, CaptureError
 from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.static import StaticBatch
 
@@ -184,3 +185,45 @@ def test_no_quick_yes_where_only_a_signature_can_tell() -> None:
     assert StaticBatch(batch()).tensors_of(batch(), "cpu") is None
     expanded = torch.zeros(1, 3).expand(2, 3)
     assert StaticBatch([expanded]).tensors_of([torch.zeros(2, 3)], "cpu") is None
+
+
+def test_a_zero_has_a_sign() -> None:
+    for one, other in ((0.0, -0.0), (complex(0.0, 0.0), complex(0.0, -0.0))):
+        assert Signature([one], CPU) == Signature([one], CPU)
+        assert Signature([one], CPU) != Signature([other], CPU)
+        assert Signature([{one}], CPU) != Signature([{other}], CPU)
+        assert Signature([slice(one)], CPU) != Signature([slice(other)], CPU)
+        assert StaticBatch([torch.ones(1), one]).tensors_of([torch.ones(1), other], "cpu") is None
+        assert StaticBatch([torch.ones(1), one]).tensors_of([torch.ones(1), one], "cpu") is not None
+    assert "expected 0.0, found -0.0" in Signature([0.0], CPU).difference(Signature([-0.0], CPU))
+    assert Signature([math.nan], CPU) == Signature([float("nan")], CPU)
+
+
+def test_one_tensor_at_two_places_gives_no_quick_yes_to_two() -> None:
+    one = torch.zeros(3)
+    static = StaticBatch([one, one])
+    assert static.tensors_of([one, one.clone()], "cpu") is None
+    with pytest.raises(ValueError, match="2 tensors for 1 static buffers"):
+        static.fill([one, one.clone()])
+
+
+def test_a_step_is_lent_containers_of_its_own() -> None:
+    static = StaticBatch(plain_batch())
+    loan = static.lend()
+    loan.refuse_changes()
+    assert loan.batch["x"] is static.batch["x"]
+    loan.batch["x"] = loan.batch["x"] * 2
+    assert loan.batch["x"] is not static.batch["x"]
+    with pytest.raises(CaptureError, match=r"the place of `batch\['x'\]`"):
+        loan.refuse_changes()
+    static.lend().refuse_changes()
+
+
+def test_a_write_is_found_by_version_and_by_memory() -> None:
+    static = StaticBatch(plain_batch())
+    loan = static.lend()
+    with pytest.raises(CaptureError, match=r"writes into `batch\['rest'\]\[0\]` in place"):
+        loan.refuse_changes([static.batch["rest"][0][1:]])
+    static.batch["x"][0].mul_(2)
+    with pytest.raises(CaptureError, match=r"writes into `batch\['x'\]` in place"):
+        loan.refuse_changes()

@@ -25,6 +25,7 @@ from lightning_cudagraph.errors import BatchError
 __all__ = [
     "PLAIN",
     "Signature",
+    "comparable",
     "copied_leaf",
     "flatten_batch",
     "map_leaves",
@@ -153,6 +154,13 @@ def copied_leaf(leaf: Any) -> Any:
     return memory.clone().as_strided(size, stride, shift)
 
 
+def comparable(value: Any) -> Any:
+    """What stands for a plain Python value where two are compared: 0.0 equals -0.0, and is another."""
+    if isinstance(value, float):
+        return float.__repr__(value)
+    return complex.__repr__(value) if isinstance(value, complex) else value
+
+
 def refuse_hidden_tensors(tree: Any, what: str) -> None:
     """Refuse a tree whose leaves, or attributes of containers, hold tensors that no walk comes to.
 
@@ -278,14 +286,17 @@ class Signature:
     @staticmethod
     def _value_of(path: str, leaf: Any) -> Any:
         if isinstance(leaf, PLAIN):
-            return leaf
+            return comparable(leaf)
         if isinstance(leaf, (np.ndarray, np.generic)):
             # Arrays compare element by element; their bytes compare as one value.
             return (str(leaf.dtype), leaf.shape, leaf.tobytes())
         if isinstance(leaf, (set, frozenset)) and all(isinstance(x, PLAIN) for x in leaf):
-            return frozenset(leaf)
-        if isinstance(leaf, (Enum, PurePath, slice, range)):
-            return leaf if not isinstance(leaf, slice) else (leaf.start, leaf.stop, leaf.step)
+            return frozenset((type(x), comparable(x)) for x in leaf)
+        if isinstance(leaf, slice):
+            ends = (leaf.start, leaf.stop, leaf.step)
+            return tuple((type(end), Signature._value_of(path, end)) for end in ends)
+        if isinstance(leaf, (Enum, PurePath, range)):
+            return leaf
         raise BatchError(
             f"`{path}` is a `{type(leaf).__qualname__}`, whose value cannot be compared from batch to"
             " batch; a graph would keep the one of the captured batch.",
@@ -315,7 +326,8 @@ class Signature:
 
 def _in_words(described: tuple[Any, ...]) -> str:
     if len(described) == 2:
-        return repr(described[1])
+        kind, value = described
+        return str(value) if issubclass(kind, (float, complex)) else repr(value)
     shape, stride, dtype, device, requires_grad, _ = described
     text = f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}"
     return f"{text}, requires_grad" if requires_grad else text

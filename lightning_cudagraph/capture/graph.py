@@ -120,15 +120,17 @@ class CapturedStep(Generic[T]):
                     turns.append(Turn(whose, drops, gradients))
                     backend.cut()
 
-                with self.static.unchanged():
-                    graph, outputs = backend.capture(
-                        lambda: _moved(record(self.static.batch, cut), place)  # noqa: B023
-                    )
+                loan = self.static.lend()
+                graph, outputs = backend.capture(
+                    lambda: _moved(record(loan.batch, cut), place)  # noqa: B023
+                )
                 # Some are added to, or read, and then dropped: found where they are, and left elsewhere.
                 replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
                 anew = [*dropped, *replaced]
                 self._takes.append(Take(graph, outputs, [*anew, *self._absent], len(anew), turns))
-                self.written += backend.written(graph)
+                written = backend.written(graph)
+                loan.refuse_changes(written)
+                self.written += written
                 for parameter, grad in there:
                     parameter.grad = grad
             self._absent = [parameter for parameter in self._absent if parameter.grad is not None]
@@ -176,7 +178,10 @@ class CapturedStep(Generic[T]):
     def run_eagerly(self, step: Callable[[Any], T], batch: Any) -> T:
         """Run a function of the static batch on a batch of this signature, without a graph."""
         self.static.copy_from(batch)
-        return step(self.static.batch)
+        loan = self.static.lend()
+        outputs = step(loan.batch)
+        loan.refuse_changes()
+        return outputs
 
     def replay(self, batch: Any, between: Callable[[T, int], None] | None = None) -> T:
         """Run the step on a batch of this signature.

@@ -6,17 +6,17 @@ buffers; every later batch of the same signature is copied into them before the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.capture.batch import PLAIN, flatten_batch, map_leaves, structure_of
+from lightning_cudagraph.capture.batch import PLAIN, comparable, flatten_batch, map_leaves, structure_of
+from lightning_cudagraph.capture.writes import storage_id
 from lightning_cudagraph.errors import CaptureError
 
-__all__ = ["StaticBatch"]
+__all__ = ["Loan", "StaticBatch"]
 
 
 class _Pattern:
@@ -31,18 +31,22 @@ class _Pattern:
 
     def __init__(self, batch: Any) -> None:
         self._known = True
+        self._seen: set[int] = set()
         self._root = self._described(batch)
 
     def _described(self, value: Any) -> tuple[Any, ...]:
         kind = type(value)
         if kind is Tensor:
+            # One tensor at two places has one buffer, and is another signature than two tensors.
+            self._known &= id(value) not in self._seen
+            self._seen.add(id(value))
             return (Tensor, value.shape, value.stride(), value.dtype, value.requires_grad)
         if kind is list or kind is tuple:
             return (kind, [self._described(member) for member in value])
         if kind is dict:
             return (kind, list(value), [self._described(member) for member in value.values()])
         self._known &= kind in PLAIN
-        return (kind, value)
+        return (kind, comparable(value))
 
     def tensors(self, batch: Any, device_type: str) -> list[Tensor] | None:
         """The tensors of a batch in their order, or None if it is not known to look like this one.
@@ -80,11 +84,62 @@ def _matches(pattern: tuple[Any, ...], value: Any, device_type: str, found: list
             return False
         members = list(value.values())
     else:
-        return bool(value == pattern[1])
+        return bool(comparable(value) == pattern[1])
     inner = pattern[-1]
     return len(members) == len(inner) and all(
         _matches(child, member, device_type, found) for child, member in zip(inner, members, strict=True)
     )
+
+
+class Loan:
+    """The static batch as one run of the step is given it.
+
+    In containers of its own: what the step puts into them is in no other run, nor in the next capture.
+
+    Args:
+        batch: the static batch.
+        buffers: its tensors.
+
+    Attributes:
+        batch: the copies of its containers, around the buffers.
+    """
+
+    def __init__(self, batch: Any, buffers: Sequence[Tensor]) -> None:
+        self.batch = map_leaves(batch, lambda leaf: leaf)
+        self._leaves = flatten_batch(batch)
+        self._structure = structure_of(batch)
+        self._versions = [(buffer, buffer._version) for buffer in buffers]
+
+    def refuse_changes(self, written: Sequence[Tensor] = ()) -> None:
+        """Refuse a run that has changed the batch: hooks would see another one than in an eager step.
+
+        Args:
+            written: tensors older than the run that it is known to have written into.
+
+        Raises:
+            CaptureError: naming the tensor that was written or replaced, or that the containers changed.
+        """
+        if structure_of(self.batch) != self._structure:
+            raise CaptureError(
+                "The training step adds to the containers of its batch, or takes from them.",
+                "Copy the container first: `batch = dict(batch)`.",
+            )
+        for (path, lent), (_, leaf) in zip(self._leaves, flatten_batch(self.batch), strict=True):
+            if leaf is not lent:
+                raise CaptureError(
+                    f"The training step puts something else in the place of `{path}`.",
+                    f"Give it a name of its own, as in `x = {path}.float()`, or copy the container"
+                    " first: `batch = dict(batch)`.",
+                )
+        # What goes past autograd, as `x.data.mul_(2)` does, raises no version.
+        memory = {storage_id(tensor) for tensor in written}
+        for buffer, version in self._versions:
+            if buffer._version != version or storage_id(buffer) in memory:
+                path = next(path for path, leaf in self._leaves if leaf is buffer)
+                raise CaptureError(
+                    f"The training step writes into `{path}` in place.",
+                    "Write into a copy: `x = x.clone()`.",
+                )
 
 
 class StaticBatch:
@@ -111,7 +166,6 @@ class StaticBatch:
         self.batch = map_leaves(example, static)
         self._buffers = list(buffers.values())
         self.copy_from(example)
-        self._structure = structure_of(self.batch)
         self._pattern = _Pattern(example)
 
     @staticmethod
@@ -125,27 +179,9 @@ class StaticBatch:
             buffer = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
         return buffer.requires_grad_(leaf.requires_grad)
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Refuse a step that changes the batch: hooks would see another one than in an eager step.
-
-        Raises:
-            CaptureError: naming the tensor that was written, or that the containers changed.
-        """
-        versions = [buffer._version for buffer in self._buffers]
-        yield
-        if structure_of(self.batch) != self._structure:
-            raise CaptureError(
-                "The training step adds to the containers of its batch, or takes from them.",
-                "Copy the container first: `batch = dict(batch)`.",
-            )
-        for buffer, version in zip(self._buffers, versions, strict=True):
-            if buffer._version != version:
-                path = next(path for path, leaf in flatten_batch(self.batch) if leaf is buffer)
-                raise CaptureError(
-                    f"The training step writes into `{path}` in place.",
-                    "Write into a copy: `x = x.clone()`.",
-                )
+    def lend(self) -> Loan:
+        """The batch for one run of the step, which must not change it."""
+        return Loan(self.batch, self._buffers)
 
     def tensors_of(self, batch: Any, device_type: str) -> list[Tensor] | None:
         """The tensors of a batch of the same signature, in the order of the buffers.
@@ -168,6 +204,8 @@ class StaticBatch:
 
     def fill(self, tensors: list[Tensor]) -> None:
         """Copy tensors, as `tensors_of` gives them, into the static buffers."""
+        if len(tensors) != len(self._buffers):  # before anything is copied
+            raise ValueError(f"{len(tensors)} tensors for {len(self._buffers)} static buffers")
         with torch.no_grad():
             for buffer, source in zip(self._buffers, tensors, strict=True):
                 buffer.copy_(source, non_blocking=True)

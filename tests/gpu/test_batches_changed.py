@@ -1,0 +1,3 @@
+"""Steps that change their batch, on a GPU."""
+
+from tests.test_batches_changed import *  # noqa: F403
