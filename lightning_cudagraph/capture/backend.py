@@ -295,14 +295,9 @@ class CudaBackend:
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         own = self.generators.set_extra_states(state)
-        generator = torch.cuda.default_generators[self._index]
-        seed, offset = own.view(torch.int64).tolist()
-        if generator.initial_seed() == seed % 2**64:
-            # A seed that is set, be it to the same, makes cuDNN's dropout begin anew
-            # (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `reset_rnn_state`).
-            generator.set_offset(offset)
-        else:
-            torch.cuda.set_rng_state(own, self.device)
+        # Through another handle of the same state: a generator that is itself set, be it to what it is,
+        # makes cuDNN's dropout begin anew (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `reset_rnn_state`).
+        torch.cuda.default_generators[self._index].graphsafe_get_state().set_state(own)
 
     def free_bytes(self) -> int:
         cached_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
