@@ -104,6 +104,8 @@ _HOST_READS = {
     Tensor.__array__: "`numpy.asarray(tensor)`",
     Tensor.__repr__: "`print(tensor)` or `str(tensor)`",
 }
+# They tell where a tensor lies, for code that torch does not see.
+_ADDRESSES = frozenset({Tensor.data_ptr, Tensor.__dlpack__, Tensor.__cuda_array_interface__.__get__})
 # Given a list of tensors, they read the values one by one, on a CPU without dispatching an op.
 _FROM_LISTS = (torch.tensor, torch.as_tensor, torch.asarray)
 _LIST_OF_TENSORS = (
@@ -304,6 +306,9 @@ class HostReads(TorchFunctionMode):
             and _works_on(self._device_type, args[:1], {})
         ):
             forbid(*_LIST_OF_TENSORS, user_location())
+        if func in _ADDRESSES:
+            for sentry in _standing:
+                sentry.known.give_out(args[0])
         return func(*args, **(kwargs or {}))
 
 
