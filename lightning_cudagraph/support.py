@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
 from lightning_cudagraph.log_sums import RESULT_NAMES
@@ -45,6 +46,12 @@ __all__ = [
 BackendName = Literal["auto", "cuda", "emulator", "off"]
 # Evaluations, as the names of their steps and hooks have them.
 Stage = Literal["validation", "test", "predict"]
+
+# Methods of a strategy that are called in steps, or with their batches.
+_STEP_METHODS = (
+    *("training_step", "validation_step", "test_step", "predict_step", "post_training_step"),
+    *("pre_backward", "backward", "post_backward", "optimizer_step", "batch_to_device", "reduce"),
+)
 
 # Hooks of callbacks that may do anything with the gradients, before the optimizer's step uses them
 # (plugins/precision/precision.py). They run on the host, and the optimizer behind them.
@@ -186,6 +193,15 @@ def _check_placement(trainer: pl.Trainer) -> None:
             f"The strategy is `{type(strategy).__qualname__}` on {trainer.world_size} device(s);"
             " captured so far are runs on a single device.",
             "Pass `Trainer(devices=1)`.",
+        )
+    for name in _STEP_METHODS:
+        ours = type(getattr(strategy, name)) is StandIn
+        if ours or not is_overridden(name, strategy, SingleDeviceStrategy):
+            continue
+        raise UnsupportedError(
+            f"{described_hook(strategy, name)} is not Lightning's own; it takes part in steps, and what"
+            " it reads from the strategy is not watched.",
+            "Move it to the module, or pass Lightning's `SingleDeviceStrategy`.",
         )
 
 

@@ -13,12 +13,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cudagraph import BatchError, ConfigurationError, CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.support import check_run, default_warmup_steps
 from tests.harness import Net, assert_same, loader, make, train
+from tests.rows import refused
 
 
 class Manual(Net):
@@ -50,6 +52,18 @@ class Iter(Net):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
+class OwnStrategy(SingleDeviceStrategy):
+    """Scales what goes back."""
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        closure_loss.data.mul_(2)
+
+
+def _strategy(accelerator: str) -> dict[str, Any]:
+    device = "cuda:0" if accelerator == "gpu" else "cpu"
+    return {"strategy": OwnStrategy(device=device)}
+
+
 REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
     "manual optimization": (Manual, {}, r"`Manual` uses manual optimization"),
     "detect_anomaly": (Net, {"detect_anomaly": True}, r"`Trainer\(detect_anomaly=True\)`"),
@@ -78,6 +92,16 @@ def test_refused_before_the_first_step(tmp_path: Path, accelerator: str, name: s
     assert_same(plain, eager)
     assert eager.callback is not None
     assert eager.callback.report is not None
+
+
+def test_a_strategy_with_steps_of_its_own(tmp_path: Path, accelerator: str) -> None:
+    refused(
+        tmp_path,
+        accelerator,
+        Net,
+        lambda _: _strategy(accelerator),
+        match=r"`OwnStrategy\.pre_backward` \(.*test_refusals\.py:\d+\) is not Lightning's own",
+    )
 
 
 @pytest.mark.filterwarnings(
