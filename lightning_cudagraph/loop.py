@@ -358,6 +358,7 @@ class GraphedTraining:
         """Call the hooks in the middle of a replay, where they are called in an eager step."""
         turn = outputs.turns[index]
         turn.logs.hand_over(self._trainer)
+        self._count_zero_grads(turn.zero_grads)
         turn.run(closure)
         body.optimizer.refresh()
         self._metrics.adopt()
@@ -376,11 +377,7 @@ class GraphedTraining:
         assert loss is not None
         result.loss = loss
         closure._result = result
-        zero_grad = self._optimization.optim_progress.optimizer.zero_grad
-        for _ in range(outputs.zero_grads):
-            zero_grad.increment_ready()
-            zero_grad.increment_started()
-            zero_grad.increment_completed()
+        self._count_zero_grads(outputs.zero_grads)
         for attribute in outputs.recomputed:
             attribute.hand_over()
         self._metrics.count_references()
@@ -393,6 +390,14 @@ class GraphedTraining:
             if self._backend.graphs_per_step == 1:
                 self._read_times()
         return loss
+
+    def _count_zero_grads(self, number: int) -> None:
+        """Count the drops of gradients that a replay has done, as Lightning counts its own."""
+        zero_grad = self._optimization.optim_progress.optimizer.zero_grad
+        for _ in range(number):
+            zero_grad.increment_ready()
+            zero_grad.increment_started()
+            zero_grad.increment_completed()
 
     def _read_times(self) -> None:
         """Read the events of the replay before this one, while this one runs."""

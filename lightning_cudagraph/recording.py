@@ -49,11 +49,13 @@ class HostTurn:
     Attributes:
         whose: hooks, in words.
         logs: what the step has logged since the turn before.
+        zero_grads: how often the step has dropped gradients since the turn before.
         run: calls the hooks, given the closure of the step.
     """
 
     whose: str
     logs: LoggedStep
+    zero_grads: int
     run: Callable[[GraphClosure], None]
 
 
@@ -67,8 +69,9 @@ class StepOutputs:
         logs: what was logged, after the last turn of the host.
         marks: the timing events, or None.
         parameters: those with gradients by name, if the optimizer steps behind the graph.
-        zero_grads: how often gradients were dropped: once, unless the optimizer calls the closure more
-            often than that, the gradients of several batches are accumulated, or the host drops them.
+        zero_grads: how often gradients were dropped after the last turn of the host. In all once, unless
+            the optimizer calls the closure more often than that, the gradients of several batches are
+            accumulated, or the host drops them.
         turns: those of the host.
         after_backward: `on_after_backward` runs on the host.
         recomputed: attributes of modules that hooks of torch have set.
@@ -191,13 +194,15 @@ class Recorder:
             inner._step_fn = _then(inner._step_fn, marks.forward_ended)
             if inner._backward_fn is not None:
                 inner._backward_fn = _then(inner._backward_fn, marks.backward_ended)
-        calls = 0  # of which the last to return left the result
         drops = inner._zero_grad_fn is not None
+        # Each call of the closure drops them once, before its backward pass.
+        counts_drops = drops and not self._hooks.around_zero_grad()
+        uncounted = 0
         place = (drops, body.has_optimizer)
 
         def call(own: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
-            nonlocal calls
-            calls += 1
+            nonlocal uncounted
+            uncounted += counts_drops
             with body.optimizer.floats_inside(capturing):
                 loss = plain()
             end_backward()
@@ -220,11 +225,11 @@ class Recorder:
             stack.enter_context(unprofiled(self._trainer))
 
             def turn(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
-                nonlocal taken
+                nonlocal taken, uncounted
                 self._metrics.write_back()
                 part = self.logs.finished(logs[taken:], place, capturing, is_last=False)
-                turns.append(HostTurn(whose, part, run))
-                taken = len(logs)
+                turns.append(HostTurn(whose, part, uncounted, run))
+                taken, uncounted = len(logs), 0
                 if cut is not None:
                     cut(whose, drops_here)
 
@@ -259,15 +264,13 @@ class Recorder:
         refuse_hidden_tensors(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
         trained = {} if body.has_optimizer else self._trained()
-        if not drops or self._hooks.around_zero_grad():
-            calls = 0
         return StepOutputs(
             result.loss,
             extra,
             logged,
             marks,
             trained,
-            calls,
+            uncounted,
             turns,
             self._hooks.after_backward,
             recomputed,

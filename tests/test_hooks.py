@@ -125,6 +125,61 @@ def test_everything_a_hook_can_see(
         assert not differences(plain.seen, graphed.seen)
 
 
+class Saves(Callback):
+    """Looks, and saves, when gradients have been dropped, and Lightning has counted that."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.seen.append(_seen(trainer, pl_module))
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / f"before-{len(self.seen)}.ckpt")
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_checkpoint_in_the_middle(tmp_path: Path, accelerator: str, every: int) -> None:
+    seen = []
+
+    def setting(folder: Path) -> dict[str, Any]:
+        seen.append(Saves())
+        return {"callbacks": (seen[-1],), "default_root_dir": folder}
+
+    done = row(tmp_path, accelerator, Net, setting, accumulate_grad_batches=every)
+    assert done.graph.counts.replayed > 8
+    assert not differences(seen[0].seen, seen[1].seen)
+    for number in (1, 9, 18):
+        plain, graph = (
+            torch.load(trace.trainer.default_root_dir + f"/before-{number}.ckpt", weights_only=False)
+            for trace in (done.plain, done.graph)
+            if trace.trainer is not None
+        )
+        plain["callbacks"], graph["callbacks"] = {}, {}  # paths of the folder of the run
+        assert not differences(plain, graph)
+
+
+class Stops(Callback):
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if trainer.global_step == 11:
+            raise KeyError("stop")
+
+
+def test_an_exception_before_the_backward_pass(tmp_path: Path, accelerator: str) -> None:
+    ends = [
+        train(
+            make(Net),
+            tmp_path / str(bool(callback)),
+            callback,
+            accelerator=accelerator,
+            callbacks=(Stops(),),
+            raises=KeyError,
+        )
+        for callback in (None, CUDAGraphCallback())
+    ]
+    assert ends[1].counts.replayed > 4
+    plain, graph = (_seen(end.trainer, end.module) for end in ends)
+    assert not differences(plain, graph)
+
+
 def _average(averaged: Tensor, current: Tensor, number: Tensor) -> Tensor:
     # Torch's own cannot average integers on CUDA.
     return averaged + (current - averaged) / (number + 1)
