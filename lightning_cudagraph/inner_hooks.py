@@ -24,6 +24,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_cudagraph.capture.stand_ins import in_place
 from lightning_cudagraph.closures import GraphClosure
 from lightning_cudagraph.errors import CaptureError, HookError
 from lightning_cudagraph.support import callbacks_of, described_hook, is_overridden
@@ -145,11 +146,11 @@ class InnerHooks:
         with ExitStack() as stack:
             stand_in = self._before_backward(turn)
             for callback in self._overriding("on_before_backward"):
-                stack.enter_context(_replaced(callback, "on_before_backward", stand_in))
+                stack.enter_context(in_place(callback, "on_before_backward", stand_in))
                 stand_in = _nothing  # all of them take their turn where the first one is called
             if self.after_backward:
                 for owner in (*self._overriding("on_after_backward"), self._module):
-                    stack.enter_context(_replaced(owner, "on_after_backward", _nothing))
+                    stack.enter_context(in_place(owner, "on_after_backward", _nothing))
             elif is_overridden("on_after_backward", self._module, pl.LightningModule):
                 original = self._module.on_after_backward
 
@@ -157,7 +158,7 @@ class InnerHooks:
                     end_backward()
                     original()
 
-                stack.enter_context(_replaced(self._module, "on_after_backward", after_backward))
+                stack.enter_context(in_place(self._module, "on_after_backward", after_backward))
             yield
 
     def run_after_backward(self) -> None:
@@ -196,19 +197,3 @@ class InnerHooks:
 def _drop_gradients(closure: GraphClosure) -> None:
     assert closure._zero_grad_fn is not None
     closure._zero_grad_fn()
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, stand_in: Callable[..., None]) -> Iterator[None]:
-    """Put a function in the place of a method of one object."""
-    attributes = vars(owner)
-    had = name in attributes
-    before = attributes.get(name)
-    attributes[name] = stand_in
-    try:
-        yield
-    finally:
-        if had:
-            attributes[name] = before
-        else:
-            del attributes[name]

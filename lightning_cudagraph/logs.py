@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_cudagraph.capture.stand_ins import in_place
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.log_numbers import LoggedNumbers
 from lightning_cudagraph.log_sums import LoggedValue, RunningSums, Slot, SumsOfPlace, add, converted
@@ -111,13 +112,11 @@ class Logs:
             self._note_value(value, made, name)
             return made
 
-        vars(results)["log"] = noting_log
-        vars(self._module)[TO_TENSOR] = noting_to_tensor
-        try:
+        # A hook in a training step may call a step of evaluation: what is there may be another's.
+        with ExitStack() as stack:
+            stack.enter_context(in_place(results, "log", noting_log))
+            stack.enter_context(in_place(self._module, TO_TENSOR, noting_to_tensor))
             yield
-        finally:
-            del vars(self._module)[TO_TENSOR]
-            del vars(results)["log"]
 
     def warmed_up(self, place: Hashable, batch: Any) -> None:
         """The eager step just done was one of the warm-up of this place, on such a batch."""

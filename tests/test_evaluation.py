@@ -1050,3 +1050,40 @@ def test_nothing_is_left(tmp_path: Path, accelerator: str) -> None:
         for s in both
     )
     assert plain == graph
+
+
+class Returns(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class EvaluatesInside(Callback):
+    """Takes a step of validation in the middle of each step of training."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if trainer.current_epoch > 0:
+            batch = trainer.strategy.batch_to_device(next(iter(trainer.val_dataloaders)))
+            pl_module.eval()
+            with torch.no_grad():
+                self.found.append(trainer.strategy.validation_step(batch, 0).clone())
+            pl_module.train()
+
+
+@pytest.mark.filterwarnings(*_IGNORED)
+def test_in_the_middle_of_a_replay(tmp_path: Path, accelerator: str) -> None:
+    """Graphs share their memory: that of validation would write where the backward pass reads."""
+    found: list[EvaluatesInside] = []
+
+    def setting(folder: Path) -> dict[str, Any]:
+        found.append(EvaluatesInside())
+        return {"callbacks": (found[-1],)}
+
+    done = row(tmp_path, accelerator, Returns, setting, ours=evaluating)
+    assert done.graph.counts.replayed == 18
+    counts = evaluation_of(done.graph)
+    assert counts.replayed > 0
+    assert counts.eager["in the middle of another step that is replayed"] == 14
+    assert not differences(found[0].found, found[1].found)

@@ -55,8 +55,11 @@ class Backend(Protocol):
         lr_dtype: dtype of the device's mirror of a learning rate.
         graphs_per_step: how many captures of a timed step take turns, so that the events of one are
             read while the other runs.
+        in_turn: the host has a turn in the middle of a replay. Memory of the pool holds what the rest of
+            it needs, so that no other graph may be replayed.
     """
 
+    in_turn: bool
     generators: Generators
     device: torch.device
     description: str
@@ -147,6 +150,7 @@ class CudaBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.in_turn = False
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._side_stream = torch.cuda.Stream(device)
         self._timing_stream = torch.cuda.Stream(device)

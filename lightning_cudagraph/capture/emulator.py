@@ -213,6 +213,7 @@ class EmulatorBackend:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.in_turn = False
         self.generators = Generators("cpu", torch.default_generator)
         self._recording: EmulatedGraph | None = None
         self._live: list[EmulatedGraph] = []

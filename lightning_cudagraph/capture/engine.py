@@ -138,6 +138,8 @@ class StepEngine(Generic[T]):
     ) -> tuple[Phase, T | None]:
         if self._given_up is not None:
             return self._eager(step, self._given_up)
+        if self._backend.in_turn:
+            return self._eager(step, "in the middle of another step that is replayed")
         if change := self._guards.changed():
             self.drop(change)
         elif self._backend.host_value_moved():
@@ -200,8 +202,17 @@ class StepEngine(Generic[T]):
     ) -> T:
         for graph in self._graphs.all():
             graph.give_away(captured.added)
+
+        def turn(outputs: T, index: int) -> None:
+            assert between is not None
+            self._backend.in_turn = True
+            try:
+                between(outputs, index)
+            finally:
+                self._backend.in_turn = False
+
         with self._around_replays():
-            return captured.replay(step.batch, between)
+            return captured.replay(step.batch, turn if between is not None else None)
 
     def _verify(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T | None]:
         def eagerly() -> dict[str, Tensor]:
@@ -283,6 +294,8 @@ class StepEngine(Generic[T]):
 
     def leave(self) -> None:
         """Another engine's graphs in the same pool come now: bring gradients where none writes."""
+        if self._backend.in_turn:
+            return  # none comes before the end of the step
         for captured in self._graphs.all():
             captured.give_away()
             captured.bring_out_gradients()

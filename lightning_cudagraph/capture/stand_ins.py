@@ -6,11 +6,11 @@ and a file with it can be read where this package is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["OwnHook", "StandIn", "replace_method"]
+__all__ = ["OwnHook", "StandIn", "in_place", "replace_method"]
 
 
 class StandIn:
@@ -49,6 +49,22 @@ def replace_method(owner: object, name: str, call: Callable[..., Any], patches: 
     else:
         patches.callback(vars(owner).pop, name)
     vars(owner)[name] = StandIn(owner, name, call)
+
+
+@contextmanager
+def in_place(owner: Any, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Put a function in the place of a method of one object, during one step."""
+    attributes = vars(owner)
+    had = name in attributes
+    before = attributes.get(name)
+    attributes[name] = stand_in
+    try:
+        yield
+    finally:
+        if had:
+            attributes[name] = before
+        else:
+            del attributes[name]
 
 
 class OwnHook:
