@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.support import callbacks_of, is_overridden
+from lightning_cudagraph.transfer import TRANSFER
 
 __all__ = ["QuickAdvance"]
 
@@ -114,7 +115,10 @@ class QuickAdvance:
         batch_idx = loop.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
         batch = trainer.precision_plugin.convert_input(batch)
+        names = vars(self._module)  # the `__setattr__` of modules takes its time
+        names["_current_fx_name"] = TRANSFER
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        names["_current_fx_name"] = None
         progress.increment_ready()
         connector.on_batch_start(batch)
         output: Any = None

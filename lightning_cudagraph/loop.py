@@ -185,7 +185,11 @@ class GraphedTraining:
         self._eager_step: Callable[..., Any] = strategy.optimizer_step
         replace_method(strategy, "optimizer_step", self._optimizer_step, self._patches)
         self._transfer = BatchTransfer(
-            self._trainer, self._module, strategy.batch_to_device, lambda: self._engine.static
+            self._trainer,
+            self._module,
+            strategy.batch_to_device,
+            # Batches that only update batch norm are not for graphs.
+            lambda: None if graphed._skip_backward else self._engine.static,
         )
         replace_method(strategy, "batch_to_device", self._transfer, self._patches)
         self._advance = QuickAdvance(self._trainer, self._module, lambda: self._phase is Phase.CAPTURED)
@@ -278,15 +282,30 @@ class GraphedTraining:
 
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
         """In the place of `Closure.__call__`."""
+
+        def eagerly() -> Tensor | None:
+            self._use_own_batch(closure)
+            return plain()
+
         if self._in_step:
             with self._part.optimizer.floats_inside():
-                return plain()
+                return eagerly()
         # The optimizer steps behind the graph, or not at all on this batch.
         optimizer = EagerOptimizer(self._part.optimizer.optimizer)
         body = StepBody(lambda inner: inner(), optimizer, self._no_arithmetic, has_optimizer=False)
         loss: list[Tensor | None] = []
-        outputs = self._step(closure, body, lambda: loss.append(plain()))
+        outputs = self._step(closure, body, lambda: loss.append(eagerly()))
         return loss[0] if outputs is None else outputs
+
+    def _use_own_batch(self, closure: GraphClosure) -> None:
+        """Before an eager step: what it keeps of its batch stays as it is, also where graphs go on."""
+        before = closure.batch
+        if (batch := self._transfer.own(before)) is before:
+            return
+        closure.kwargs[next(iter(closure.kwargs))] = batch
+        results = self._trainer.fit_loop.epoch_loop._results
+        if results.batch is before:  # of which `self.log` takes the batch size
+            results.batch = batch
 
     def _step(self, closure: GraphClosure, body: StepBody, run: Callable[[], object]) -> Tensor | None:
         """Take a batch through its phase; returns the loss if it was replayed."""

@@ -2,8 +2,8 @@
 
 Lightning moves a batch to the device, and a replay would copy it from there into the buffers that the
 graph reads. Where nobody but Lightning sees the batch in between, one copy does: from the loader's
-memory, pinned or not, into the buffers. Whoever else sees batches (hooks of the user's) gets ones of
-their own, which stay as they are.
+memory, pinned or not, into the buffers. Whoever else sees batches (hooks of the user's, his own calls of
+`batch_to_device`, and steps that are not replays) gets ones of their own, which stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.hooks import batches_unseen
 
-__all__ = ["BatchTransfer"]
+__all__ = ["TRANSFER", "BatchTransfer"]
+
+# What Lightning's loops call the hook that is running, while they move a batch of theirs.
+TRANSFER = "batch_to_device"
 
 
 class BatchTransfer:
@@ -43,12 +46,18 @@ class BatchTransfer:
         self._original = original
         self._static = static
         self._unseen: bool | None = None
+        # The static batch that was handed on last, and how Lightning would move what is in it.
+        self._handed: tuple[Any, Callable[[], Any]] | None = None
 
     def suspect(self) -> None:
         """Something other than training steps has happened, and can have changed who sees batches."""
         self._unseen = None
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._module._current_fx_name != TRANSFER:
+            # Others who move batches (the user, or a loader of his that does so ahead) may keep them.
+            return self._original(batch, *args, **kwargs)
+        self._handed = None
         static = self._static()
         if static is not None and self._trainer.state.stage is RunningStage.TRAINING:
             if self._unseen is None:
@@ -56,8 +65,23 @@ class BatchTransfer:
             tensors = static.tensors_of(batch, "cpu") if self._unseen else None
             if tensors is not None:
                 static.fill(tensors)
+                self._handed = static.batch, lambda: self._original(batch, *args, **kwargs)
                 return static.batch
         return self._original(batch, *args, **kwargs)
+
+    def own(self, batch: Any) -> Any:
+        """For a step that may keep its batch: the one that Lightning would have made.
+
+        Args:
+            batch: the batch of the step.
+
+        Returns:
+            The same, or a batch of its own if it lies in the static buffers.
+        """
+        if self._handed is None or batch is not self._handed[0]:
+            return batch
+        _, move = self._handed
+        return move()
 
     def _is_unseen(self) -> bool:
         by_lightning = getattr(self._original, "__func__", None) is Strategy.batch_to_device

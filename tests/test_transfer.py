@@ -35,9 +35,12 @@ class Run:
         build: Callable[[], pl.LightningModule] = Net,
         others: tuple[Callback, ...] = (),
         datamodule: pl.LightningDataModule | None = None,
+        batches: Callable[[pl.LightningModule], Any] = lambda module: loader(),
+        epochs: int = 3,
         **kwargs: Any,
     ) -> None:
         self.module = make(build)
+        self.callback = callback
         self.moved = 0
         move = Strategy.batch_to_device
 
@@ -50,7 +53,7 @@ class Run:
             trainer = pl.Trainer(
                 accelerator=accelerator,
                 devices=1,
-                max_epochs=3,
+                max_epochs=epochs,
                 logger=CSVLogger(tmp_path),
                 log_every_n_steps=1,
                 callbacks=[*others, *([] if callback is None else [callback])],
@@ -61,7 +64,7 @@ class Run:
             )
             pl.seed_everything(7, verbose=False)
             if datamodule is None:
-                trainer.fit(self.module, loader(), loader(seed=1, batches=2))
+                trainer.fit(self.module, batches(self.module), loader(seed=1, batches=2))
             else:
                 trainer.fit(self.module, datamodule=datamodule)
         self.csv = next(tmp_path.rglob("metrics.csv")).read_text()
@@ -188,3 +191,106 @@ def test_a_hook_that_comes_later(
     assert runs[1].moved < STEPS
     assert len(joins[1].keeper.kept) == 8
     assert not differences(joins[0].keeper.kept, joins[1].keeper.kept)
+
+
+class KeepsInStep(Net):
+    """Keeps its batch, and compares the next one with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = torch.zeros(8, 12)
+
+    def on_fit_start(self) -> None:
+        self.before = self.before.to(self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        moved = (x - self.before).abs().mean()
+        self.before = x
+        self.log("moved", moved, on_epoch=True)
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss * (1 + 0.1 * moved)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_step_that_keeps_its_batch(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """Seven batches: the last one of an epoch has a place of its own, and warms up between replays."""
+
+    runs = [
+        Run(
+            tmp_path / name,
+            accelerator,
+            monkeypatch,
+            callback,
+            KeepsInStep,
+            epochs=6,
+            batches=lambda module: loader(ragged=False),
+            accumulate_grad_batches=window,
+        )
+        for name, callback in (("plain", None), ("graph", CUDAGraphCallback()))
+    ]
+    assert_same(*runs)
+    callback = runs[1].callback
+    assert callback is not None
+    assert callback.counts.replayed >= 20
+    assert runs[1].moved < 6 * 7
+
+
+class MovesBatches(Callback):
+    """Moves a batch of its own at the beginning of an epoch, and looks at it at the end."""
+
+    def __init__(self) -> None:
+        self.moved: list[Tensor] = []
+        self.seen: list[Tensor] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.moved = trainer.strategy.batch_to_device([torch.full((8, 12), 3.0), torch.zeros(8).long()])
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(self.moved[0].clone())
+
+
+class MovesAhead:
+    """A loader that moves its batches itself, one before it is asked for it."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.module = module
+        self.batches = list(loader(ragged=False))
+
+    def __iter__(self) -> Any:
+        move = self.module.trainer.strategy.batch_to_device
+        ahead = move(self.batches[0])
+        for batch in self.batches[1:]:
+            behind, ahead = ahead, move(batch)
+            yield behind
+        yield ahead
+
+
+def test_calls_of_the_users_own(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    movers = [MovesBatches(), MovesBatches()]
+    runs = [
+        Run(tmp_path / name, accelerator, monkeypatch, callback, Net, (mover,))
+        for name, callback, mover in zip(
+            ("plain", "graph"), (None, CUDAGraphCallback()), movers, strict=True
+        )
+    ]
+    assert_same(*runs)
+    assert [bool((x == 3).all()) for x in movers[1].seen] == [True] * 3
+    assert runs[1].moved < STEPS
+
+
+def test_a_loader_that_moves_its_batches_ahead(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [
+        Run(tmp_path / name, accelerator, monkeypatch, callback, Net, batches=MovesAhead)
+        for name, callback in (("plain", None), ("graph", CUDAGraphCallback()))
+    ]
+    assert_same(*runs)
+    callback = runs[1].callback
+    assert callback is not None
+    assert callback.counts.replayed >= 15
