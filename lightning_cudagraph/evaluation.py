@@ -233,7 +233,7 @@ class GraphedEvaluation:
                 )
                 self._guards.mentioned.append(stack.enter_context(audit).mentioned)
             recomputed = stack.enter_context(recomputed_apart(self._module))
-            stack.enter_context(self._carried.inside(lambda: False))
+            stack.enter_context(self._carried.inside(lambda: ""))
             try:
                 returned = self._eager_step(batch, *arguments)
             except RuntimeError as error:

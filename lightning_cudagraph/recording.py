@@ -251,7 +251,7 @@ class Recorder:
                 )
                 self._guards.mentioned.append(audit.mentioned)
             recomputed = stack.enter_context(recomputed_apart(self._module))
-            stack.enter_context(self._carried.inside(lambda: bool(turns)))
+            stack.enter_context(self._carried.inside(lambda: ", ".join(turn.whose for turn in turns)))
             stack.enter_context(body.arithmetic(capturing))
             _run(body, inner, lambda: behind)
             result = inner.consume_result()

@@ -259,16 +259,18 @@ class CarriedTensors:
             carried.hand_out()
 
     @contextmanager
-    def inside(self, has_turns: Callable[[], bool]) -> Iterator[None]:
+    def inside(self, turns: Callable[[], str]) -> Iterator[None]:
         """Around a step on the static batch: what it puts into the attributes goes into the buffers.
 
-        What cannot go there stays where it is, and is found by the audit: tensors of another form, those
-        that share memory with parameters or buffers of the model, and those that the host sees in the
-        middle of the step. Nor can what the step writes into in place, or through which gradients go
-        back into the step before.
+        What cannot go there stays where it is, and is found by the audit: tensors of another form, and
+        those that share memory with parameters or buffers of the model. Nor can what the step writes into
+        in place, or through which gradients go back into the step before.
 
         Args:
-            has_turns: asked at the end, whether the host had a turn.
+            turns: asked at the end, which hooks the host had turns for, in words; empty if none.
+
+        Raises:
+            CaptureError: if the host could look at such an attribute in the middle of the step.
         """
         if not self._carried:
             yield
@@ -277,7 +279,7 @@ class CarriedTensors:
             carried.let_in()
         try:
             yield
-            self._settle(has_turns())
+            self._settle(turns())
         except BaseException:
             for carried in self._carried:
                 carried.namespace[carried.name] = carried.buffers
@@ -295,14 +297,21 @@ class CarriedTensors:
             for carried, value in now:
                 carried.namespace[carried.name] = value
 
-    def _settle(self, host_sees: bool) -> None:
+    def _settle(self, turns: str) -> None:
         outlive = {storage_id(t) for t in (*self._model.parameters(), *self._model.buffers())}
         into: list[Tensor] = []
         values: list[Tensor] = []
         for carried in self._carried:
             left = carried.left_behind(outlive)
-            if left is None or (left and host_sees):
+            if left is None:
                 continue
+            if left and turns:
+                raise CaptureError(
+                    f"{turns} runs in the middle of the training step, which puts another tensor into"
+                    f" `{carried.name}` of {carried.of}; a replay does that only at its end, and the"
+                    " hook would find that of the step before.",
+                    "Move what the hook does to `on_train_batch_end`.",
+                )
             into += carried.tensors if left else []
             values += left
             carried.namespace[carried.name] = carried.buffers
