@@ -231,7 +231,8 @@ class GraphedEvaluation:
                     self._backend.device,
                     host_rules(self._trainer, self._harmless, self._metrics.stays_on_host),
                 )
-                self._guards.mentioned.append(stack.enter_context(audit).mentioned)
+                mentioned = stack.enter_context(audit).mentioned
+                self._guards.mentioned.append(mentioned)
             recomputed = stack.enter_context(recomputed_apart(self._module))
             stack.enter_context(self._carried.inside(lambda: ""))
             try:
@@ -246,6 +247,8 @@ class GraphedEvaluation:
                 ) from error
             self._metrics.write_back()
             self._metrics.undo()
+            if capturing:
+                self._metrics.tell_reads(mentioned)
         logged = self._logs.finished(logs, kind, capturing)
         refuse_hidden_tensors(returned, f"the output of `{self._step_name}`")
         return _Outputs(map_leaves(returned, self._detached), logged, recomputed)

@@ -18,8 +18,10 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.amp import GradScaler
 
 from lightning_cudagraph.capture.host_calls import HostRules
+from lightning_cudagraph.capture.mentions import MentionedNames
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
 from lightning_cudagraph.host_rules import host_rules
+from lightning_cudagraph.metric_reads import MetricReads, metric_reads
 from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.support import callbacks_of, scaler_of
 from lightning_cudagraph.surroundings import (
@@ -100,6 +102,13 @@ class ManualOptimization(PlainLoop):
 
     def stays_on_host(self, module: Any) -> bool:
         return is_metric(module)
+
+    @contextmanager
+    def reads(self, mentioned: MentionedNames) -> Iterator[None]:
+        read = MetricReads()
+        with metric_reads(read.note):
+            yield
+        read.tell(mentioned, lambda metric, name: False)
 
     def _wrappers(self) -> list[LightningOptimizer]:
         return list(self._trainer.strategy._lightning_optimizers)

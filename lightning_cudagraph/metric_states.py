@@ -18,7 +18,8 @@ from torchmetrics import Metric, MetricCollection
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
 from lightning_cudagraph.capture.host_calls import HostRules
-from lightning_cudagraph.capture.sentry import forbid, user_location
+from lightning_cudagraph.capture.mentions import MentionedNames
+from lightning_cudagraph.capture.sentry import Location, forbid, user_location
 from lightning_cudagraph.capture.state import StaticState
 from lightning_cudagraph.metric_calls import (
     BOOKS,
@@ -32,6 +33,7 @@ from lightning_cudagraph.metric_calls import (
 )
 from lightning_cudagraph.metric_choice import MetricChoice, calls_members
 from lightning_cudagraph.metric_mends import FixedCounts
+from lightning_cudagraph.metric_reads import MetricReads, metric_reads
 from lightning_cudagraph.metric_trials import MetricTrials, keep_states, known_only
 from lightning_cudagraph.metrics import found_metrics, metrics_of, replaced
 
@@ -61,6 +63,9 @@ class StepMetrics:
         self._undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._inside = self._in_collection = False
         self._on_host: dict[str, str] = {}
+        # In the step under way: what it reads from outside, and the metrics whose calls are put off.
+        self._reads = MetricReads()
+        self._deferred: dict[int, str] = {}
 
     @property
     def notes(self) -> list[str]:
@@ -91,12 +96,13 @@ class StepMetrics:
             note: told of what each leaves for the host, in order.
 
         Raises:
-            CaptureError: where a metric is computed or reset, or where what it returns is looked at
-                though it is put off; naming the metric and the user's line.
+            CaptureError: where a metric is computed or reset, or where its state, or what it returns, is
+                looked at though its calls are put off; naming the metric and the user's line.
         """
         found = found_metrics(self._model)
         known = {id(inner): inner for _, metric in found for _, inner in metrics_of(metric)}
         self._undo = [(vars(m), _host_part(m)) for m in (*known.values(), *_collections(found))]
+        self._reads, self._deferred = MetricReads(), {}
         with ExitStack() as stack:
             stack.callback(self.undo)
             stack.enter_context(known_only({*known}))
@@ -107,7 +113,17 @@ class StepMetrics:
                     replaced(stack, metric, method, self._refusing(name, metric, method))
                 if isinstance(metric, MetricCollection):
                     replaced(stack, metric, _REFERENCES, self._referring(metric, note))
+            if found:
+                stack.enter_context(metric_reads(self._read))
             yield
+
+    def tell_reads(self, mentioned: MentionedNames) -> None:
+        """After a capture: have compared what it has read of metrics that only the host calls.
+
+        Args:
+            mentioned: what the captured step mentions.
+        """
+        self._reads.tell(mentioned, lambda metric, name: self._is_kept(vars(metric)))
 
     def write_back(self) -> None:
         """At the end of the step, or of a part of it: bring the states to their places."""
@@ -213,15 +229,35 @@ class StepMetrics:
     def _defer(
         self, name: str, metric: Any, method: str, arguments: Any, note: Callable[[MetricCall], None]
     ) -> Any:
-        members = {id(inner) for _, inner in metrics_of(metric)}
+        inside = [inner for _, inner in metrics_of(metric)]
+        members = {id(inner) for inner in inside}
         if members & self._choice.in_graph.keys():
             forbid(f"a call of `{name}`, because {_UNKNOWN}", "Call it in every step.", user_location())
         refuse_hidden_tensors(arguments, f"what the metric `{name}` is given")
+        for inner in inside:
+            if (read := self._reads.first_of(inner, _kept_by_host(inner))) is not None:
+                _refuse_read(name, *read)
+        self._deferred |= dict.fromkeys(members, name)
         refused = self._choice.refused
         self._on_host[name] = next((refused[m] for m in members if m in refused), _UNKNOWN)
         call = DeferredCall(name, metric, method, map_leaves(arguments, _detached))
         note(call)
         return called_later(call) if method == "forward" else None
+
+    def _read(self, metric: Metric, name: str, where: Location | None) -> None:
+        """The user's code has asked for an attribute of a metric, from outside of it."""
+        if self._inside:
+            return
+        if id(metric) in self._deferred and name in _kept_by_host(metric):
+            _refuse_read(self._deferred[id(metric)], name, where)
+        if name in BOOKS and self._is_kept(vars(metric)):
+            forbid(
+                f"a read of `{name}` of a `{type(metric).__qualname__}`, which the host brings up to"
+                " date after the replay",
+                "Count in a buffer of the module.",
+                where,
+            )
+        self._reads.note(metric, name, where)
 
     def _referring(
         self, collection: MetricCollection, note: Callable[[MetricCall], None]
@@ -250,6 +286,19 @@ class StepMetrics:
 
 def _collections(found: list[tuple[str, Any]]) -> list[MetricCollection]:
     return [metric for _, metric in found if isinstance(metric, MetricCollection)]
+
+
+def _kept_by_host(metric: Metric) -> frozenset[str]:
+    """What a call that is put off changes after the replay."""
+    return frozenset((*BOOKS, *metric._defaults))
+
+
+def _refuse_read(metric: str, name: str, where: Location | None) -> None:
+    forbid(
+        f"a read of `{name}` of the metric `{metric}`, whose calls are put off until after the replay",
+        "Read it in `on_train_batch_end`, or keep what the step needs in a buffer of the module.",
+        where,
+    )
 
 
 def _host_part(module: nn.Module) -> dict[str, Any]:

@@ -257,6 +257,8 @@ class Recorder:
             result = inner.consume_result()
             self._metrics.write_back()
             self._metrics.undo()
+            if audit is not None:
+                self._metrics.tell_reads(audit.mentioned)
         if result.loss is None:
             raise self.returned_none()
         logged = self.logs.finished(logs[taken:], place, capturing, result.loss)

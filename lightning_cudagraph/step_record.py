@@ -103,7 +103,13 @@ class StepRecorder:
         names = self._names[: len(args)]
         names += [f"argument {index}" for index in range(len(names), len(args))]
         if not kwargs.keys().isdisjoint(names):
-            self._function(*args, **kwargs)  # raises the error that Python has for it
+            # A positional argument and a member of `**kwargs` may have one name, if the first is only
+            # positional; of all others this raises the error that Python has for it.
+            inspect.signature(self._function).bind(*args, **kwargs)
+            names = [
+                f"argument {index} (`{name}`)" if name in kwargs else name
+                for index, name in enumerate(names)
+            ]
         return Arguments({**dict(zip(names, args, strict=True)), **kwargs}, len(args))
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -167,6 +173,7 @@ class StepRecorder:
                 name = getattr(self._function, "__qualname__", "the step")
                 handed = {"__name__": name, **self._handed}
                 mentioned.user_globals += [(handed, name) for name in self._handed]
+                stack.enter_context(self._surroundings.reads(mentioned))
             stack.enter_context(_trained_as_before(self.parameters()))
             stack.enter_context(self._optimizers.running(capturing))
             returned = arguments.call(self._function, batch)

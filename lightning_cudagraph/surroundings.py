@@ -18,6 +18,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_cudagraph.capture.host_calls import HostRules
+from lightning_cudagraph.capture.mentions import MentionedNames
 
 __all__ = ["SURROUNDINGS", "PlainLoop", "surroundings_of"]
 
@@ -69,6 +70,15 @@ class PlainLoop:
 
         Args:
             notes: are added to; called after every replay, in this order, they do it.
+        """
+        yield
+
+    @contextmanager
+    def reads(self, mentioned: MentionedNames) -> Iterator[None]:
+        """Inside, what the step reads of modules that are only called on the host is noted.
+
+        Args:
+            mentioned: is told of it.
         """
         yield
 

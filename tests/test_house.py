@@ -31,6 +31,7 @@ FLOORS = [
         "metric_calls",
         "metric_choice",
         "metric_mends",
+        "metric_reads",
         "metric_states",
         "metric_trials",
         "metrics",

@@ -508,3 +508,55 @@ def test_validation_and_resuming(tmp_path: Path, accelerator: str) -> None:
         trainer.save_checkpoint(path)
     resumed = [trained(False, 5, paths[1]), trained(True, 5, paths[0])]
     assert not differences(*map(left, resumed))
+
+
+class ReadsMetric(pl.LightningModule):
+    """The step reads what the host has put into a metric at the end of an epoch."""
+
+    def __init__(self, graphs: bool, reads_count: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.graphs, self.reads_count = graphs, reads_count
+        self.net = nn.Linear(4, 1)
+        self.best = MeanSquaredError()
+        self.losses: list[Tensor] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_fit_start(self) -> None:
+        options = {} if self.graphs else {"backend": "off"}
+        self.part = GraphedStep(self._part, self, self.optimizers(), verify_replays=0, **options)
+
+    def on_fit_end(self) -> None:
+        self.part.close()
+
+    def _part(self, x: Tensor) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        factor = self.best.update_count if self.reads_count else self.best.sum_squared_error
+        loss = self.net(x).square().mean() / (1 + factor)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self.part(batch[0]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def on_train_epoch_end(self) -> None:
+        self.best.update(torch.ones(3, device=self.device), torch.zeros(3, device=self.device))
+
+
+@pytest.mark.parametrize("reads_count", [False, True])
+def test_reads_a_metric_of_the_host(tmp_path: Path, accelerator: str, reads_count: bool) -> None:
+    results = []
+    for graphs in (False, True):
+        module = make(lambda g=graphs: ReadsMetric(g, reads_count))
+        train(module, tmp_path / str(graphs), train_loader=loader(), accelerator=accelerator)
+        results.append([module.losses, dict(module.net.state_dict())])
+    assert not differences(*results)
+    assert module.part.counts.replayed > 0
+    # The count is a number; the state is written where it is.
+    assert len(module.part.counts.recaptures) == (2 if reads_count else 0)

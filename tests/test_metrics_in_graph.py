@@ -24,7 +24,7 @@ from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.state import StaticState
 from lightning_cudagraph.logged_step import LoggedStep
-from tests.harness import Net, Trace, assert_same, differences, make, train
+from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
 LISTS = "in a list"
 SYNCS = "Python branch"
@@ -818,3 +818,180 @@ def test_a_metric_in_the_graph_launches_nothing(
     # One copy of all the results together, however many there are; the rest are views of it.
     assert [op for op in launched[6] if "clone" in op] == ["aten.clone.default"]
     assert launched[1] == launched[6]
+
+
+class OfTheHost(Net):
+    """The step reads what the host has put into a metric once in an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = aggregation.MaxMetric(nan_strategy="disable")
+        self.kept = aggregation.CatMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss * self.factor()
+
+    def factor(self) -> Any:
+        return 1.0
+
+    def on_train_epoch_end(self) -> None:
+        self.best.update(torch.tensor(0.3 * (1 + self.current_epoch), device=self.device))
+        self.best.compute()
+        self.kept.update(torch.ones(2, device=self.device))
+
+
+class ReadsState(OfTheHost):
+    def factor(self) -> Any:
+        return 1 + self.best.max_value.clamp(0, 1)
+
+
+class ReadsCount(OfTheHost):
+    def factor(self) -> Any:
+        return 1 + self.best.update_count
+
+
+class ReadsCalled(OfTheHost):
+    def factor(self) -> Any:
+        return 0.5 if self.best.update_called else 1.0
+
+
+class ReadsComputed(OfTheHost):
+    def factor(self) -> Any:
+        return 2.0 if self.best._computed is None else self.best._computed
+
+
+class ReadsLength(OfTheHost):
+    def factor(self) -> Any:
+        return 1 + len(self.kept.value)
+
+
+class ReadsByText(OfTheHost):
+    def factor(self) -> Any:
+        return 1 + vars(self.best)["_update_count"]
+
+
+OF_THE_HOST = {
+    ReadsState: r"`max_value` of a `MaxMetric` changed",
+    ReadsCount: r"`_update_count` of a `MaxMetric` changed from 0 to 1",
+    ReadsCalled: r"`_update_count` of a `MaxMetric` changed from 0 to 1",
+    ReadsComputed: r"`_computed` of a `MaxMetric` changed",
+    ReadsLength: r"`value` of a `CatMetric` changed its length",
+    ReadsByText: r"of a `MaxMetric` changed",
+}
+
+
+@pytest.mark.parametrize("cls", OF_THE_HOST, ids=lambda cls: cls.__name__)
+def test_a_metric_of_the_host_that_the_step_reads(
+    tmp_path: Path, accelerator: str, cls: type[Net]
+) -> None:
+    plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(verify_replays=0)
+    graph = train(make(cls), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 3
+    assert graph.counts.replayed == 12
+    assert OF_THE_HOST[cls] in graph.counts.recaptures[0]
+
+
+class Unread(OfTheHost):
+    """Other things have the names of states."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.best.update(self.head.weight.detach().max())
+        self.running(self.head.weight.detach())
+        return super().training_step(batch, batch_idx)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = aggregation.MeanMetric()  # has states `mean_value` and `weight`
+
+
+def test_names_of_states_are_not_reads(tmp_path: Path, accelerator: str) -> None:
+    _, graph = both(Unread, tmp_path, accelerator)
+    assert not graph.counts.recaptures
+
+
+class ReadsPutOff(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = aggregation.MeanMetric()
+        self.sure = _sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        before = self.before()
+        self.mean.update(loss.detach())
+        self.sure.update(loss.detach())
+        return loss * before / self.after()
+
+    def before(self) -> Any:
+        return 1.0
+
+    def after(self) -> Any:
+        return 1.0
+
+
+class After(ReadsPutOff):
+    def after(self) -> Any:
+        return self.mean.mean_value
+
+
+class Before(ReadsPutOff):
+    def before(self) -> Any:
+        return 1 / (1 + self.mean.weight)
+
+
+class CountAfter(ReadsPutOff):
+    def after(self) -> Any:
+        return self.mean.update_count
+
+
+class CountInGraph(ReadsPutOff):
+    def after(self) -> Any:
+        return self.sure._update_count
+
+
+PUT_OFF = {
+    After: r"a read of `mean_value` of the metric `mean`.*put off.*test_metrics_in_graph\.py:\d+",
+    Before: r"a read of `weight` of the metric `mean`.*put off.*test_metrics_in_graph\.py:\d+",
+    CountAfter: r"a read of `_update_count` of the metric `mean`.*test_metrics_in_graph\.py:\d+",
+    CountInGraph: r"a read of `_update_count` of a `SumMetric`.*test_metrics_in_graph\.py:\d+",
+}
+
+
+@pytest.mark.parametrize("cls", PUT_OFF, ids=lambda cls: cls.__name__)
+def test_the_state_of_a_metric_that_is_put_off_is_not_read(
+    tmp_path: Path, accelerator: str, cls: type[Net]
+) -> None:
+    plainly = Metric.__getattribute__
+    with pytest.raises(CaptureError, match=PUT_OFF[cls]):
+        train(make(cls), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
+    assert Metric.__getattribute__ is plainly
+    plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    eager = train(make(cls), tmp_path / "eager", callback, accelerator=accelerator)
+    assert eager.counts.replayed == 0
+    assert_same(plain, eager)
+
+
+class ReadsPutOffInEvaluation(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = aggregation.MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean.update(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        self.log("running", self.mean.mean_value / self.mean.weight)
+
+
+def test_nor_in_evaluation(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError, match="a read of `mean_value` of the metric `mean`"):
+        train(
+            make(ReadsPutOffInEvaluation),
+            tmp_path,
+            CUDAGraphCallback(evaluation=True),
+            accelerator=accelerator,
+            val_loader=loader(seed=1, batches=6),
+        )

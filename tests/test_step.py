@@ -268,6 +268,20 @@ class WithFabric(Loop):
         return loss
 
 
+class PositionalOnly(Loop):
+    """A member of `**options` has the name of an argument."""
+
+    def step(self, a: Tensor, b: Tensor, /, **options: Tensor) -> Any:
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(a), b) * options["a"]
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        return step(x, y, a=x.new_tensor(0.1 * index))
+
+
 LOOPS: list[tuple[type[Loop], int]] = [
     (Loop, 9),
     (Adam, 9),
@@ -279,6 +293,7 @@ LOOPS: list[tuple[type[Loop], int]] = [
     (AccumulatesInPlace, 25),
     (NoGradients, 9),
     (KeywordsAndNesting, 9),
+    (PositionalOnly, 9),
     (TwoModes, 14),
     (TwoShapes, 18),
     (ShapesInTurnAccumulate, 48),

@@ -28,6 +28,8 @@ class MentionedNames:
         closures: the user's code that has variables of functions around it, which were left before.
         reads: values that move seldom and were read, by what the user knows them as, with a way to read
             them again.
+        attributes: of objects that the host keeps, which were read: the namespace, the name in it, and
+            whose it is.
     """
 
     names: set[str] = field(default_factory=set)
@@ -37,6 +39,7 @@ class MentionedNames:
     user_globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     closures: list[CodeType] = field(default_factory=list)
     reads: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    attributes: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
 
     @classmethod
     def union(cls, parts: Iterable[MentionedNames]) -> MentionedNames:
@@ -51,6 +54,7 @@ class MentionedNames:
             whole.user_globals += part.user_globals
             whole.closures += part.closures
             whole.reads |= part.reads
+            whole.attributes += part.attributes
         return whole
 
     def add_users_code(self, code: CodeType) -> None:

@@ -95,6 +95,8 @@ class PythonValues:
         for namespace, name in self._mentioned.user_globals:
             if name in namespace and name not in self._unwatched:
                 reach.add_value(namespace, name, name, f"`{namespace.get('__name__', 'a module')}`")
+        for namespace, name, where in self._mentioned.attributes:
+            reach.add_namespace(namespace, {name}, where)
         for cell, name, function in self._cells:
             if name not in self._unwatched:
                 reach.add_cell(cell, name, function)
