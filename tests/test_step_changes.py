@@ -124,6 +124,73 @@ def test_changes_lead_to_another_capture(
     assert CHANGES[loop].split(" of `Loop")[0] in reason
 
 
+class TwoHeads(Loop):
+    """A loop with a body and two heads; the second takes part from the ninth call on."""
+
+    steps = 18
+
+    def build(self) -> None:
+        self.body, self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+        self.all = nn.ModuleList([self.body, self.a, self.b]).to(self.device)
+        self.optimizer = O.SGD(self.all.parameters(), lr=0.1, weight_decay=0.1)
+
+    def modules(self) -> Any:
+        return self.all
+
+
+class OneAfterTheOther(TwoHeads):
+    """Back at the first head, the gradients of the second are zeros, and no longer absent."""
+
+    def step(self, x: Tensor, y: Tensor, task: str) -> Any:
+        self.optimizer.zero_grad(set_to_none=False)
+        loss = nn.functional.cross_entropy((self.a if task == "a" else self.b)(self.body(x)), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        return step(x, y, "b" if index in (8, 9, 10) else "a")
+
+
+class OptimizerAlone(TwoHeads):
+    """Gradients come from the host."""
+
+    def step(self, scale: Tensor) -> Any:
+        norm = nn.utils.clip_grad_norm_(self.all.parameters(), 1.0) * scale
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        out = self.body(x)
+        loss = nn.functional.cross_entropy(self.a(out) + (self.b(out) if index >= 8 else 0), y)
+        loss.backward()
+        return step(x.new_ones(()))
+
+
+class LossBeside(TwoHeads):
+    """One head is trained in the step, the other outside of it; one optimizer."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(self.a(self.body(x)), y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        if index >= 8:
+            self.b(self.body(x).detach()).mean().backward()
+        return step(x, y)
+
+
+@pytest.mark.parametrize("loop", [OneAfterTheOther, OptimizerAlone, LossBeside])
+def test_a_parameter_that_has_a_gradient_later(accelerator: str, loop: type[Loop]) -> None:
+    replays = {OneAfterTheOther: 7, OptimizerAlone: 11, LossBeside: 11}[loop]
+    step = assert_equal_runs(lambda: loop(device_of(accelerator)), replays)
+    assert step.counts.recaptures == ["a parameter that had no gradient before the step has one now"]
+
+
 class Items(Loop):
     def step(self, x: Tensor, y: Tensor) -> Any:
         loss = super().step(x, y)

@@ -87,12 +87,14 @@ class GradientHabits:
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Those whose gradients it drops and makes anew, and those whose it finds, and adds to or reads.
 
-        One that was made where none was is among the latter: as long as there is none, it is made.
+        One that was made where none was is among the latter: as long as there is none, it is made. So is
+        one that never had any: nobody knows what the step would do with it.
         """
         known, pure = self._known().values(), self._pure_drops
+        finds = self._adds | self._makes | self._reads
         return (
             [p for p in known if id(p) in pure],
-            [p for p in known if id(p) in (self._adds | self._makes | self._reads) - pure],
+            [p for p in known if id(p) not in pure and (id(p) in finds or p.grad is None)],
         )
 
     @property

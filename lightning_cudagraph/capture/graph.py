@@ -102,7 +102,8 @@ class CapturedStep(Generic[T]):
         # reference would look as if somebody had kept the gradient.
         self._accumulated = [(parameter, grad.detach()) for parameter, grad in there]
         self.added = frozenset(grad.data_ptr() for _, grad in there)
-        # Without a gradient to add to, the step makes one, as long as there is none before it.
+        # Without a gradient to add to, the step makes one, or leaves that parameter alone, as long as
+        # there is none before it.
         self._absent = [parameter for parameter in added if parameter.grad is None]
         makes = self._makes = [*dropped, *self._absent]
         before = [parameter.grad for parameter in makes]
@@ -133,7 +134,6 @@ class CapturedStep(Generic[T]):
                 self.written += written
                 for parameter, grad in there:
                     parameter.grad = grad
-            self._absent = [parameter for parameter in self._absent if parameter.grad is not None]
             own = {storage_id(gradient) for take in self._takes for _, gradient in take.gradients}
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
         except BaseException:
