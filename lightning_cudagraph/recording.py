@@ -23,6 +23,7 @@ from lightning_cudagraph.capture.frozen import FrozenIndex, StepAudit, frozen_py
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
+from lightning_cudagraph.capture.structure import Identity
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
@@ -37,6 +38,9 @@ from lightning_cudagraph.timing.marks import StepMarks
 
 __all__ = ["HostTurn", "Recorder", "StepBody", "StepOutputs"]
 
+
+# A gradient, and how often it was written, or nothing.
+_Gradient = tuple[Identity, int] | None
 
 # Set by Lightning around each hook, and put back after it.
 _OF_LIGHTNING = frozenset({"_current_fx_name"})
@@ -220,6 +224,7 @@ class Recorder:
             behind = True
 
         turns: list[HostTurn] = []
+        before = {id(p): _gradient(p) for p in self._module.parameters()}
         taken = 0
         with ExitStack() as stack:
             stack.enter_context(unprofiled(self._trainer))
@@ -265,7 +270,7 @@ class Recorder:
         # The result still holds autograd's graph, and with it the memory of all activations.
         refuse_hidden_tensors(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
-        trained = {} if body.has_optimizer else self._trained()
+        trained = {} if body.has_optimizer else self._trained(before)
         return StepOutputs(
             result.loss,
             extra,
@@ -285,11 +290,12 @@ class Recorder:
             arguments["batch_idx"] = FrozenIndex("batch_idx")
         return arguments
 
-    def _trained(self) -> dict[str, nn.Parameter]:
+    def _trained(self, before: Mapping[int, _Gradient]) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients the step has made or added to, and not the host before it."""
         return {
             name: parameter
             for name, parameter in self._module.named_parameters()
-            if parameter.grad is not None
+            if parameter.grad is not None and _gradient(parameter) != before.get(id(parameter))
         }
 
     def returned_none(self) -> UnsupportedError:
@@ -332,6 +338,11 @@ def _run(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -
             " `on_before_optimizer_step` and `configure_gradient_clipping`.",
             in_optimizer=True,
         ) from error
+
+
+def _gradient(parameter: nn.Parameter) -> _Gradient:
+    gradient = parameter.grad
+    return None if gradient is None else (Identity(gradient), gradient._version)
 
 
 def _plainly(closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:

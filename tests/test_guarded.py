@@ -460,3 +460,31 @@ class Collects(Callback):
 def test_a_callback_whose_method_is_a_hook(tmp_path: Path, accelerator: str) -> None:
     with pytest.raises(CaptureError, match=r"sets or changes `_forward_hooks\[\d+\].seen` of `head`"):
         train(make(Net), tmp_path, CUDAGraphCallback(), accelerator=accelerator, callbacks=(Collects(),))
+
+
+class GradientOfTheHost(Net):
+    """The host puts a gradient on a parameter that the step leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        self.extra = nn.Parameter(torch.ones(3))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2 == 1 and self.current_epoch > 0:
+            self.extra.grad = torch.ones(3, device=self.device)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_gradient_of_the_host(tmp_path: Path, accelerator: str, window: int) -> None:
+    plain, graph = (
+        train(
+            make(GradientOfTheHost),
+            tmp_path / ("graph" if callback else "plain"),
+            callback,
+            accelerator=accelerator,
+            accumulate_grad_batches=window,
+        )
+        for callback in (None, CUDAGraphCallback())
+    )
+    assert graph.counts.replayed
+    assert_same(plain, graph)

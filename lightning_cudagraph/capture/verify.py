@@ -279,8 +279,12 @@ def _copied(values: _Values, copy: Callable[[Tensor], Tensor]) -> _Values:
 
 def _other_names(expected: _Values, found: _Values) -> VerificationError:
     return VerificationError(
-        "A replay of the captured step comes to other values than the eager step: eagerly it logs"
-        f" {sorted(expected.keys() - found.keys()) or 'no more'}, and only the captured step logs"
-        f" {sorted(found.keys() - expected.keys()) or 'nothing'}.",
-        "Log the same names in every step.",
+        "A replay of the captured step comes to other values than the eager step: only eagerly there is"
+        f" {_listed(expected.keys() - found.keys())}, and only in the captured step"
+        f" {_listed(found.keys() - expected.keys())}.",
+        "Log the same names, and train the same parameters, in every step.",
     )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
