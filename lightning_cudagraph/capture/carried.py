@@ -263,8 +263,8 @@ class CarriedTensors:
         """Around a step on the static batch: what it puts into the attributes goes into the buffers.
 
         What cannot go there stays where it is, and is found by the audit: tensors of another form, and
-        those that share memory with parameters or buffers of the model. Nor can what the step writes into
-        in place, or through which gradients go back into the step before.
+        those that share memory with parameters or buffers of the model. Nor can what the step writes
+        into in place, or through which gradients go back into the step before.
 
         Args:
             turns: asked at the end, which hooks the host had turns for, in words; empty if none.
