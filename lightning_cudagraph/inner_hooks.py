@@ -19,10 +19,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.stand_ins import in_place
 from lightning_cudagraph.closures import GraphClosure
@@ -39,6 +42,40 @@ _OF_MODULES = frozenset({"on_before_zero_grad", "optimizer_zero_grad"})
 _OF_CALLBACKS = frozenset(
     {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"}
 )
+
+
+_OF_AUTOGRAD = frozenset(
+    {
+        torch.autograd.grad,
+        torch.autograd.backward,
+        Tensor.backward,
+        Tensor.register_hook,
+        Tensor.retain_grad,
+        Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    }
+)
+
+
+class _AutogradOfLoss(TorchFunctionMode):
+    """Notices who asks for the autograd of the loss, which a replay has only in its graph.
+
+    Args:
+        loss: what a hook is given.
+        found: called when it asks.
+    """
+
+    def __init__(self, loss: Tensor, found: Callable[[], None]) -> None:
+        super().__init__()
+        self._loss = loss
+        self._found = found
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _OF_AUTOGRAD and any(leaf is self._loss for leaf in tree_iter((args, kwargs))):
+            self._found()
+        return func(*args, **(kwargs or {}))
 
 
 def _nothing(*args: Any) -> None:
@@ -61,6 +98,7 @@ class InnerHooks:
         self._module = module
         self._behind = behind
         self._left_gradients = False
+        self._differentiates = ""
 
     def named(self) -> list[str]:
         """All of them in words; a capture leaves them out, and is stale when there are others."""
@@ -120,6 +158,27 @@ class InnerHooks:
             )
 
     @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Around a warm-up step: note which `on_before_backward` asks for the autograd of the loss."""
+        with ExitStack() as stack:
+            for callback in self._overriding("on_before_backward"):
+                stack.enter_context(in_place(callback, "on_before_backward", self._watched(callback)))
+            yield
+
+    def _watched(self, callback: Callback) -> Callable[..., None]:
+        original = callback.on_before_backward
+        whose = described_hook(callback, "on_before_backward")
+
+        def found() -> None:
+            self._differentiates = whose
+
+        def watched(trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
+            with _AutogradOfLoss(loss, found):
+                original(trainer, module, loss)
+
+        return watched
+
+    @contextmanager
     def left_out(
         self,
         closure: GraphClosure,
@@ -168,6 +227,22 @@ class InnerHooks:
 
     def _before_backward(self, turn: TakeTurn) -> Callable[..., None]:
         whose = ", ".join(self._of_callbacks("on_before_backward"))
+        remedy = (
+            "Do it in the module's own `on_before_backward`, or in `training_step`: these are captured."
+        )
+        if self._differentiates:
+            raise CaptureError(
+                f"{self._differentiates} asks for the autograd of the loss in the middle of the step; in"
+                " a replay, no code outside of the graph can go back from it.",
+                remedy,
+            )
+
+        def found() -> None:
+            raise HookError(
+                f"{whose} asks for the autograd of the loss in the middle of a step that is replayed; no"
+                " code outside of the graph can go back from it.",
+                remedy,
+            )
 
         def stand_in(trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
             static = loss.detach()
@@ -175,7 +250,8 @@ class InnerHooks:
             def run(closure: GraphClosure) -> None:
                 # A copy, because callbacks keep it, and the next replay overwrites the static one.
                 given = static.clone()
-                call._call_callback_hooks(self._trainer, "on_before_backward", given)
+                with _AutogradOfLoss(given, found):
+                    call._call_callback_hooks(self._trainer, "on_before_backward", given)
                 if given._version > 0:
                     raise HookError(
                         f"{whose} writes into the loss in the middle of a step that is replayed; the"

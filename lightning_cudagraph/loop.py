@@ -336,7 +336,7 @@ class GraphedTraining:
             place=place,
             in_window=self._trainer.accumulate_grad_batches > 1,
             kept=lambda: self._part.behind is not None or not undisturbed(self._trainer, self._module),
-            learning=self._metrics.learning,
+            learning=self._learning,
         )
         self._phase, outputs = self._engine.step(step, refresh)
         if outputs is not None:
@@ -362,6 +362,11 @@ class GraphedTraining:
     @contextmanager
     def _no_arithmetic(self, capturing: bool) -> Iterator[None]:
         yield
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        with self._metrics.learning(), self._hooks.learning():
+            yield
 
     @contextmanager
     def _undone(self) -> Iterator[None]:

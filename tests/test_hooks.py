@@ -339,6 +339,36 @@ def test_what_the_rest_of_the_graph_cannot_follow(tmp_path: Path, accelerator: s
     assert module.trainer.global_step == 10
 
 
+class Differentiates(Callback):
+    def __init__(self, first_step: int = 0) -> None:
+        self.first_step = first_step
+        self.seen: list[Tensor] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if trainer.global_step >= self.first_step:
+            self.seen += torch.autograd.grad(loss, pl_module.head.weight, retain_graph=True)
+
+
+def test_autograd_of_the_loss(tmp_path: Path, accelerator: str) -> None:
+    message = r"`Differentiates\.on_before_backward` .* asks for the autograd of the loss"
+    seen: list[Differentiates] = []
+
+    def setting(folder: Path) -> dict[str, Any]:
+        seen.append(Differentiates())
+        return {"callbacks": (seen[-1],)}
+
+    refused(tmp_path, accelerator, Net, setting, match=message)
+    assert not differences(seen[-2].seen, seen[-1].seen)
+    with pytest.raises(HookError, match=message):
+        train(
+            make(Net),
+            tmp_path / "late",
+            CUDAGraphCallback(),
+            accelerator=accelerator,
+            callbacks=(Differentiates(12),),
+        )
+
+
 class Fails(Net):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         if self.global_step == 10:
