@@ -207,6 +207,13 @@ def test_one_tensor_at_two_places_gives_no_quick_yes_to_two() -> None:
         static.fill([one, one.clone()])
 
 
+def test_the_same_tensor_in_words() -> None:
+    one = torch.zeros(3)
+    same, apart = Signature([one, one], CPU), Signature([one, one.clone()], CPU)
+    text = "`batch[1]` changed: expected the same tensor as `batch[0]`, found a tensor of its own"
+    assert same.difference(apart) == text
+
+
 def test_a_step_is_lent_containers_of_its_own() -> None:
     static = StaticBatch(plain_batch())
     loan = static.lend()

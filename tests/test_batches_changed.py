@@ -66,7 +66,7 @@ def test_an_item_of_the_batch_that_is_replaced(
 
     with pytest.raises(UnsupportedError, match=r"the place of `batch\['x'\]`") as caught:
         trained(PutsFloatsBack, "raise", CUDAGraphCallback())
-    assert "`batch = dict(batch)`" in str(caught.value)
+    assert "`batch = copy.copy(batch)`" in str(caught.value)
     plain = trained(PutsFloatsBack, "plain", None)
     eager = trained(PutsFloatsBack, "eager", CUDAGraphCallback(on_unsupported="eager"))
     assert_same(plain, eager)
@@ -117,6 +117,25 @@ class WritesIntoItsArgument(Loop):
 def test_an_argument_that_is_written(accelerator: str) -> None:
     with pytest.raises(UnsupportedError, match=r"writes into `batch\['x'\]` in place"):
         run(WritesIntoItsArgument(device_of(accelerator)), graphed=True)
+
+
+class IsGivenWhatItWrites(Loop):
+    def step(self, x: Tensor, y: Tensor, weight: Tensor) -> Any:
+        return super().step(x, y), weight.norm()
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        return step(x, y, self.net.layers[0].weight.detach())
+
+
+class IsGivenACopy(IsGivenWhatItWrites):
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        return step(x, y, self.net.layers[0].weight.detach().clone())
+
+
+def test_an_argument_in_memory_that_the_step_writes(accelerator: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"memory that `batch\['weight'\]` lies in"):
+        run(IsGivenWhatItWrites(device_of(accelerator)), graphed=True)
+    assert_equal_runs(lambda: IsGivenACopy(device_of(accelerator)), replays=9)
 
 
 class OneTensorThenTwo(Loop):

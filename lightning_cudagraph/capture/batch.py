@@ -315,8 +315,15 @@ class Signature:
             return f"containers changed: expected {len(self._paths)} leaves of the captured structure"
         for path, mine, theirs in zip(self._paths, self._key[1], other._key[1], strict=True):
             if mine != theirs:
+                if len(mine) > 2 and mine[:-1] == theirs[:-1]:
+                    mine, theirs = (self._same_as(one, path) for one in (mine, theirs))
+                    return f"`{path}` changed: expected {mine}, found {theirs}"
                 return f"`{path}` changed: expected {_in_words(mine)}, found {_in_words(theirs)}"
         return "nothing changed"
+
+    def _same_as(self, described: tuple[Any, ...], path: str) -> str:
+        first = self._paths[described[-1]]
+        return "a tensor of its own" if first == path else f"the same tensor as `{first}`"
 
     def __str__(self) -> str:
         return ", ".join(

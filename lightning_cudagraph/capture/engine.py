@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import Signature
+from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
@@ -20,7 +20,7 @@ from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Phase, Step, Step
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.capture.writes import storage_id, whole
-from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
+from lightning_cudagraph.errors import CaptureError, CUDAGraphError, UnsupportedError
 
 __all__ = ["StepEngine"]
 
@@ -42,6 +42,18 @@ def _all_state(step: Step[T], captured: CapturedStep[T]) -> dict[str, Tensor]:
             shape = "x".join(map(str, tensor.shape)) or "one number"
             state[f"a tensor that no module knows as its own ({len(state)}, {shape})"] = whole(tensor)
     return state
+
+
+def _refuse_shared_memory(batch: object, captured: CapturedStep[T]) -> None:
+    """Refuse a step that writes the memory of its batch by another name: it would read a copy."""
+    written = {storage_id(tensor) for tensor in captured.written}
+    for path, leaf in flatten_batch(batch):
+        if isinstance(leaf, Tensor) and storage_id(leaf) in written:
+            raise CaptureError(
+                f"The training step writes into memory that `{path}` lies in; a graph reads a copy of"
+                f" `{path}` that was made before.",
+                "Pass a copy, `tensor.clone()`, or use in the step what the tensor is taken from.",
+            )
 
 
 def _only_in_the_capture(raised: str) -> UnsupportedError:
@@ -370,6 +382,11 @@ class StepEngine(Generic[T]):
                 step.in_window and step.place == MAKES_GRADIENTS,
                 step.kept(),
             )
+        try:
+            _refuse_shared_memory(step.batch, captured)
+        except UnsupportedError:
+            captured.release()
+            raise
         self._guards.take()
         self.counts.captures += 1
         self.counts.capture_ms += (time.perf_counter() - started_s) * 1e3

@@ -129,7 +129,7 @@ class Loan:
                 raise CaptureError(
                     f"The training step puts something else in the place of `{path}`.",
                     f"Give it a name of its own, as in `x = {path}.float()`, or copy the container"
-                    " first: `batch = dict(batch)`.",
+                    " first: `batch = copy.copy(batch)`.",
                 )
         # What goes past autograd, as `x.data.mul_(2)` does, raises no version.
         memory = {storage_id(tensor) for tensor in written}
