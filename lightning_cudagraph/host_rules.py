@@ -13,14 +13,19 @@ from typing import Any
 from unittest.mock import NonCallableMock
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from lightning_cudagraph.capture.host_calls import HostRules, allowance
 from lightning_cudagraph.errors import CaptureError
@@ -70,6 +75,11 @@ _MOVING: dict[CodeType, str] = {
     ),
     CombinedLoader.__next__.__code__: "next(CombinedLoader)",
 }
+# What has getters for other objects, and for numbers that can move without anybody's seeing.
+_HANDS_OUT = (
+    *(pl.Trainer, pl.LightningModule, pl.LightningDataModule, Strategy, Callback, _Loop),
+    *(Optimizer, LightningOptimizer, LRScheduler, DataLoader, CombinedLoader),
+)
 _EFFECTS: dict[CodeType, str] = {
     pl.LightningModule.print.__code__: "self.print",
     pl.Trainer.print.__code__: "trainer.print",
@@ -114,7 +124,16 @@ def host_rules(
         )
 
     passing_on = frozenset({str(rank_zero.__file__)})
-    return HostRules(moving, seldom, _EFFECTS, passing_on, records, stays_on_host, harmless)
+    return HostRules(
+        moving,
+        seldom,
+        _EFFECTS,
+        passing_on,
+        records,
+        stays_on_host,
+        harmless,
+        hands_out=lambda value: issubclass(type(value), _HANDS_OUT),
+    )
 
 
 def refuse_replaced_methods(

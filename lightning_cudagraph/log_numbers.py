@@ -132,6 +132,7 @@ def _refuse(what: _What, before: Any, now: Any) -> None:
     forbid(
         f"{what[0]} that changes ({before!r} before, {now!r} now), and would stay what it is in this"
         " step",
-        "Log a tensor, or log the number in `on_train_batch_end`.",
+        "Log the number in `on_train_batch_end`, which runs on the host after every step; a tensor that"
+        " the step makes of it would stay what it is too.",
         user_location(),
     )

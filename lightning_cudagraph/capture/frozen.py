@@ -123,7 +123,7 @@ def frozen_python_audit(
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     state = HostState(rules.harmless, on_cpu=device.type == "cpu")
-    calls = HostCalls(rules, state)
+    calls = HostCalls(rules, state, lambda: audit.after_backward)
 
     def check() -> None:
         error = calls.found  # the user's code has caught it, and gone on

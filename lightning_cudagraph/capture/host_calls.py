@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lightning_cudagraph.capture.handed_out import is_of_optimizers, note_handed_out
 from lightning_cudagraph.capture.host_draws import is_iterator
 from lightning_cudagraph.capture.host_lines import line_that_sets, stores
 from lightning_cudagraph.capture.host_state import Change, HostState
@@ -112,6 +113,7 @@ class HostRules:
         records: whether an object writes records, as a logger does.
         stays_on_host: whether a module is only called on the host, such as a metric.
         harmless: names that may be frozen or not repeated, because the user says so.
+        hands_out: whether an object of the framework's has getters for what moves seldom.
         refused: functions of which a replay would do nothing, with their names and what to do instead.
     """
 
@@ -122,6 +124,7 @@ class HostRules:
     records: Callable[[Any], bool] = lambda value: False
     stays_on_host: Callable[[Any], bool] = lambda module: False
     harmless: frozenset[str] = frozenset()
+    hands_out: Callable[[Any], bool] = lambda value: False
     refused: Mapping[CodeType, tuple[str, str]] = field(default_factory=dict)
 
 
@@ -153,13 +156,21 @@ class HostCalls:
     Args:
         rules: what the names of the framework mean.
         state: is told of the user's globals and closures before the code that mentions them runs.
+        after_backward: whether the backward pass has ended. From then on, the learning rates that the
+            code of the step finds are on the device.
 
     Attributes:
         mentioned: what the step mentions.
         found: the first refusal, for who catches exceptions and goes on.
     """
 
-    def __init__(self, rules: HostRules, state: HostState) -> None:
+    def __init__(
+        self,
+        rules: HostRules,
+        state: HostState,
+        after_backward: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._after_backward = after_backward
         self._rules = rules
         self._state = state
         # By identity: the code objects of compiled frames do not hash.
@@ -212,6 +223,9 @@ class HostCalls:
             caller = frame.f_back
             if caller is not None and self._whose_code(caller) is not _Whose.FRAMEWORKS:
                 self._python_call(frame, caller)
+        elif event == "return":
+            if argument is not None and frame.f_back is not None:
+                self._return(frame, frame.f_back, argument)
         elif event == "c_call" and self._whose_code(frame) is not _Whose.FRAMEWORKS:
             self._c_call(frame, argument)
 
@@ -241,6 +255,20 @@ class HostCalls:
             self._refuse_effect(self._effects[key], asker, frame, is_python=True)
         elif code.co_name.startswith(_RECORDING):
             self._record_call(frame, asker)
+
+    def _return(self, frame: FrameType, caller: FrameType, value: Any) -> None:
+        code = frame.f_code
+        if self._whose_code(caller) is _Whose.FRAMEWORKS or not code.co_argcount:
+            return
+        if self._whose_code(frame) is not _Whose.FRAMEWORKS or self._asker(caller) is None:
+            return
+        if id(code) in self._moving or id(code) in self._seldom or code.co_name in self._rules.harmless:
+            return
+        if self._rules.hands_out(frame.f_locals.get(code.co_varnames[0])):
+            behind = self._after_backward()
+            note_handed_out(
+                frame, value, self.mentioned, lambda found: behind and is_of_optimizers(found)
+            )
 
     def _record_call(self, frame: FrameType, asker: FrameType) -> None:
         """A call of a method named as those are that write records."""

@@ -18,6 +18,7 @@ __all__ = [
     "UNSET",
     "VALUES",
     "attributes_of",
+    "is_frameworks",
     "is_plain_object",
     "is_users_class",
     "is_users_part",
@@ -135,6 +136,19 @@ def _is_plain_object(cls: Any) -> bool:
         if module.partition(".")[0] in _FRAMEWORKS:
             return False
     return True
+
+
+def is_frameworks(cls: Any) -> bool:
+    """Whether it is a class of a framework's, or derived from one, other than of modules and tensors."""
+    return _is_frameworks(cls)
+
+
+@lru_cache(maxsize=4096)
+def _is_frameworks(cls: Any) -> bool:
+    if issubclass(cls, (torch.Tensor, torch.nn.Module, type)):
+        return False
+    modules = (str(namespace_of(base).get("__module__", "")) for base in lineage(cls))
+    return any(module.partition(".")[0] in _FRAMEWORKS for module in modules)
 
 
 def is_users_part(cls: Any) -> bool:

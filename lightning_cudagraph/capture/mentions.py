@@ -26,6 +26,8 @@ class MentionedNames:
         finds_by_text: files whose code finds attributes by a text.
         user_globals: the global namespaces of the user's code among it, with the names from each.
         closures: the user's code that has variables of functions around it, which were left before.
+        roots: objects of a framework that were handed to the user's code, each with the name of what
+            it was asked for, and of whom.
         reads: values that move seldom and were read, by what the user knows them as, with a way to read
             them again.
         attributes: of objects that the host keeps, which were read: the namespace, the name in it, and
@@ -38,6 +40,7 @@ class MentionedNames:
     finds_by_text: set[str] = field(default_factory=set)
     user_globals: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     closures: list[CodeType] = field(default_factory=list)
+    roots: list[tuple[Any, str, str]] = field(default_factory=list)
     reads: dict[str, Callable[[], Any]] = field(default_factory=dict)
     attributes: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
 
@@ -53,6 +56,7 @@ class MentionedNames:
                 whole.texts.setdefault(file, set()).update(texts)
             whole.user_globals += part.user_globals
             whole.closures += part.closures
+            whole.roots += part.roots
             whole.reads |= part.reads
             whole.attributes += part.attributes
         return whole
@@ -72,6 +76,10 @@ class MentionedNames:
         what things are logged as.
         """
         return self.users.union(*(self.texts[file] for file in self.finds_by_text))
+
+    def all_texts(self) -> set[str]:
+        """Texts in the user's code."""
+        return set().union(*self.texts.values())
 
     def cells(self) -> Iterator[tuple[CellType, str, str]]:
         """The variables of closures, with their names and those of the functions."""

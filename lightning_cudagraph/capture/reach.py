@@ -20,6 +20,7 @@ from lightning_cudagraph.capture.host_objects import (
     UNSET,
     VALUES,
     attributes_of,
+    is_frameworks,
     is_plain_object,
     is_users_class,
     is_users_part,
@@ -104,6 +105,8 @@ class Reach:
         unwatched: names of attributes that are left out.
         stays_on_host: whether a module is only called on the host, such as a metric.
         host_names: attributes of a module that are left out, because the host keeps them.
+        into_frameworks: look into objects of a framework too, under the names that the user mentions.
+        texts: in the user's code.
     """
 
     names: set[str]
@@ -111,6 +114,8 @@ class Reach:
     unwatched: frozenset[str]
     stays_on_host: Callable[[nn.Module], bool]
     host_names: Callable[[nn.Module], frozenset[str]]
+    into_frameworks: bool = False
+    texts: Collection[str] = ()
     held: list[Held] = field(default_factory=list)
     containers: list[Container] = field(default_factory=list)
     large: list[Container] = field(default_factory=list)
@@ -176,6 +181,10 @@ class Reach:
         self.reads.append(Read(partial(_contents, cell), f"`{name}` of {where}", value))
         self._queue.append((value, name, where, 1))
 
+    def add_root(self, value: Any, name: str, where: str) -> None:
+        """What a getter of a framework has handed to the user's code."""
+        self._queue.append((value, name, where, 1))
+
     def walk(self) -> None:
         """Follow what was added."""
         while self._queue and self._watched < _MAX_WATCHED:
@@ -216,6 +225,10 @@ class Reach:
         elif issubclass(kind, (tuple, frozenset)):
             members = (tuple if issubclass(kind, tuple) else frozenset).__iter__(value)
             yield from ((part, f"{path}[{i}]") for i, part in enumerate(members) if i < _MAX_MEMBERS)
+        elif kind is dict and self._leaves_out_rate(value):
+            for key in value.keys() - {"lr", "initial_lr"}:
+                self.held.append(Held(value, key, f"`{path}[{key!r}]` of {where}", value[key]))
+                yield value[key], f"{path}[{key!r}]"
         elif _is_container(kind):
             container = Container(value, path, where, [])
             if len(value) > _MAX_MEMBERS:
@@ -229,13 +242,23 @@ class Reach:
             else:
                 yield from ((part, f"{path}[{i}]") for i, part in enumerate(container.members))
 
+    def _leaves_out_rate(self, value: dict[Any, Any]) -> bool:
+        """Whether it is a param group of which the step wants the parameters, and not their rate."""
+        return (
+            "params" in value
+            and "params" in self.texts
+            and "lr" not in self.texts
+            and self.users.isdisjoint(("items", "values"))
+        )
+
     def _attributes(self, value: Any, path: str, where: str, depth: int) -> Iterator[tuple[Any, str]]:
         kind = type(value)
         if kind is FunctionType:
             if is_user_code(value.__code__.co_filename):
                 self.add_namespace(value.__dict__, self.users, where, f"{path}.", depth)
             return
-        if not (is_plain_object(kind) or is_users_part(kind)):
+        known = is_plain_object(kind) or is_users_part(kind)
+        if not known and not (self.into_frameworks and is_frameworks(kind)):
             return
         attributes = attributes_of(value)
         if attributes is not None:

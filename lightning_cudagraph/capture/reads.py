@@ -90,6 +90,8 @@ class PythonValues:
             self._unwatched,
             self._stays_on_host,
             self._host_names,
+            bool(self._around),
+            self._mentioned.all_texts(),
         )
         reach.add_model(self._model)
         for namespace, name in self._mentioned.user_globals:
@@ -104,6 +106,9 @@ class PythonValues:
             if name in users:
                 where = f"the `{type(framework_object).__qualname__}`"
                 reach.add_namespace(vars(framework_object), users, where)
+        for root, name, where in self._mentioned.roots:
+            if all(root is not known for known in self._around.values()):
+                reach.add_root(root, name, where)
         reach.walk()
         self._reach = reach
         self._namespaces = [held.namespace for held in reach.held]
