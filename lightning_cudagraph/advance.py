@@ -15,6 +15,7 @@ import hashlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,6 +47,17 @@ def _digest() -> str:
     return hashlib.sha256(source.encode()).hexdigest()
 
 
+@dataclass
+class _Fetched:
+    """In the place of a data fetcher from which the batch has been taken already."""
+
+    fetched: Any
+    done: bool
+
+    def __next__(self) -> Any:
+        return self.fetched
+
+
 class QuickAdvance:
     """In the place of `_TrainingEpochLoop.advance`.
 
@@ -69,6 +81,9 @@ class QuickAdvance:
         self._can = False
         self._takes_batch_idx = False
         self._starts = self._ends = False
+        # Where a hook is put that has not been there when it was looked: the code of a dataloader can.
+        self._places: list[Any] = []
+        self._sizes: list[int] = []
 
     def suspect(self) -> None:
         """Something other than training steps has happened, and can have changed the hooks."""
@@ -103,6 +118,9 @@ class QuickAdvance:
             any(is_overridden(name, callback, Callback) for callback in callbacks_of(trainer))
             for name in ("on_train_batch_start", "on_train_batch_end")
         )
+        callbacks = callbacks_of(trainer)
+        self._places = [vars(module), callbacks, *map(vars, callbacks)]
+        self._sizes = [*map(len, self._places)]
         return True
 
     def _advance(self, data_fetcher: Any) -> None:
@@ -111,7 +129,12 @@ class QuickAdvance:
         progress, connector = loop.batch_progress, trainer._logger_connector
         if loop.val_loop.restarting:
             loop.val_loop.restarting = False
-        batch, _, _ = next(data_fetcher)
+        fetched = next(data_fetcher)
+        if [*map(len, self._places)] != self._sizes:
+            self._looked = False
+            self._original(_Fetched(fetched, data_fetcher.done))
+            return
+        batch, _, _ = fetched
         batch_idx = loop.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
         batch = trainer.precision_plugin.convert_input(batch)

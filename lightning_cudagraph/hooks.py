@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +25,7 @@ _OPTIMIZER_METHODS = ("optimizer_zero_grad", "optimizer_step", "lr_scheduler_ste
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 # Of these, the ones that are given a batch on the device, and may keep it.
 _ARRIVED = ("transfer_batch_to_device", "on_after_batch_transfer")
-_KNOWN = ("lightning.", "lightning_cudagraph.", "torch.")
+_KNOWN = ("lightning.", "lightning_cudagraph.", "lightning_utilities.", "torch.")
 
 
 def undisturbed(trainer: pl.Trainer, module: pl.LightningModule, stage: str = "train") -> bool:
@@ -65,4 +66,16 @@ def _hooks(
 
 def _all_known(hooks: list[Any]) -> bool:
     # By the function and not by the class, so that lambdas and what was set on an instance count.
-    return all(str(getattr(hook, "__module__", None)).startswith(_KNOWN) for hook in hooks)
+    return all(_is_known(getattr(hook, "__func__", hook)) for hook in hooks)
+
+
+def _is_known(function: Any) -> bool:
+    # The name of a function's module is copied by `functools.wraps`, the globals of its code are not;
+    # a decorator of torch's has globals of torch's. So both count, and those of what it wraps.
+    if not isinstance(function, FunctionType):
+        return False
+    own = (function.__module__, function.__globals__.get("__name__"))
+    wrapped = getattr(function, "__wrapped__", None)
+    return all(str(name).startswith(_KNOWN) for name in own) and (
+        wrapped is None or _is_known(getattr(wrapped, "__func__", wrapped))
+    )

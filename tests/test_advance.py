@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 from lightning_cudagraph import CUDAGraphCallback, advance
 from lightning_cudagraph.advance import QuickAdvance
+from tests import harness
 from tests.harness import Net, differences, loader, make
 
 
@@ -142,3 +144,94 @@ def test_the_long_way(
 def test_lightning_is_the_one_that_was_read() -> None:
     """If not: compare `QuickAdvance._advance` with Lightning's, and add the digest of its source."""
     assert advance._digest() in advance._KNOWN
+
+
+def _unwatched(build: Any, path: Path, callback: Any, accelerator: str, **kwargs: Any) -> Any:
+    return harness.train(
+        make(build),
+        path,
+        callback,
+        accelerator=accelerator,
+        watched=False,
+        checkpoint_every=0,
+        **kwargs,
+    )
+
+
+class Wraps(Callback):
+    """Puts a function in the place of a hook, with the name of the hook's module on it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        hook = getattr(pl_module, self.name)
+
+        @functools.wraps(hook)
+        def counted(*args: Any) -> Any:
+            self.calls += 1
+            found = hook(*args)
+            return [torch.sin(found[0]), found[1]] if self.name == "on_after_batch_transfer" else found
+
+        setattr(pl_module, self.name, counted)
+
+
+@pytest.mark.parametrize(
+    "name", ["on_train_batch_start", "on_train_batch_end", "on_after_batch_transfer"]
+)
+def test_a_wrapped_hook(tmp_path: Path, accelerator: str, name: str) -> None:
+    hooks = [Wraps(name), Wraps(name)]
+    plain, graph = (
+        _unwatched(Net, tmp_path / str(i), callback, accelerator, callbacks=(hook,))
+        for i, (hook, callback) in enumerate(zip(hooks, (None, CUDAGraphCallback()), strict=True))
+    )
+    harness.assert_same(plain, graph)
+    assert hooks[0].calls == hooks[1].calls > 0
+    assert graph.counts.replayed > 10
+
+
+class Appears(Net):
+    """Gets a hook in the middle of an epoch, from the code of its dataloader."""
+
+    def setup(self, stage: str) -> None:
+        self.seen: list[int] = []
+
+
+class Adds:
+    """A dataloader that sets a hook."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        for i in range(12):
+            if i == 9:
+                self.module.on_train_batch_start = lambda batch, index: self.module.seen.append(index)
+            yield torch.randn(8, 12, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+
+    module: Any
+
+
+class Tells(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.train_dataloader.module = pl_module
+
+
+def test_a_hook_from_a_dataloader(tmp_path: Path, accelerator: str) -> None:
+    plain, graph = (
+        _unwatched(
+            Appears,
+            tmp_path / str(i),
+            callback,
+            accelerator,
+            train_loader=Adds(),
+            callbacks=(Tells(),),
+            max_epochs=1,
+        )
+        for i, callback in enumerate((None, CUDAGraphCallback()))
+    )
+    harness.assert_same(plain, graph)
+    assert plain.module.seen == graph.module.seen != []
+    assert graph.counts.replayed > 5
