@@ -118,6 +118,11 @@ class GraphedTraining:
             lambda: self._part.optimizer.places(),
             {"trainer": trainer},
             self._metrics.host_names,
+            lambda: {
+                f"parameter {index} in param group {group_idx} of the optimizer": parameter
+                for group_idx, group in enumerate(self._part.optimizer.optimizer.param_groups)
+                for index, parameter in enumerate(group["params"])
+            },
         )
         carried = CarriedTensors(module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric)
         self._recorder = Recorder(

@@ -256,6 +256,7 @@ class StepRun:
             stays_on_host=self._surroundings.stays_on_host,
             others=self._optimizers.places,
             around=self._surroundings.around,
+            stepped=self._optimizers.parameters,
         )
         verifier = Verifier(
             backend,

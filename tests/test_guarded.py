@@ -462,6 +462,37 @@ def test_a_callback_whose_method_is_a_hook(tmp_path: Path, accelerator: str) -> 
         train(make(Net), tmp_path, CUDAGraphCallback(), accelerator=accelerator, callbacks=(Collects(),))
 
 
+class FreezesLoose(Changing):
+    """A parameter that the optimizer knows, and no module."""
+
+    def prepare(self) -> None:
+        self.make_optimizer = self.with_loose
+
+    def with_loose(self, parameters: Any) -> torch.optim.Optimizer:
+        self.loose = [nn.Parameter(torch.ones((), device=self.head.weight.device))]
+        return torch.optim.SGD([*parameters, *self.loose], lr=0.1)
+
+    def factor(self) -> Any:
+        return self.loose[0]
+
+    def change(self) -> None:
+        self.loose[0].requires_grad_(False)
+
+
+class HooksLoose(FreezesLoose):
+    def change(self) -> None:
+        self.loose[0].register_hook(lambda gradient: gradient * 0.1)
+
+
+@pytest.mark.parametrize("build", [FreezesLoose, HooksLoose])
+def test_a_parameter_that_no_module_knows(build: Any, tmp_path: Path, accelerator: str) -> None:
+    plain, graph = _pair(build, tmp_path, accelerator)
+    assert_same(plain, graph)
+    (reason,) = graph.counts.recaptures
+    assert "of the parameter 6 in param group 0 of the optimizer changed" in reason
+    assert torch.equal(*(run.module.loose[0].detach() for run in (plain, graph)))  # type: ignore[union-attr]
+
+
 class GradientOfTheHost(Net):
     """The host puts a gradient on a parameter that the step leaves alone."""
 

@@ -98,7 +98,35 @@ class AddsHook(Changes):
         self.net.layers[0].register_forward_hook(lambda module, args, out: out * 2)
 
 
+class Loose(Changes):
+    """A parameter that the optimizer knows, and no module."""
+
+    def build(self) -> None:
+        super().build()
+        self.loose = [nn.Parameter(torch.ones(6, device=self.device))]
+        self.optimizer = O.SGD([*self.net.parameters(), *self.loose], lr=0.1)
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        return super().step(x * self.loose[0], y)
+
+    def state(self) -> Any:
+        return {**super().state(), "loose": self.loose}
+
+
+class FreezesLoose(Loose):
+    def change(self) -> None:
+        self.loose[0].requires_grad_(False)
+        self.loose[0].grad = None
+
+
+class HooksLoose(Loose):
+    def change(self) -> None:
+        self.loose[0].register_hook(lambda gradient: gradient * 0.1)
+
+
 CHANGES: dict[type[Changes], str] = {
+    FreezesLoose: "`requires_grad` of the parameter 6 in param group 0 of the optimizer changed from",
+    HooksLoose: "`_backward_hooks` of the parameter 6 in param group 0 of the optimizer changed from",
     Freezes: "`requires_grad` of parameter `layers.0.weight` changed from True to False",
     GoesToEval: "`training` of `Net` changed from True to False",
     ReplacesLayer: "changed",

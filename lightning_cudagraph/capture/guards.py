@@ -47,6 +47,7 @@ class Guards:
         around: objects of a framework, by name, whose attributes are compared under the names that the
             user's code mentions, if it mentions the object's own.
         host_names: attributes of a module that are not compared, because the host keeps them.
+        stepped: the parameters of optimizers by name, some of which no module may know. Asked anew.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class Guards:
         others: Callable[[], list[Collection[Any]]] = list,
         around: Mapping[str, Any] | None = None,
         host_names: Callable[[nn.Module], frozenset[str]] = lambda module: frozenset(),
+        stepped: Callable[[], dict[str, nn.Parameter]] = dict,
     ) -> None:
+        self._stepped_now = stepped
         self._others_now = others
         self._around = around or {}
         self._host_names = host_names
@@ -108,7 +111,9 @@ class Guards:
             self._host_names,
         )
         self._hidden = self._values.hidden
-        self._structure = Structure([self._model, *self._hidden.values()], self._others_now())
+        self._structure = Structure(
+            [self._model, *self._hidden.values()], self._others_now(), self._loose().values()
+        )
         self._cheap = self._cheap_now()
         self._quick = self._quick_now()
         self._thorough = self._thorough_state()
@@ -155,9 +160,15 @@ class Guards:
     def _thorough_state(self) -> _State:
         return {
             **global_switches(),
-            **described({"": self._model, **self._hidden}),
+            **described({"": self._model, **self._hidden}, self._loose()),
             **self._thorough_now(),
         }
+
+    def _loose(self) -> dict[str, nn.Parameter]:
+        """The parameters of optimizers that no module knows as its own."""
+        models = (self._model, *self._hidden.values())
+        own = {id(parameter) for model in models for parameter in model.parameters()}
+        return {name: p for name, p in self._stepped_now().items() if id(p) not in own}
 
 
 def _first_difference(before: _State, now: _State) -> str | None:

@@ -8,7 +8,7 @@ more than yes or no, in loops that run in C; `described` finds the words, when t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -158,11 +158,18 @@ class Structure:
     Args:
         models: the model, and modules that it does not know as its own.
         others: views and lists of other objects that have to stay, such as an optimizer's state.
+        loose: parameters that none of the models knows as its own.
     """
 
-    def __init__(self, models: list[nn.Module], others: list[Collection[Any]]) -> None:
+    def __init__(
+        self,
+        models: list[nn.Module],
+        others: list[Collection[Any]],
+        loose: Iterable[nn.Parameter] = (),
+    ) -> None:
         modules = list({id(m): m for model in models for m in model.modules()}.values())
-        parameters = list({id(p): p for model in models for p in model.parameters()}.values())
+        own = [p for model in models for p in model.parameters()]
+        parameters = list({id(p): p for p in (*own, *loose)}.values())
         places = [m._parameters.values() for m in modules] + others
         self.modes, self.buffers = _Modes(modules), _Buffers(modules)
         self.submodules = Members([m._modules.values() for m in modules])
@@ -190,13 +197,18 @@ class Structure:
         return self.submodules.changed() or self.places.changed() or self.parameters.changed()
 
 
-def described(models: dict[str, nn.Module]) -> dict[str, Any]:
+def described(
+    models: dict[str, nn.Module], loose: Mapping[str, nn.Parameter] | None = None
+) -> dict[str, Any]:
     """What `Structure` compares, by the user's words.
 
     Args:
         models: the models, with what stands before the names of their parts.
+        loose: parameters that none of them knows as its own.
     """
     state: dict[str, Any] = {}
+    for name, parameter in (loose or {}).items():
+        state |= _described(f"the {name}", parameter)
     for before, model in models.items():
         for name, module in model.named_modules(prefix=before):
             where = name or type(module).__qualname__
@@ -206,15 +218,22 @@ def described(models: dict[str, nn.Module]) -> dict[str, Any]:
                 state[f"`{kind}` of `{where}`"] = names_of_hooks(getattr(module, kind, None))
         for name, parameter in model.named_parameters(prefix=before):
             state[f"the parameter `{name}`"] = Identity(parameter)
-            state[f"the address of parameter `{name}`"] = parameter.data_ptr()
-            state[f"`requires_grad` of parameter `{name}`"] = parameter.requires_grad
-            for kind in _TENSOR_HOOKS:
-                state[f"`{kind}` of parameter `{name}`"] = names_of_hooks(getattr(parameter, kind, None))
+            state |= _described(f"parameter `{name}`", parameter)
         for name, buffer in model.named_buffers(prefix=before):
             state[f"the address of buffer `{name}`"] = buffer.data_ptr()
     for kind in _MODULE_HOOKS:
         hooks = getattr(torch.nn.modules.module, f"_global{kind}", None)
         state[f"`{kind}` of all modules"] = names_of_hooks(hooks)
+    return state
+
+
+def _described(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        f"the address of {name}": parameter.data_ptr(),
+        f"`requires_grad` of {name}": parameter.requires_grad,
+    }
+    for kind in _TENSOR_HOOKS:
+        state[f"`{kind}` of {name}"] = names_of_hooks(getattr(parameter, kind, None))
     return state
 
 
