@@ -65,11 +65,17 @@ class QuickAdvance:
         trainer: the trainer.
         module: the module that it trains.
         is_steady: whether the batch before was a replay.
+        on_hooks: called if there can be other hooks than before, in the middle of an epoch.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, is_steady: Callable[[], bool]
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        is_steady: Callable[[], bool],
+        on_hooks: Callable[[], None],
     ) -> None:
+        self._on_hooks = on_hooks
         self._trainer = trainer
         self._module = module
         self._is_steady = is_steady
@@ -132,6 +138,7 @@ class QuickAdvance:
         fetched = next(data_fetcher)
         if [*map(len, self._places)] != self._sizes:
             self._looked = False
+            self._on_hooks()
             self._original(_Fetched(fetched, data_fetcher.done))
             return
         batch, _, _ = fetched

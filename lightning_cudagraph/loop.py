@@ -197,7 +197,12 @@ class GraphedTraining:
             lambda: None if graphed._skip_backward else self._engine.static,
         )
         replace_method(strategy, "batch_to_device", self._transfer, self._patches)
-        self._advance = QuickAdvance(self._trainer, self._module, lambda: self._phase is Phase.CAPTURED)
+        self._advance = QuickAdvance(
+            self._trainer,
+            self._module,
+            lambda: self._phase is Phase.CAPTURED,
+            self._transfer.suspect,
+        )
         replace_method(loop, "advance", self._advance, self._patches)
 
     def close(self) -> None:
