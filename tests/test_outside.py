@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError, VerificationError
 from lightning_cudagraph.capture import engine
-from tests.harness import Net, Trace, assert_same, differences, make, train
+from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.optimizers import Own
 
 O = torch.optim  # noqa: E741
@@ -295,8 +295,70 @@ class Collects(Callback):
         self.kept.append(pl_module.head.weight.grad)
 
 
+class CollectsParts(Collects):
+    """Keeps tensors that share memory with the gradients."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        gradient = pl_module.head.weight.grad
+        self.kept += [gradient.detach(), gradient[0], gradient.view(-1)]
+
+
+class CollectsArrays(Collects):
+    """Keeps the gradients as arrays, which lie in the same memory on a CPU."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.kept.append(torch.from_numpy(pl_module.head.weight.grad.cpu().numpy()))
+
+
+class CollectsInTheMiddle(Collects):
+    """Keeps them before the optimizer steps, which makes a turn of the host, and writes into them."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Nothing."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.head.weight.grad.mul_(0.5)
+        self.kept += [pl_module.head.weight.grad, pl_module.head.bias.grad.detach()]
+
+
+class CollectsAtTheEnd(Collects):
+    """Keeps those of every second batch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if args[-1] % 2:
+            super().on_train_batch_end(trainer, pl_module, *args)
+
+
+COLLECTORS = [Collects, CollectsParts, CollectsArrays, CollectsInTheMiddle, CollectsAtTheEnd]
+
+
+@pytest.mark.parametrize("collector", COLLECTORS)
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_gradients_that_somebody_keeps(
+    tmp_path: Path, accelerator: str, collector: type[Collects], window: int
+) -> None:
+    """Also of a window of accumulation, in which an eager step adds to the ones that were kept."""
+    collectors = [collector(), collector()]
+    batches = loader(ragged=False, batches=9)
+    kwargs: dict[str, Any] = {
+        "accelerator": accelerator,
+        "accumulate_grad_batches": window,
+        "train_loader": batches,
+    }
+    plain = train(make(Net), tmp_path / "plain", callbacks=(collectors[0],), **kwargs)
+    callback = CUDAGraphCallback()
+    graph = train(make(Net), tmp_path / "graph", callback, callbacks=(collectors[1],), **kwargs)
+    assert_same(plain, graph)
+    assert not differences(collectors[0].kept, collectors[1].kept)
+    # On a GPU the arrays are copies.
+    copies = accelerator == "gpu" and collector is CollectsArrays
+    reason = "code outside of the step keeps a gradient, or a part of one"
+    assert graph.counts.recaptures == ([] if copies else [reason])
+    assert graph.counts.replayed >= 5
+
+
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
-def test_gradients_that_somebody_keeps(tmp_path: Path, accelerator: str, scope: Any) -> None:
+def test_gradients_that_somebody_keeps_by_scope(tmp_path: Path, accelerator: str, scope: Any) -> None:
     collectors = [Collects(), Collects()]
     kwargs: dict[str, Any] = {"accelerator": accelerator}
     plain = train(make(Net), tmp_path / "plain", callbacks=(collectors[0],), **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.holds import CAN_COUNT, HandedOut
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Phase, Step, StepCounts
 from lightning_cudagraph.capture.verify import Verifier
@@ -116,6 +118,9 @@ class StepEngine(Generic[T]):
         self._graphs: GraphsBySignature[T] = GraphsBySignature(backend.device.type, max_signatures)
         self._short_captures = 0  # in a row
         self._given_up: str | None = None
+        # Copies of the gradients, because somebody keeps them; or because nobody could tell.
+        self._hands_out = not CAN_COUNT
+        self._handed: HandedOut | None = None  # in the step at hand
         self.counts = StepCounts()
 
     def step(
@@ -144,6 +149,7 @@ class StepEngine(Generic[T]):
             return phase, outputs
         finally:
             self._carried.take_out()
+            self._handed = None
 
     def _step(
         self, step: Step[T], refresh: Callable[[], None], signature: Signature | None
@@ -156,6 +162,8 @@ class StepEngine(Generic[T]):
             self.drop(change)
         elif self._backend.host_value_moved():
             self.drop("a tensor in host memory, which the step uses as a number, changed")
+        elif not self._hands_out and any(captured.is_kept() for captured in self._graphs.all()):
+            self._hand_out_from_now_on()
         try:
             signature = signature or self._graphs.known_signature(step)
             signature = signature or Signature(step.batch, self._backend.device, step.beside)
@@ -165,6 +173,7 @@ class StepEngine(Generic[T]):
             return self._eager(step, error.reason)
         if reason := self._graphs.one_too_many(signature):
             return self._eager(step, reason)
+        self._handed = HandedOut(chain(*step.parameters())) if self._hands_out else None
         captured = self._graphs.get(signature, step.place)
         if captured is not None and (change := captured.stale()):
             self.drop(change)
@@ -192,6 +201,9 @@ class StepEngine(Generic[T]):
                     self.unsupported(_only_in_the_capture(raised))
                 return done
             self._graphs.add(signature, step, captured)
+            if not self._hands_out:
+                for graph in self._graphs.all():
+                    graph.count_holds()
         self._graphs.use(signature)
         refresh()
         if self._verifier.due(captured, captured.replays):
@@ -200,9 +212,19 @@ class StepEngine(Generic[T]):
 
     def _replayed(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T]:
         outputs = self._replay(captured, step, step.between if captured.has_turns else None)
+        return self._done(captured, outputs)
+
+    def _done(self, captured: CapturedStep[T], outputs: T) -> tuple[Phase, T]:
+        if self._handed is not None:
+            captured.hand_out(self._handed)
         captured.replays += 1
         self.counts.replayed += 1
         return Phase.CAPTURED, outputs
+
+    def _hand_out_from_now_on(self) -> None:
+        """Somebody keeps a gradient: leave him what the graphs have made, and give out copies."""
+        self._hands_out = True
+        self.drop("code outside of the step keeps a gradient, or a part of one")
 
     @property
     def static(self) -> StaticBatch | None:
@@ -212,9 +234,6 @@ class StepEngine(Generic[T]):
     def _replay(
         self, captured: CapturedStep[T], step: Step[T], between: Callable[[T, int], None] | None
     ) -> T:
-        for graph in self._graphs.all():
-            graph.give_away(captured.added)
-
         def turn(outputs: T, index: int) -> None:
             assert between is not None
             self._backend.in_turn = True
@@ -224,7 +243,9 @@ class StepEngine(Generic[T]):
                 self._backend.in_turn = False
 
         with self._around_replays():
-            return captured.replay(step.batch, turn if between is not None else None)
+            return captured.replay(
+                step.batch, turn if between is not None else None, self._handed
+            )
 
     def _verify(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T | None]:
         def eagerly() -> dict[str, Tensor]:
@@ -261,9 +282,7 @@ class StepEngine(Generic[T]):
             return self._eager(step, reason)
         if captured.has_turns:
             return self._replayed(step, captured)
-        captured.replays += 1
-        self.counts.replayed += 1
-        return Phase.CAPTURED, outputs
+        return self._done(captured, outputs)
 
     def drop(self, reason: str) -> None:
         """Let go of the graphs, because `reason`; what comes is warmed up and captured anew."""
@@ -308,8 +327,9 @@ class StepEngine(Generic[T]):
         """Another engine's graphs in the same pool come now: bring gradients where none writes."""
         if self._backend.in_turn:
             return  # none comes before the end of the step
+        if not self._hands_out and any(captured.is_kept() for captured in self._graphs.all()):
+            self._hand_out_from_now_on()
         for captured in self._graphs.all():
-            captured.give_away()
             captured.bring_out_gradients()
 
     def close(self) -> None:
@@ -329,6 +349,9 @@ class StepEngine(Generic[T]):
     def _eager(self, step: Step[T], reason: str) -> tuple[Phase, None]:
         self.counts.note_eager(reason)
         self._carried.take_out()
+        if self._handed is not None:
+            self._handed.put_back()
+            self._handed = None
         # On the side stream too: autograd's nodes remember the stream they were made on, and a node
         # of the default stream would break a later capture.
         with self._backend.on_side_stream():

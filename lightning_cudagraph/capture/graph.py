@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.holds import Gradients, HandedOut, Holds, adopt, gradients_of
 from lightning_cudagraph.capture.static import StaticBatch
-from lightning_cudagraph.capture.takes import Gradients, Take, Turn, adopt, gradients_of
+from lightning_cudagraph.capture.takes import Take, Turn
 from lightning_cudagraph.capture.writes import storage_id
 
 __all__ = ["CapturedStep", "Cut", "outside_inference_mode"]
@@ -70,7 +71,6 @@ class CapturedStep(Generic[T]):
         static: the static buffers that it reads.
         replays: how many steps were replays; counted by who takes them.
         written: tensors older than the step that it writes into.
-        added: addresses of the gradients to which it adds.
 
     Raises:
         CaptureError: if the step did something that no graph can hold; gradients, memory and random
@@ -92,8 +92,9 @@ class CapturedStep(Generic[T]):
         self.static = static
         self._takes: list[Take[T]] = []
         self._turn = 0
-        self._kept = kept and not one_place
+        self._kept = kept
         self._last: Take[T] | None = None
+        self._holds: Holds | None = None
         self.replays = 0
         self.written: list[Tensor] = []
         dropped, added = list(drops), list(adds)
@@ -101,7 +102,6 @@ class CapturedStep(Generic[T]):
         # The graph adds to these in place, where they are; all takes to the same. Aliases, because a
         # reference would look as if somebody had kept the gradient.
         self._accumulated = [(parameter, grad.detach()) for parameter, grad in there]
-        self.added = frozenset(grad.data_ptr() for _, grad in there)
         # Without a gradient to add to, the step makes one, or leaves that parameter alone, as long as
         # there is none before it.
         self._absent = [parameter for parameter in added if parameter.grad is None]
@@ -183,13 +183,19 @@ class CapturedStep(Generic[T]):
         loan.refuse_changes()
         return outputs
 
-    def replay(self, batch: Any, between: Callable[[T, int], None] | None = None) -> T:
+    def replay(
+        self,
+        batch: Any,
+        between: Callable[[T, int], None] | None = None,
+        handed: HandedOut | None = None,
+    ) -> T:
         """Run the step on a batch of this signature.
 
         Args:
             batch: the batch; its tensors are copied into the static buffers.
             between: called where the host has a turn, with what this returns, and which turn it is.
                 None: the step without the host's turns.
+            handed: what the host is given in place of the graph's gradients, or None.
 
         Returns:
             What `record` returned in the capture whose turn it is. The tensors in it are static, and
@@ -197,24 +203,31 @@ class CapturedStep(Generic[T]):
         """
         self.static.copy_from(batch)
         self.adopt_gradients()
-        take = self._takes[self._turn]
+        if handed is not None:
+            handed.add_to_found(self._accumulated)
+        take = self._last = self._takes[self._turn]
         self._turn = (self._turn + 1) % len(self._takes)
-        outputs = take.replay(between, self._accumulated)
-        if self._kept:
-            take.count_references()
-            self._last = take
-        return outputs
+        return take.replay(between, self._accumulated, handed)
 
-    def give_away(self, but: frozenset[int] = frozenset()) -> None:
-        """Leave the gradients of the last replay to whoever has kept them.
+    def hand_out(self, handed: HandedOut) -> None:
+        """After a replay: give the parameters copies of its gradients, which no replay overwrites."""
+        if self._last is not None:
+            self._last.hand_out(self._accumulated, handed)
 
-        To be called before any replay: all graphs of a pool may write into the same memory.
+    def count_holds(self) -> None:
+        """Note who refers to the gradients, at a time when nobody outside has kept one.
 
-        Args:
-            but: addresses of gradients to which the replay adds.
+        To be called anew after each capture, as graphs refer to the gradients of each other.
         """
-        if self._last is not None and self._last.give_away(but):
-            self._last = None
+        if self._kept:
+            made = [(p, g) for take in self._takes for turn in take.turns for p, g in turn.made]
+            every = [gradient for take in self._takes for gradient in take.gradients]
+            self._holds = Holds([*every, *made])
+            self._holds.count()
+
+    def is_kept(self) -> bool:
+        """Whether somebody outside refers to a gradient of the graph, or to a part of one."""
+        return self._holds is not None and self._holds.is_any_kept()
 
     def bring_out_gradients(self) -> None:
         """Give who still needs the gradients copies that no graph writes into."""
@@ -227,5 +240,10 @@ class CapturedStep(Generic[T]):
         """Let go of the graphs and their memory."""
         for take in self._takes:
             self._backend.release(take.graph)
-        self.bring_out_gradients()
+        if self._holds is None:
+            self.bring_out_gradients()
+        else:
+            self._holds.move_out()
+            self._holds = None
         self._takes = []
+        self._last = None

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Graph
+from lightning_cudagraph.capture.holds import Gradients, HandedOut, adopt, gradients_of
 from lightning_cudagraph.errors import HookError
 
-__all__ = ["Gradients", "Take", "Turn", "adopt", "gradients_of"]
+__all__ = ["Take", "Turn"]
 
 T = TypeVar("T")
-
-Gradients = list[tuple[nn.Parameter, Tensor]]
 
 
 @dataclass
@@ -41,9 +38,20 @@ class Turn:
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
 
-    def check(self) -> None:
-        """Raise if the rest of the step cannot go on from what the host has left."""
+    @property
+    def made(self) -> Gradients:
+        """Those of the gradients that the host finds at this point, and may change in place."""
+        return [] if self.drops else [(p, g) for p, g in self.gradients if g is not None]
+
+    def check(self, handed: HandedOut | None) -> None:
+        """Raise if the rest of the step cannot go on from what the host has left.
+
+        Args:
+            handed: what the host was given in their place, or None.
+        """
         for parameter, gradient in self.gradients:
+            if gradient is not None and handed is not None:
+                gradient = handed.own(gradient)
             if parameter.grad is None if self.drops else parameter.grad is gradient:
                 continue
             shape = "x".join(map(str, parameter.shape))
@@ -54,17 +62,6 @@ class Turn:
                 "Let `optimizer_zero_grad` do nothing but `optimizer.zero_grad(set_to_none=True)`, and"
                 " change gradients in `on_after_backward`.",
             )
-
-
-def _references_of_grad() -> int:
-    """How many Python references `parameter.grad` is: none, or one, by the version of torch."""
-    parameter, gradient = nn.Parameter(torch.zeros(())), torch.zeros(())
-    before = sys.getrefcount(gradient)
-    parameter.grad = gradient
-    return sys.getrefcount(gradient) - before
-
-
-_REFERENCES_OF_GRAD = _references_of_grad()
 
 
 class Take(Generic[T]):
@@ -92,14 +89,19 @@ class Take(Generic[T]):
         self.gradients = gradients_of(makes)
         # Dropped, and not made anew: not all of them take part in every kind of step.
         self._without = [parameter for parameter in makes[:drops] if parameter.grad is None]
-        self._references: list[int] = []
 
-    def replay(self, between: Callable[[T, int], None] | None, accumulated: Gradients) -> T:
+    def replay(
+        self,
+        between: Callable[[T, int], None] | None,
+        accumulated: Gradients,
+        handed: HandedOut | None,
+    ) -> T:
         """Replay it, and leave its gradients with the parameters.
 
         Args:
             between: called where the host has a turn, or None for a replay without these.
             accumulated: gradients that the step adds to, in the place that the graph knows.
+            handed: what the host finds in place of the graph's gradients, or None if it finds those.
 
         Returns:
             The static outputs.
@@ -107,15 +109,21 @@ class Take(Generic[T]):
 
         def turn(index: int) -> None:
             assert between is not None
-            self.turns[index].begin()
+            turn = self.turns[index]
+            turn.begin()
+            if handed is not None:
+                handed.give(accumulated)
+                handed.give(turn.made)
             between(self.outputs, index)
-            self.turns[index].check()
+            turn.check(handed)
+            if handed is not None:
+                handed.take_back(turn.made)
             adopt(accumulated)
 
         if between is None:
             self.graph.replay()
         else:
-            if any(turn.drops for turn in self.turns):
+            if handed is None and any(turn.drops for turn in self.turns):
                 self._leave()
             self.graph.replay(turn)
         # Validation, or an eager batch, may have dropped the gradients; the graph goes on writing
@@ -126,6 +134,13 @@ class Take(Generic[T]):
             parameter.grad = None
         return self.outputs
 
+    def hand_out(self, accumulated: Gradients, handed: HandedOut) -> None:
+        """After a replay: give the parameters copies, which no replay overwrites."""
+        handed.give(accumulated)
+        handed.give(self.gradients)
+        for parameter in self._without:
+            parameter.grad = None
+
     def _leave(self) -> None:
         """Keep the gradients of the step before readable while the forward pass of this one runs.
 
@@ -134,53 +149,3 @@ class Take(Generic[T]):
         for parameter, _ in self.gradients:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
-
-    def count_references(self) -> None:
-        """Note who refers to the gradients when nobody outside does."""
-        self._references = self._counts()
-
-    def give_away(self, but: frozenset[int]) -> bool:
-        """Leave gradients that somebody has kept to him, before they are overwritten.
-
-        Args:
-            but: addresses of gradients that are added to, which who has kept them is to see.
-
-        Returns:
-            Whether that was all of them.
-        """
-        every = True
-        for index, (was, now) in enumerate(zip(self._references, self._counts(), strict=False)):
-            if now <= was:
-                continue
-            parameter, gradient = self.gradients[index]
-            if gradient.data_ptr() in but:
-                every = False
-                continue
-            self.gradients[index] = (parameter, gradient.detach())
-            gradient.data = gradient.clone()
-        return every
-
-    def _counts(self) -> list[int]:
-        return [
-            sys.getrefcount(gradient) - (_REFERENCES_OF_GRAD if parameter.grad is gradient else 0)
-            for parameter, gradient in self.gradients
-        ]
-
-
-def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
-    """The gradients that there are."""
-    return [(p, p.grad) for p in parameters if p.grad is not None]
-
-
-def adopt(gradients: Gradients) -> None:
-    """Bring gradients back to where graphs know them, with the values that they have now."""
-    for parameter, gradient in gradients:
-        now = parameter.grad
-        # By address: it may have been left to somebody who has kept it, and be somewhere else now.
-        if now is not None and (now is gradient or now.data_ptr() == gradient.data_ptr()):
-            continue
-        if now is None:  # dropped since, by validation
-            gradient.zero_()
-        else:
-            gradient.copy_(now)
-        parameter.grad = gradient

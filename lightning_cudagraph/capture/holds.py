@@ -1,0 +1,150 @@
+"""Gradients that somebody outside keeps: how that is noticed, and what he is given instead.
+
+A graph writes its gradients at addresses of its own, in every replay. Somebody who has kept one of an
+earlier step, or a part of it, would see it change. So before a replay those who refer to the graph's
+gradients are counted. From the first that is found on, the parameters are given copies after each
+replay, which are what an eager step would have left: new ones where gradients are dropped, and the same
+ones where they are added to.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CAN_COUNT", "Gradients", "HandedOut", "Holds", "adopt", "gradients_of"]
+
+Gradients = list[tuple[nn.Parameter, Tensor]]
+
+# Private: how many tensors, or others, refer to the memory with this number.
+_users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+CAN_COUNT = _users_of is not None
+
+
+def _references_of_grad() -> int:
+    """How many Python references `parameter.grad` is: none, or one, by the version of torch."""
+    parameter, gradient = nn.Parameter(torch.zeros(())), torch.zeros(())
+    before = sys.getrefcount(gradient)
+    parameter.grad = gradient
+    return sys.getrefcount(gradient) - before
+
+
+_REFERENCES_OF_GRAD = _references_of_grad()
+
+
+class Holds:
+    """Who refers to some gradients: to the tensors, and to their memory, as views and arrays do.
+
+    Args:
+        gradients: those of a graph.
+    """
+
+    def __init__(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        self._gradients = [*{id(gradient): (p, gradient) for p, gradient in gradients}.values()]
+        self._storages = [gradient.untyped_storage() for _, gradient in self._gradients]
+        self._numbers = [int(storage._cdata) for storage in self._storages]
+        self._references: list[int] = []
+        self._users: list[int] = []
+
+    def count(self) -> None:
+        """Note who refers to them when nobody outside does."""
+        self._references, self._users = self._referring(), self._using()
+
+    def is_any_kept(self) -> bool:
+        """Whether somebody outside refers to one of them."""
+        users, references = self._using(), self._referring()
+        if any(map(operator.gt, users, self._users)):
+            return True
+        if any(map(operator.gt, references, self._references)):
+            return True
+        # Fewer than counted, if some were garbage then.
+        self._users, self._references = users, references
+        return False
+
+    def move_out(self) -> None:
+        """Bring them where no graph writes; for the end, because a graph does not find them there.
+
+        One that somebody has views of stays: they cannot be moved with it. So do those on a CPU, where
+        other graphs have other memory, and where an array refers to the tensor itself.
+        """
+        using = self._using()
+        for index, (_, gradient) in enumerate(self._gradients):
+            if using[index] <= self._users[index] and gradient.device.type != "cpu":
+                gradient.data = gradient.clone()
+
+    def _using(self) -> list[int]:
+        return [*map(_users_of, self._numbers)] if _users_of is not None else [0] * len(self._numbers)
+
+    def _referring(self) -> list[int]:
+        return [
+            sys.getrefcount(gradient) - (_REFERENCES_OF_GRAD if parameter.grad is gradient else 0)
+            for parameter, gradient in self._gradients
+        ]
+
+
+class HandedOut:
+    """The gradients that the parameters have between two steps, apart from those of the graph.
+
+    Args:
+        parameters: those that the step works on; they have the gradients of the step before.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._found = [(parameter, parameter.grad) for parameter in parameters]
+        # By the identity of the graph's.
+        self._own: dict[int, Tensor] = {}
+
+    def add_to_found(self, accumulated: Gradients) -> None:
+        """The step adds to these, and so to those that were found."""
+        found = {id(p): gradient for p, gradient in self._found if gradient is not None}
+        self._own |= {id(g): found[id(p)] for p, g in accumulated if id(p) in found}
+
+    def own(self, gradient: Tensor) -> Tensor:
+        """What stands for one of the graph's."""
+        if id(gradient) not in self._own:
+            self._own[id(gradient)] = torch.empty_like(gradient)
+        return self._own[id(gradient)]
+
+    def give(self, gradients: Gradients) -> None:
+        """Give the parameters what the graph has made."""
+        if gradients:
+            own = [self.own(gradient) for _, gradient in gradients]
+            torch._foreach_copy_(own, [gradient for _, gradient in gradients])
+            for (parameter, _), gradient in zip(gradients, own, strict=True):
+                parameter.grad = gradient
+
+    def take_back(self, gradients: Gradients) -> None:
+        """Bring what the host has made of them to the graph, in the middle of the step."""
+        if gradients:
+            own = [self.own(gradient) for _, gradient in gradients]
+            torch._foreach_copy_([gradient for _, gradient in gradients], own)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def put_back(self) -> None:
+        """Give the parameters what they had before the step."""
+        for parameter, gradient in self._found:
+            parameter.grad = gradient
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
+    """The gradients that there are."""
+    return [(p, p.grad) for p in parameters if p.grad is not None]
+
+
+def adopt(gradients: Gradients) -> None:
+    """Bring gradients back to where graphs know them, with the values that they have now."""
+    for parameter, gradient in gradients:
+        now = parameter.grad
+        # By address: several places of a window know the same one by tensors of their own.
+        if now is not None and (now is gradient or now.data_ptr() == gradient.data_ptr()):
+            continue
+        if now is None:  # dropped since, by validation
+            gradient.zero_()
+        else:
+            gradient.copy_(now)
+        parameter.grad = gradient
