@@ -302,9 +302,9 @@ LOOPS: list[tuple[type[Loop], int]] = [
     (Autocast, 9),
     (AutocastAround, 9),
     (ManyGenerators, 9),
-    (KeepsGradients, 9),
-    (KeepsInTwoShapes, 18),
-    (KeepsWhileAccumulating, 24),
+    (KeepsGradients, 6),
+    (KeepsInTwoShapes, 12),
+    (KeepsWhileAccumulating, 18),
     (WithFabric, 9),
     (ReplacesGradients, 7),
     (UsesThenDrops, 7),
@@ -315,7 +315,8 @@ LOOPS: list[tuple[type[Loop], int]] = [
 def test_same_as_the_function(accelerator: str, loop: type[Loop], replays: int) -> None:
     step = assert_equal_runs(lambda: loop(device_of(accelerator)), replays)
     assert not step.counts.eager
-    assert not step.counts.recaptures
+    kept = "code outside of the step keeps a gradient, or a part of one"
+    assert {*step.counts.recaptures} <= ({kept} if issubclass(loop, KeepsGradients) else set())
 
 
 @pytest.mark.parametrize("sizes", [(8,), (8, 8, 5)])

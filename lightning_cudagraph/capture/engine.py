@@ -16,7 +16,7 @@ from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.guards import Guards
-from lightning_cudagraph.capture.holds import CAN_COUNT, HandedOut
+from lightning_cudagraph.capture.holds import CAN_COUNT, HandedOut, Holds
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Phase, Step, StepCounts
 from lightning_cudagraph.capture.verify import Verifier
@@ -185,7 +185,8 @@ class StepEngine(Generic[T]):
             refresh()
             reason, raised = "", ""
             try:
-                captured = self._capture(step, signature)
+                with Holds.of_captures_apart():
+                    captured = self._capture(step, signature)
             except UnsupportedError as error:
                 self.unsupported(error)
                 reason = error.reason
@@ -201,9 +202,6 @@ class StepEngine(Generic[T]):
                     self.unsupported(_only_in_the_capture(raised))
                 return done
             self._graphs.add(signature, step, captured)
-            if not self._hands_out:
-                for graph in self._graphs.all():
-                    graph.count_holds()
         self._graphs.use(signature)
         refresh()
         if self._verifier.due(captured, captured.replays):
@@ -379,6 +377,17 @@ class StepEngine(Generic[T]):
         self.counts.warmed_up += 1
         return Phase.WARMING, None
 
+    def _apart_from_found(self, step: Step[T]) -> None:
+        """The graph would add to gradients where they are: elsewhere, if somebody keeps those."""
+        dropped, added = step.parameters()
+        if not self._hands_out and step.kept() and Holds.is_one_kept(added):
+            self._hands_out = True
+        if self._hands_out:
+            self._handed = self._handed or HandedOut([*dropped, *added])
+            for parameter in added:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+
     def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._guards.watch()
         self._carried.watch()
@@ -391,6 +400,8 @@ class StepEngine(Generic[T]):
         maker = self._graphs.maker(step, signature)
         if isinstance(maker, CapturedStep):
             maker.put_back_gradients()
+        else:
+            self._apart_from_found(step)
         started_s = time.perf_counter()
         with step.transaction(), outside_inference_mode():
             self._carried.place()

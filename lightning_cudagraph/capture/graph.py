@@ -134,6 +134,12 @@ class CapturedStep(Generic[T]):
                 self.written += written
                 for parameter, grad in there:
                     parameter.grad = grad
+            if kept:
+                made = [
+                    gradient for take in self._takes for turn in take.turns for gradient in turn.made
+                ]
+                every = [gradient for take in self._takes for gradient in take.gradients]
+                self._holds = Holds([*every, *made, *there])
             own = {storage_id(gradient) for take in self._takes for _, gradient in take.gradients}
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
         except BaseException:
@@ -213,17 +219,6 @@ class CapturedStep(Generic[T]):
         """After a replay: give the parameters copies of its gradients, which no replay overwrites."""
         if self._last is not None:
             self._last.hand_out(self._accumulated, handed)
-
-    def count_holds(self) -> None:
-        """Note who refers to the gradients, at a time when nobody outside has kept one.
-
-        To be called anew after each capture, as graphs refer to the gradients of each other.
-        """
-        if self._kept:
-            made = [(p, g) for take in self._takes for turn in take.turns for p, g in turn.made]
-            every = [gradient for take in self._takes for gradient in take.gradients]
-            self._holds = Holds([*every, *made])
-            self._holds.count()
 
     def is_kept(self) -> bool:
         """Whether somebody outside refers to a gradient of the graph, or to a part of one."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,9 @@ def _references_of_grad() -> int:
 _REFERENCES_OF_GRAD = _references_of_grad()
 
 
+_all: WeakSet[Holds] = WeakSet()
+
+
 class Holds:
     """Who refers to some gradients: to the tensors, and to their memory, as views and arrays do.
 
@@ -49,6 +54,35 @@ class Holds:
         self._numbers = [int(storage._cdata) for storage in self._storages]
         self._references: list[int] = []
         self._users: list[int] = []
+        _all.add(self)
+
+    @staticmethod
+    @contextmanager
+    def of_captures_apart() -> Iterator[None]:
+        """Around a capture: graphs refer to the gradients of each other, and nobody has kept those."""
+        kept = [holds for holds in _all if holds.is_any_kept()]
+        yield
+        for holds in _all:
+            if holds not in kept:
+                holds.count()
+
+    @staticmethod
+    def is_one_kept(parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether somebody refers to gradients that may, or may not, be those of a graph."""
+        found = gradients_of(parameters)
+        of_graphs = {id(g): holds for holds in _all for _, g in holds._gradients}
+        fresh = nn.Parameter(torch.zeros(()))
+        fresh.grad = torch.zeros(())
+        known = {id(holds): holds for _, g in found if (holds := of_graphs.get(id(g))) is not None}
+        unknown = [(p, g) for p, g in found if id(g) not in of_graphs]
+        del found
+        alone = Holds([(fresh, fresh.grad)])
+        alone.count()
+        others = Holds(unknown)
+        del unknown
+        others._references = alone._references * len(others._gradients)
+        others._users = alone._users * len(others._gradients)
+        return others.is_any_kept() or any(holds.is_any_kept() for holds in known.values())
 
     def count(self) -> None:
         """Note who refers to them when nobody outside does."""
