@@ -241,9 +241,7 @@ class StepEngine(Generic[T]):
                 self._backend.in_turn = False
 
         with self._around_replays():
-            return captured.replay(
-                step.batch, turn if between is not None else None, self._handed
-            )
+            return captured.replay(step.batch, turn if between is not None else None, self._handed)
 
     def _verify(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T | None]:
         def eagerly() -> dict[str, Tensor]:
