@@ -15,8 +15,8 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.evaluation import GraphedEvaluation
-from lightning_cudagraph.loop import GraphedTraining, Settings
-from lightning_cudagraph.optimizer_part import Scope
+from lightning_cudagraph.loop import GraphedTraining
+from lightning_cudagraph.settings import Scope, Settings
 from lightning_cudagraph.support import (
     BackendName,
     Stage,

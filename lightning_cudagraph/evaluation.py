@@ -38,11 +38,11 @@ from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules, refuse_replaced_methods
 from lightning_cudagraph.logged_step import LoggedStep
 from lightning_cudagraph.logs import Logs
-from lightning_cudagraph.loop import Settings
 from lightning_cudagraph.metric_calls import Later
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.profilers import unprofiled
+from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import Stage, check_evaluation
 
 __all__ = ["GraphedEvaluation"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,30 +37,17 @@ from lightning_cudagraph.inner_hooks import InnerHooks
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
-from lightning_cudagraph.optimizer_part import OptimizerPart, Scope
+from lightning_cudagraph.optimizer_part import OptimizerPart
 from lightning_cudagraph.profilers import around_replays, profiler_notes
 from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
+from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import check_private_names
-from lightning_cudagraph.timing.layers import LayerTimings, select_layers
-from lightning_cudagraph.timing.marks import StepMarks
-from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
+from lightning_cudagraph.timing.clock import FitClock
+from lightning_cudagraph.timing.layers import select_layers
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 from lightning_cudagraph.transfer import BatchTransfer
 
-__all__ = ["GraphedTraining", "Settings"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked for; `CUDAGraphCallback` documents each."""
-
-    scope: Scope
-    warmup_steps: int
-    raise_unsupported: bool
-    timings: LayerTimings | None
-    verify_replays: int
-    verify_every_n_steps: int | None
-    harmless: frozenset[str] = frozenset()
+__all__ = ["GraphedTraining"]
 
 
 class GraphedTraining:
@@ -89,11 +75,7 @@ class GraphedTraining:
         self._layers: dict[str, nn.Module] | None = (
             select_layers(module, settings.timings) if settings.timings is not None else None
         )
-        self._pace = StepPace()
-        self._times = LayerTimes()
-        self._tensorboard = TensorBoardWriter(trainer.loggers)
-        # The replay whose events have not been read yet, with its step.
-        self._unread: tuple[StepMarks, int] | None = None
+        self._clock = FitClock(TensorBoardWriter(trainer.loggers), backend.graphs_per_step > 1)
         self._patches = ExitStack()
         self._in_step = False
         self._phase = Phase.EAGER
@@ -207,11 +189,10 @@ class GraphedTraining:
 
     def close(self) -> None:
         """Leave the seat: put everything back, and let go of graphs and their memory."""
-        self._unread = None
         with ExitStack() as stack:  # every part, also where one of them fails
             stack.callback(self._recorder.logs.close)
             stack.callback(self._engine.close)
-            stack.callback(self._tensorboard.close)
+            stack.callback(self._clock.close)
             stack.callback(self._part.optimizer.restore)
             stack.callback(self._patches.close)
 
@@ -220,7 +201,7 @@ class GraphedTraining:
         self._guards.suspect()
         self._transfer.suspect()
         self._advance.suspect()
-        self._pace.pause()
+        self._clock.pause()
 
     def leave(self) -> None:
         """Graphs of evaluation come now, which may write where those of training keep gradients."""
@@ -239,11 +220,8 @@ class GraphedTraining:
         Returns:
             The report.
         """
-        self._read_times()
         notes = [*self._notes(), *notes]
-        text = fit_report(description, self._engine.counts, self._pace, self._times, notes, evaluation)
-        self._tensorboard.add_text("cudagraph/report", text, self._step_number())
-        return text
+        return self._clock.report(description, self.counts, notes, evaluation, self._step_number())
 
     def _notes(self) -> list[str]:
         notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
@@ -275,7 +253,7 @@ class GraphedTraining:
             # The closure is what is captured, wherever the optimizer calls it.
             with self._part.arithmetic(optimizer, capturing=False):
                 result = self._eager_step(optimizer, closure, model, **kwargs)
-            self._pace.tick(self._phase)
+            self._clock.tick(self._phase)
             return result
         returned: list[Any] = []
         body = StepBody(
@@ -287,7 +265,7 @@ class GraphedTraining:
         outputs = self._step(
             closure, body, lambda: returned.append(self._run(optimizer, closure, model, kwargs))
         )
-        self._pace.tick(self._phase)
+        self._clock.tick(self._phase)
         return returned[0] if outputs is None else outputs
 
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
@@ -418,11 +396,7 @@ class GraphedTraining:
         if outputs.after_backward:
             self._hooks.run_after_backward()
         if outputs.marks is not None:
-            if self._backend.graphs_per_step > 1:
-                self._read_times()
-            self._unread = (outputs.marks, self._step_number())
-            if self._backend.graphs_per_step == 1:
-                self._read_times()
+            self._clock.replayed(outputs.marks, self._step_number())
         return loss
 
     def _count_zero_grads(self, number: int) -> None:
@@ -432,16 +406,6 @@ class GraphedTraining:
             zero_grad.increment_ready()
             zero_grad.increment_started()
             zero_grad.increment_completed()
-
-    def _read_times(self) -> None:
-        """Read the events of the replay before this one, while this one runs."""
-        if self._unread is None:
-            return
-        marks, step_number = self._unread
-        self._unread = None
-        times_ms = marks.read()
-        self._times.add(marks.tags, times_ms)
-        self._tensorboard.add(marks.tags, times_ms, step_number)
 
 
 def _announce(text: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
@@ -21,11 +21,10 @@ from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.optimizers import EagerOptimizer, PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
+from lightning_cudagraph.settings import Scope
 from lightning_cudagraph.support import check_optimizer_part, scaler_of
 
-__all__ = ["OptimizerPart", "Scope"]
-
-Scope = Literal["auto", "step", "forward_backward"]
+__all__ = ["OptimizerPart"]
 
 
 class OptimizerPart:

@@ -36,6 +36,7 @@ FLOORS = [
         "metric_trials",
         "metrics",
         "profilers",
+        "settings",
         "support",
     ],
     [
@@ -45,8 +46,7 @@ FLOORS = [
         "recording",
         "transfer",
     ],
-    ["loop"],
-    ["evaluation"],
+    ["evaluation", "loop"],
     ["callback"],
     ["__init__"],
     ["cli"],

@@ -1,0 +1,25 @@
+"""What the user asked for, as the parts of a run are given it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_cudagraph.timing.layers import LayerTimings
+
+__all__ = ["Scope", "Settings"]
+
+Scope = Literal["auto", "step", "forward_backward"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `CUDAGraphCallback`, which documents each."""
+
+    scope: Scope
+    warmup_steps: int
+    raise_unsupported: bool
+    timings: LayerTimings | None
+    verify_replays: int
+    verify_every_n_steps: int | None
+    harmless: frozenset[str] = frozenset()
