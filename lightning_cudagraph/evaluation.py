@@ -23,7 +23,7 @@ from lightning_cudagraph.capture.batch import (
     copied_leaf,
     flatten_batch,
     map_leaves,
-    refuse_hidden_tensors,
+    refuse_odd_outputs,
 )
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.engine import StepEngine
@@ -250,7 +250,7 @@ class GraphedEvaluation:
             if capturing:
                 self._metrics.tell_reads(mentioned)
         logged = self._logs.finished(logs, kind, capturing)
-        refuse_hidden_tensors(returned, f"the output of `{self._step_name}`")
+        refuse_odd_outputs(returned, f"the output of `{self._step_name}`")
         return _Outputs(map_leaves(returned, self._detached), logged, recomputed)
 
     def _detached(self, leaf: Any) -> Any:

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
+from lightning_cudagraph.capture.batch import map_leaves, refuse_odd_outputs
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.frozen import FrozenIndex, StepAudit, frozen_python_audit
 from lightning_cudagraph.capture.graph import Cut
@@ -268,7 +268,7 @@ class Recorder:
             raise self.returned_none()
         logged = self.logs.finished(logs[taken:], place, capturing, result.loss)
         # The result still holds autograd's graph, and with it the memory of all activations.
-        refuse_hidden_tensors(result.extra, "the output of `training_step`")
+        refuse_odd_outputs(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
         trained = {} if body.has_optimizer else self._trained(before)
         return StepOutputs(

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import flatten_batch, map_leaves, refuse_hidden_tensors
+from lightning_cudagraph.capture.batch import flatten_batch, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.capture.frozen import frozen_python_audit
 from lightning_cudagraph.capture.gradients import GradientHabits
 from lightning_cudagraph.capture.guards import Guards
@@ -177,7 +177,7 @@ class StepRecorder:
             stack.enter_context(_trained_as_before(self.parameters()))
             stack.enter_context(self._optimizers.running(capturing))
             returned = arguments.call(self._function, batch)
-        refuse_hidden_tensors(returned, "the output of the step")
+        refuse_odd_outputs(returned, "the output of the step")
         drops, adds = habits.parameters()
         touched = {id(parameter) for parameter in (*drops, *adds)}
         gradients = {name: p for name, p in self.parameters().items() if id(p) in touched}

@@ -247,7 +247,22 @@ class ChangesItsShape(Base):
         return x - self.mean.mean()
 
 
+class PutsItTwice(Base):
+    """Two attributes with one memory, in which the host can write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = torch.zeros(6)
+
+    def take(self, x: Tensor) -> Tensor:
+        shift = self.last.to(x.device).sum()
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.last = self.mean[:6]
+        return x - self.mean + shift
+
+
 REFUSED: dict[type[Base], str] = {
+    PutsItTwice: "puts the same memory into",
     WritesInPlaceFirst: "writes in place into `mean` of the `WritesInPlaceFirst`",
     WritesIntoWhatAHookHasSet: "writes in place into `mean` of the",
     GoesBackInTime: "sets or changes `mean` of the",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -321,3 +323,24 @@ def test_copies_and_pickles_during_a_fit(tmp_path: Path, accelerator: str) -> No
     graph = train(make(Net), tmp_path / "graph", ours, callbacks=(Copies(),), accelerator=accelerator)
     assert_same(plain, graph)
     pickle.loads(pickle.dumps(ours))
+
+
+RETURNED: dict[str, Callable[[Any], Any]] = {
+    "set": lambda logits: {logits},
+    "deque": lambda logits: deque([logits]),
+    "generator": lambda logits: (row for row in logits),
+    "function": lambda logits: lambda: logits,
+    "ndarray": lambda logits: np.zeros(3),
+}
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_outputs_that_no_replay_could_return(tmp_path: Path, accelerator: str, kind: str) -> None:
+    class Returns(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self(batch[0]).detach()
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            return {"loss": loss, "rest": RETURNED[kind](logits)}
+
+    with pytest.raises(BatchError, match=rf"output of `training_step`\['rest'\].* is a `{kind}`"):
+        train(make(Returns), tmp_path, CUDAGraphCallback(), accelerator=accelerator)

@@ -30,6 +30,7 @@ __all__ = [
     "flatten_batch",
     "map_leaves",
     "refuse_hidden_tensors",
+    "refuse_odd_outputs",
     "structure_of",
 ]
 
@@ -183,6 +184,25 @@ def refuse_hidden_tensors(tree: Any, what: str) -> None:
             walk(child, child_path)
 
     walk(tree, what)
+
+
+def refuse_odd_outputs(tree: Any, what: str) -> None:
+    """Refuse what a step returns if a replay could not return the like of it.
+
+    Raises:
+        BatchError: for an object that hides tensors, and for anything but tensors and values that nobody
+            can change, in lists, tuples, mappings and dataclasses: each replay would hand out the object
+            of the captured step, be it used up or changed since.
+    """
+    refuse_hidden_tensors(tree, what)
+    for path, leaf in flatten_batch(tree):
+        if not isinstance(leaf, (Tensor, *PLAIN, Enum, PurePath, range, slice, np.generic)):
+            raise BatchError(
+                f"{what}{path.removeprefix('batch')} is a `{type(leaf).__qualname__}`, and every replay"
+                " would hand out that of the captured step; expected tensors and plain values in lists,"
+                " tuples, named tuples, mappings or dataclasses.",
+                "Return a list of tensors, or make the object in `on_train_batch_end`.",
+            )
 
 
 def _hides_tensor(value: Any, depth: int = 3, walked: bool = False) -> str | None:

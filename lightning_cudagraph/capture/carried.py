@@ -186,6 +186,13 @@ class _Carried:
         return tensors
 
 
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in memory, and the first one behind it."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = last + 1 if tensor.numel() else 0
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:
     """Copy tensors into others, some of which may be the same or lie in the same memory."""
     targets = {storage_id(tensor) for tensor in into}
@@ -301,10 +308,21 @@ class CarriedTensors:
         outlive = {storage_id(t) for t in (*self._model.parameters(), *self._model.buffers())}
         into: list[Tensor] = []
         values: list[Tensor] = []
+        places: list[tuple[_Carried, int, int]] = []
         for carried in self._carried:
             left = carried.left_behind(outlive)
             if left is None:
                 continue
+            for begin, end in map(_extent, left):
+                for other, its_begin, its_end in places:
+                    if other is not carried and begin < its_end and its_begin < end:
+                        raise CaptureError(
+                            f"The training step puts the same memory into `{carried.name}` of"
+                            f" {carried.of} and into `{other.name}` of {other.of}; after a replay, each"
+                            " would have memory of its own.",
+                            f"Put a copy into one of them: `self.{carried.name} = ....clone()`.",
+                        )
+                places.append((carried, begin, end))
             if left and turns:
                 raise CaptureError(
                     f"{turns} runs in the middle of the training step, which puts another tensor into"
