@@ -238,10 +238,10 @@ def test_another_order_would_be_seen(
     """The comparison means something: with the hooks before the replay, the numbers are others."""
     take_turns = Take.replay
 
-    def hooks_first(self: Any, between: Any, accumulated: Any) -> Any:
+    def hooks_first(self: Any, between: Any, *args: Any) -> Any:
         if between is not None:
             between(self.outputs, 0)
-        return take_turns(self, None, accumulated)
+        return take_turns(self, None, *args)
 
     monkeypatch.setattr(Take, "replay", hooks_first)
     traces = [

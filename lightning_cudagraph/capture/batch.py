@@ -103,17 +103,19 @@ def flatten_batch(batch: Any) -> _Leaves:
         Pairs of path (``batch['image'][0]``) and leaf.
     """
     leaves: _Leaves = []
-
-    def walk(value: Any, path: str) -> None:
-        children = _children(value, path)
-        if children is None:
-            leaves.append((path, value))
-            return
-        for child_path, child in children:
-            walk(child, child_path)
-
-    walk(batch, "batch")
+    _add_leaves(batch, "batch", leaves)
     return leaves
+
+
+# Not a function inside: one that calls itself is a cycle, and would hold the leaves, and with them the
+# autograd graph of a step, until the next garbage collection.
+def _add_leaves(value: Any, path: str, leaves: _Leaves) -> None:
+    children = _children(value, path)
+    if children is None:
+        leaves.append((path, value))
+        return
+    for child_path, child in children:
+        _add_leaves(child, child_path, leaves)
 
 
 def structure_of(value: Any) -> Any:

@@ -105,9 +105,9 @@ class Holds:
         One that somebody has views of stays: they cannot be moved with it. So do those on a CPU, where
         other graphs have other memory, and where an array refers to the tensor itself.
         """
-        using = self._using()
-        for index, (_, gradient) in enumerate(self._gradients):
-            if using[index] <= self._users[index] and gradient.device.type != "cpu":
+        # Nothing is counted for a capture that was refused: nobody has seen its gradients.
+        for now, alone, (_, gradient) in zip(self._using(), self._users, self._gradients, strict=False):
+            if now <= alone and gradient.device.type != "cpu":
                 gradient.data = gradient.clone()
 
     def _using(self) -> list[int]:
