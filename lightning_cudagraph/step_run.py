@@ -277,7 +277,7 @@ class StepRun:
             warmup_steps=settings.warmup_steps,
             takes=1,
             raise_unsupported=settings.raise_unsupported,
-            announce=_log.info,
+            announce=_log.warning,
             narrow=lambda error: False,
             on_give_up=lambda: None,
             what="The loop",
