@@ -1,0 +1,104 @@
+"""What was timed in a step, and what its events said: the common language of all that shows times.
+
+The events of a step are its marks: points in time on the device. A span lies between two marks, or is
+the sum of several such stretches, if a layer is called more than once. What is read after a replay is
+one number for each mark, from which the times of all spans follow, for many replays at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BACKWARD_TAG", "FORWARD_TAG", "STEP_TAG", "Lane", "Reading", "Span", "SpanLayout"]
+
+FORWARD_TAG = "layer_forward_ms/"
+BACKWARD_TAG = "layer_backward_ms/"
+STEP_TAG = "step_ms/"
+
+# Where a span is drawn on a timeline.
+Lane = Literal["forward", "backward", "optimizer", "communication", "copy", "host"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A thing that takes time.
+
+    Attributes:
+        tag: its name in TensorBoard, such as ``layer_forward_ms/head``.
+        lane: where it is drawn on a timeline.
+        calls: numbers of the marks at the beginning and at the end of each of its calls.
+    """
+
+    tag: str
+    lane: Lane
+    calls: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SpanLayout:
+    """The spans of a step that was captured, or run, with one set of marks.
+
+    Attributes:
+        spans: in the order in which they are shown. The first mark of the step has number 0.
+        n_marks: how many marks there are.
+    """
+
+    spans: tuple[Span, ...]
+    n_marks: int
+
+    @cached_property
+    def tags(self) -> tuple[str, ...]:
+        """The tags of the spans."""
+        return tuple(span.tag for span in self.spans)
+
+    @cached_property
+    def _calls(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+        """Marks at the beginning and at the end of all calls, and where each span's calls begin."""
+        calls = [call for span in self.spans for call in span.calls]
+        lengths = [len(span.calls) for span in self.spans]
+        begins, ends = np.array(calls, np.intp).reshape(-1, 2).T
+        return begins, ends, np.cumsum([0, *lengths[:-1]], dtype=np.intp)
+
+    def durations_ms(self, offsets_ms: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The times of all spans.
+
+        Args:
+            offsets_ms: when each mark was passed, in milliseconds after the first; shape
+                ``(..., n_marks)``, usually one row for each reading.
+
+        Returns:
+            Milliseconds; shape ``(..., len(spans))``. Spans with several calls have their sum.
+        """
+        if not self.spans:
+            return np.zeros((*offsets_ms.shape[:-1], 0))
+        begins, ends, firsts = self._calls
+        stretches_ms = offsets_ms[..., ends] - offsets_ms[..., begins]
+        return np.add.reduceat(stretches_ms, firsts, axis=-1)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the marks of one step said.
+
+    Attributes:
+        layout: what the marks mean. Steps that were captured together share it, as an object.
+        step: the step as the trainer's loggers count it.
+        walltime_s: when it was read, in seconds since the epoch.
+        offsets_ms: when each mark was passed, in milliseconds after the first of the step. Marks that
+            lie before the step (the end of the step before, the copy of the batch) are negative.
+    """
+
+    layout: SpanLayout
+    step: int
+    walltime_s: float
+    offsets_ms: list[float]
+
+    @property
+    def durations_ms(self) -> NDArray[np.float64]:
+        """The times of the layout's spans, in milliseconds."""
+        return self.layout.durations_ms(np.asarray(self.offsets_ms))
