@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from lightning_cudagraph.capture.steps import Phase, StepCounts
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
+from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 
-__all__ = ["FitClock"]
+__all__ = ["FitClock", "Sink"]
+
+
+class Sink(Protocol):
+    """Where readings go: the aggregates of the report, TensorBoard, other loggers, a trace file.
+
+    Readings come in the order of their steps. Not all have one layout: steps of a window of
+    accumulation differ in it, and a step after a pause has no gap before it. A layout that comes up
+    again is the same object, so that work done for it can be kept by its identity.
+    """
+
+    def add(self, reading: Reading) -> None:
+        """Take what a step's marks said. On the step's path: no more than an append."""
+
+    def pause(self) -> None:
+        """Something that is not a training step comes now: the time to write and to draw."""
+
+    def close(self) -> None:
+        """No more comes, be it because the run failed: write what is left, put back what was changed."""
 
 
 class FitClock:
