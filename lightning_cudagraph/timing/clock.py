@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from lightning_cudagraph.capture.steps import Phase, StepCounts
@@ -101,6 +102,7 @@ class FitClock:
             return
         marks, step_number = self._unread
         self._unread = None
-        times_ms = marks.read()
-        self._times.add(marks.tags, times_ms)
-        self._tensorboard.add(marks.tags, times_ms, step_number)
+        reading = Reading(marks.layout, step_number, time.time(), marks.read())
+        times_ms = reading.durations_ms.tolist()
+        self._times.add(marks.layout.tags, times_ms)
+        self._tensorboard.add(marks.layout.tags, times_ms, step_number)

@@ -1,46 +1,103 @@
-"""Which layers of a model are timed."""
+"""Which layers of a model are timed, and how."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 from torch import nn
 
 from lightning_cudagraph.errors import ConfigurationError
 
-__all__ = ["LayerTimings", "select_layers"]
+__all__ = ["LayerTimings", "Placement", "select_layers"]
+
+Placement = Literal["forked", "serial"]
+
+# Each layer has up to four events, and as many scalars for every step that is timed.
+_MOST_LAYERS = 1000
+_NAMES_SHOWN = 12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerTimings:
-    """Which layers are timed by events inside the graph.
+    """Which layers are timed by events inside the graph, in which steps, and how.
+
+    `modules`, `types` and `depth` choose together: a layer is timed if it satisfies each that is given.
+    Without any of them the layers are chosen automatically, level by level from the outside in, as deep
+    as `max_layers` allows: the whole model is covered, and containers stay beside their members.
 
     Args:
         modules: glob patterns of module names as `named_modules` gives them, such as
-            ``["blocks.*", "head"]``. Empty: chosen automatically, from the outside in, as deep as
-            `max_layers` allows.
-        max_layers: how many layers the automatic choice may take, at most. Patterns are not limited
-            by it.
+            ``["blocks.*", "head"]``. ``*`` crosses dots.
+        types: names of classes, such as ``["Linear"]`` or ``["torch.nn.Linear"]``. Classes that are
+            derived from them count.
+        depth: how many levels are timed, from the outside in: 1 for the children of the model. A
+            `ModuleList` or `ModuleDict` is no level, because it is never called itself.
+        max_layers: how many layers the automatic choice may take, at most.
+        every_n_steps: the steps of the optimizer whose number is a multiple of this are timed; the
+            others replay a graph without events.
+        placement: ``"forked"``: events are recorded on a branch of the graph that no kernel waits for.
+            ``"serial"``: they are recorded between two kernels, and each adds a microsecond or two.
+        window_steps: aggregates are made over so many timed steps.
+        trace_steps: how many of the last timed steps are written as a Chrome trace; 0 for none.
 
     Raises:
-        ConfigurationError: if `max_layers` is not positive.
+        ConfigurationError: if one of them is not what it should be.
     """
 
     modules: Sequence[str] = ()
+    types: Sequence[str] = ()
+    depth: int | None = None
     max_layers: int = 32
+    every_n_steps: int = 1
+    placement: Placement = "forked"
+    window_steps: int = 200
+    trace_steps: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.modules, str):
+        for name, example in (("modules", "blocks.*"), ("types", "Linear")):
+            self._check_strings(name, getattr(self, name), example)
+        if self.depth is not None:
+            self._check_whole("depth", 1)
+        for name, least in (
+            ("max_layers", 1),
+            ("every_n_steps", 1),
+            ("window_steps", 1),
+            ("trace_steps", 0),
+        ):
+            self._check_whole(name, least)
+        if self.max_layers > _MOST_LAYERS:
             raise ConfigurationError(
-                f"`LayerTimings(modules={self.modules!r})`: expected a list of patterns, found one"
-                f" string. Pass `[{self.modules!r}]`."
+                f"`LayerTimings(max_layers={self.max_layers})`: expected at most {_MOST_LAYERS}, because"
+                " each layer adds events to the graph and scalars to every timed step. Choose by"
+                " `modules`, `types` or `depth` what you want to see."
             )
-        if self.max_layers < 1:
+        if self.placement not in ("forked", "serial"):
             raise ConfigurationError(
-                f"`LayerTimings(max_layers={self.max_layers})`: expected at least 1. To time nothing,"
-                " pass `CUDAGraphCallback(timings=None)`."
+                f"`LayerTimings(placement={self.placement!r})`: expected 'forked' or 'serial'."
+            )
+
+    def _check_strings(self, name: str, value: Any, example: str) -> None:
+        if isinstance(value, str):
+            raise ConfigurationError(
+                f"`LayerTimings({name}={value!r})`: expected a list of strings, found one string. Pass"
+                f" `[{value!r}]`."
+            )
+        if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+            raise ConfigurationError(
+                f'`LayerTimings({name}={value!r})`: expected a list of strings, such as `["{example}"]`.'
+            )
+
+    def _check_whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            nothing = " To time nothing, pass `CUDAGraphCallback(timings=None)`." if least else ""
+            raise ConfigurationError(
+                f"`LayerTimings({name}={value!r})`: expected an int of at least {least}.{nothing}"
             )
 
 
@@ -60,6 +117,113 @@ def _children(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def _levels(model: nn.Module) -> Iterator[list[str]]:
+    """The names of the layers, level by level from the outside in."""
+    level = _children("", model)
+    seen: set[int] = set()
+    while level:
+        # A module that is known under several names counts once, where it lies furthest outside.
+        fresh: dict[int, tuple[str, nn.Module]] = {}
+        for name, module in level:
+            if id(module) not in seen:
+                fresh.setdefault(id(module), (name, module))
+        seen.update(fresh)
+        level = list(fresh.values())
+        yield [name for name, _ in level]
+        level = [child for name, module in level for child in _children(name, module)]
+
+
+def _all_names(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules by all their names; one that is shared has several."""
+    found: dict[str, nn.Module] = {}
+    pending: list[tuple[str, nn.Module, frozenset[int]]] = [("", model, frozenset())]
+    while pending:
+        prefix, module, around = pending.pop()
+        if prefix:
+            found[prefix] = module
+        around |= {id(module)}
+        members = [
+            (f"{prefix}.{name}" if prefix else name, child, around)
+            for name, child in module._modules.items()
+            if child is not None and id(child) not in around  # a module may hold itself
+        ]
+        pending += reversed(members)
+    return found
+
+
+def _has_type(module: nn.Module, name: str) -> bool:
+    outside, _, _ = name.rpartition(".")
+    # `torch.nn.Linear` is defined elsewhere, in `torch.nn.modules.linear`.
+    public = getattr(sys.modules.get(outside), name[len(outside) + 1 :], None) if outside else None
+    return any(
+        base is public or name in (base.__name__, f"{base.__module__}.{base.__qualname__}")
+        for base in type(module).__mro__
+        if issubclass(base, nn.Module)
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:_NAMES_SHOWN]) + (", ..." if len(shown) > _NAMES_SHOWN else "")
+
+
+def _matched(model: nn.Module, timings: LayerTimings, named: dict[str, nn.Module]) -> set[str]:
+    """The names that satisfy `modules`, `types` and `depth`."""
+    of_model = f"of `{type(model).__qualname__}`, which has"
+    chosen = set(named)
+    if timings.modules:
+        by_pattern: set[str] = set()
+        for pattern in timings.modules:
+            matched = {name for name in named if fnmatchcase(name, pattern)}
+            if not matched:
+                raise ConfigurationError(
+                    f"`LayerTimings(modules=...)`: the pattern {pattern!r} matches no module {of_model}:"
+                    f" {_some(named)}. Correct the pattern, or leave `modules` out to have the layers"
+                    " chosen; `timings=None` times nothing."
+                )
+            by_pattern |= matched
+        chosen &= by_pattern
+    if timings.types:
+        by_type: set[str] = set()
+        for type_name in timings.types:
+            matched = {name for name, module in named.items() if _has_type(module, type_name)}
+            if not matched:
+                there = Counter(type(module).__name__ for module in named.values()).most_common()
+                raise ConfigurationError(
+                    f"`LayerTimings(types=...)`: {type_name!r} is the class of no module {of_model}:"
+                    f" {_some(f'{name} ({number})' for name, number in there)}. Correct the name, or"
+                    " leave `types` out to have the layers chosen; `timings=None` times nothing."
+                )
+            by_type |= matched
+        chosen &= by_type
+    if timings.depth is not None:
+        levels = zip(range(timings.depth), _levels(model), strict=False)
+        outermost = {id(named[name]) for _, level in levels for name in level}
+        chosen = {name for name in chosen if id(named[name]) in outermost}
+    if not chosen and named:
+        raise ConfigurationError(
+            f"`LayerTimings(modules={list(timings.modules)!r}, types={list(timings.types)!r},"
+            f" depth={timings.depth!r})`: no module {of_model} {len(named)}, satisfies all of them;"
+            " expected at least one. Leave one of them out."
+        )
+    return chosen
+
+
+def _chosen(model: nn.Module, max_layers: int) -> set[str]:
+    """Level by level, while the whole level still fits.
+
+    The model stays covered, and containers stay beside their members, so that sums can be checked by
+    eye.
+    """
+    chosen: set[str] = set()
+    for level in _levels(model):
+        if len(chosen) + len(level) > max_layers:
+            # Wide and flat: the first ones.
+            return chosen or set(level[:max_layers])
+        chosen |= set(level)
+    return chosen
+
+
 def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Module]:
     """The modules to time, by name, in the order of `named_modules`.
 
@@ -68,32 +232,27 @@ def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Modul
         timings: the user's choice.
 
     Returns:
-        Name and module of each timed layer. A module known under two names is timed under its first.
+        Name and module of each timed layer. A module known under several names is timed once, under the
+        first of those that were asked for.
 
     Raises:
-        ConfigurationError: if a pattern matches no module.
+        ConfigurationError: if a pattern or a type matches no module, or if they match too many.
     """
-    named = {name: module for name, module in model.named_modules() if name}
-    if timings.modules:
-        chosen: set[str] = set()
-        for pattern in timings.modules:
-            matched = {name for name in named if fnmatchcase(name, pattern)}
-            if not matched:
-                some = ", ".join(list(named)[:12]) + (", ..." if len(named) > 12 else "")
-                raise ConfigurationError(
-                    f"`LayerTimings(modules=...)`: the pattern {pattern!r} matches no module of"
-                    f" `{type(model).__qualname__}`, which has: {some}. Correct the pattern, or leave"
-                    " `modules` out to have the layers chosen; `timings=None` times nothing."
-                )
-            chosen |= matched
+    named = _all_names(model)
+    if not (timings.modules or timings.types or timings.depth is not None):
+        chosen = _chosen(model, timings.max_layers)
     else:
-        # Level by level, while the whole level still fits: the model stays covered, and containers
-        # stay beside their members, so that sums can be checked by eye.
-        level = _children("", model)
-        chosen = set()
-        while level and len(chosen) + len(level) <= timings.max_layers:
-            chosen |= {name for name, _ in level}
-            level = [child for name, module in level for child in _children(name, module)]
-        if not chosen:
-            chosen = {name for name, _ in level[: timings.max_layers]}  # wide and flat
-    return {name: module for name, module in named.items() if name in chosen}
+        chosen = _matched(model, timings, named)
+    by_module: dict[int, str] = {}
+    for name, module in named.items():
+        if name in chosen:
+            by_module.setdefault(id(module), name)
+    if len(by_module) > _MOST_LAYERS:
+        raise ConfigurationError(
+            f"`LayerTimings`: modules={list(timings.modules)!r}, types={list(timings.types)!r},"
+            f" depth={timings.depth!r} select {len(by_module)} layers of `{type(model).__qualname__}`;"
+            f" expected at most {_MOST_LAYERS}, because each adds events to the graph and scalars to"
+            " every timed step. Narrow them, or leave all three out to have the layers chosen;"
+            " `timings=None` times nothing."
+        )
+    return {name: named[name] for name in by_module.values()}

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict, deque
 
 from lightning_cudagraph.capture.steps import Phase, StepCounts
-from lightning_cudagraph.timing.marks import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
+from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
 
 __all__ = ["LayerTimes", "StepPace", "evaluation_report", "fit_report"]
 

@@ -1,0 +1,3 @@
+"""The same on CUDA."""
+
+from tests.test_marks import *  # noqa: F403
