@@ -1,0 +1,208 @@
+"""Several fits in one process that take turns, block by block, so that drift of the machine cancels.
+
+Each fit has a thread of its own, and one of them runs at a time: what is compared has been measured a
+second apart, on one set of clocks and temperatures, and each fit captures its graphs only once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+__all__ = [
+    "ON_GPU",
+    "BlockedBatches",
+    "Blocks",
+    "Measured",
+    "device_name",
+    "fits_in_turn",
+    "pinned",
+    "synchronize",
+]
+
+ON_GPU = torch.cuda.is_available()
+# Distinct batches, so that none is the one before.
+_READY_BATCHES = 16
+
+
+def device_name() -> str:
+    """What the figures were measured on."""
+    return torch.cuda.get_device_name() if ON_GPU else "CPU emulator: these figures mean nothing"
+
+
+def pinned(batch: Any) -> Any:
+    """A batch in host memory that the device can copy from at once."""
+    return tree_map(lambda tensor: tensor.pin_memory() if ON_GPU else tensor, batch)
+
+
+def synchronize() -> None:
+    """Wait for the device, if there is one."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the steps of a fit are cut into blocks.
+
+    Attributes:
+        warm_steps: steps before the first block: warm-up, capture, verified replays, and some for the
+            allocator to settle.
+        lead_steps: steps before each block that are not timed, after another fit has run.
+        steps: steps of a block.
+        rounds: blocks of a fit.
+    """
+
+    warm_steps: int
+    lead_steps: int
+    steps: int
+    rounds: int
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of a fit. The last one only ends it: after the last batch, nobody asks for another."""
+        return self.warm_steps + self.rounds * (self.lead_steps + self.steps) + 1
+
+
+class _Turns:
+    """Whose turn it is, by a schedule that all threads know."""
+
+    def __init__(self, names: Sequence[str], rounds: int) -> None:
+        names = list(names)
+        # One way and back, so that drift within a round cancels, too. First all begin, last all end.
+        between = [names if number % 2 == 0 else names[::-1] for number in range(rounds)]
+        self._schedule = [name for order in (names, *between, names) for name in order]
+        self._condition = threading.Condition()
+
+    def take(self, name: str) -> None:
+        """Wait for one's turn."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._schedule[:1] == [name])
+
+    def pass_on(self, name: str, for_good: bool = False) -> None:
+        """One's turn is over."""
+        with self._condition:
+            del self._schedule[0]
+            if for_good:
+                self._schedule = [other for other in self._schedule if other != name]
+            self._condition.notify_all()
+
+
+class BlockedBatches:
+    """Batches for one of the fits, which waits here for its turn, and takes the time of its blocks.
+
+    Attributes:
+        step_us: microseconds of a step, for each block, the device idle at both ends.
+    """
+
+    def __init__(self, make: Callable[[], Any], blocks: Blocks, name: str, turns: _Turns) -> None:
+        self._batches = [make() for _ in range(_READY_BATCHES)]
+        self._blocks = blocks
+        self._name = name
+        self._turns = turns
+        self.step_us: list[float] = []
+
+    def __len__(self) -> int:
+        return self._blocks.total_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        step = 0
+
+        def some(steps: int) -> Iterator[Any]:
+            nonlocal step
+            for _ in range(steps):
+                yield self._batches[step % len(self._batches)]
+                step += 1
+
+        yield from some(self._blocks.warm_steps)
+        for _ in range(self._blocks.rounds):
+            synchronize()
+            self._turns.pass_on(self._name)
+            self._turns.take(self._name)
+            yield from some(self._blocks.lead_steps)
+            synchronize()
+            started_s = time.perf_counter()
+            yield from some(self._blocks.steps)
+            synchronize()
+            self.step_us.append((time.perf_counter() - started_s) / self._blocks.steps * 1e6)
+        # The last turn is the end of the fit, with its report.
+        self._turns.pass_on(self._name)
+        self._turns.take(self._name)
+        yield from some(1)
+
+
+@dataclass
+class Measured:
+    """What came of one of the fits.
+
+    Attributes:
+        step_us: microseconds of a step, for each block.
+        failure: why it has no figures, or None.
+    """
+
+    step_us: list[float] = field(default_factory=list)
+    failure: BaseException | None = None
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.step_us)
+
+    @property
+    def spread_us(self) -> tuple[float, float]:
+        """The quarter points."""
+        return _quarters(self.step_us)
+
+    def ratio_to(self, other: Measured) -> tuple[float, float, float]:
+        """Median of the ratios, round by round, and their quarter points."""
+        ratios = [mine / its for mine, its in zip(self.step_us, other.step_us, strict=True)]
+        return statistics.median(ratios), *_quarters(ratios)
+
+
+def _quarters(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4)
+    return low, high
+
+
+def fits_in_turn(
+    fits: dict[str, Callable[[BlockedBatches], None]], make_batch: Callable[[], Any], blocks: Blocks
+) -> dict[str, Measured]:
+    """Run several fits, block by block in turn.
+
+    Args:
+        fits: by name, what trains on the batches that it is given, to their end.
+        make_batch: makes one batch.
+        blocks: how the steps are cut into blocks.
+
+    Returns:
+        What came of each. One that fails leaves the others alone.
+    """
+    turns = _Turns(list(fits), blocks.rounds)
+    measured = {name: Measured() for name in fits}
+
+    def run(name: str, fit: Callable[[BlockedBatches], None]) -> None:
+        turns.take(name)
+        try:
+            batches = BlockedBatches(make_batch, blocks, name, turns)
+            fit(batches)
+            synchronize()
+            measured[name].step_us = batches.step_us
+        except BaseException as error:
+            measured[name].failure = error
+        finally:
+            turns.pass_on(name, for_good=True)
+
+    threads = [threading.Thread(target=run, args=each, name=each[0]) for each in fits.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return measured

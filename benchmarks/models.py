@@ -1,0 +1,174 @@
+"""The models that timings are measured on: from launch-bound to busy, each one Lightning module.
+
+Every model logs one value, uses a fused optimizer and takes batches that lie ready in host memory. In
+their tiny sizes they fit on a CPU, for a look at whether everything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from examples.char_gpt import VOCABULARY, CharGPT
+
+__all__ = ["MODELS", "WIDE_MLP", "Workload", "leaf_names"]
+
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and what it is trained on.
+
+    Attributes:
+        name: of the model.
+        description: its size, in words.
+        make: builds the module; with True, a tiny one.
+        batch: one batch in host memory; with True, a tiny one.
+        precision: of the trainer.
+        clip: the gradients' norm is clipped at this value, or not at all.
+        needs: the package that it comes from, if that is none of this project's own.
+    """
+
+    name: str
+    description: str
+    make: Callable[[bool], pl.LightningModule]
+    batch: Callable[[bool], tuple[Tensor, Tensor]]
+    precision: Any = "bf16-mixed"
+    clip: float | None = None
+    needs: str | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether what it needs is installed."""
+        return self.needs is None or find_spec(self.needs) is not None
+
+
+def leaf_names(module: nn.Module) -> list[str]:
+    """The names of all modules that have no members."""
+    return [
+        name
+        for name, member in module.named_modules()
+        if name and next(member.children(), None) is None and type(member).__module__ != "torchmetrics"
+    ]
+
+
+class _Trained(pl.LightningModule):
+    """A model with a loss between its outputs and the targets, and one logged value."""
+
+    def __init__(self, net: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net = net
+        self._loss = loss
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = self._loss(self(inputs), targets)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+class _Transformers(_Trained):
+    """A classifier of Hugging Face's transformers."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(input_ids=inputs).logits
+
+
+def _mlp(width: int, linears: int) -> pl.LightningModule:
+    layers: list[nn.Module] = []
+    for _ in range(linears - 1):
+        layers += [nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.1)]
+    return _Trained(nn.Sequential(*layers, nn.Linear(width, width)), nn.functional.mse_loss)
+
+
+def _gpt(tiny: bool) -> pl.LightningModule:
+    size = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16} if tiny else {}
+    return CharGPT(**size, decay_steps=10_000, sample_chars=0)  # type: ignore[arg-type]
+
+
+def _resnet18(tiny: bool) -> pl.LightningModule:
+    from torchvision.models import resnet18
+
+    return _Trained(resnet18(num_classes=CLASSES), nn.functional.cross_entropy)
+
+
+def _bert_base(tiny: bool) -> pl.LightningModule:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    size: dict[str, Any] = {"num_labels": CLASSES}
+    if tiny:
+        size |= {
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+        }
+    # Under "sdpa" the masks' code asks whether a capture is under way, and takes another way then.
+    config = BertConfig(**size, attn_implementation="eager")
+    return _Transformers(BertForSequenceClassification(config), nn.functional.cross_entropy)
+
+
+def _vectors(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, width), torch.randn(rows, width)
+
+
+def _tokens(rows: int, length: int, vocabulary: int) -> Tensor:
+    return torch.randint(0, vocabulary, (rows, length))
+
+
+def _images(tiny: bool) -> tuple[Tensor, Tensor]:
+    rows, side = (2, 32) if tiny else (32, 64)
+    return torch.randn(rows, 3, side, side), torch.randint(0, CLASSES, (rows,))
+
+
+def _characters(tiny: bool) -> tuple[Tensor, Tensor]:
+    rows, length = (2, 16) if tiny else (8, 256)
+    return _tokens(rows, length, len(VOCABULARY)), _tokens(rows, length, len(VOCABULARY))
+
+
+def _sentences(tiny: bool) -> tuple[Tensor, Tensor]:
+    rows, length, words = (2, 8, 96) if tiny else (4, 128, 30_522)
+    return _tokens(rows, length, words), torch.randint(0, CLASSES, (rows,))
+
+
+MODELS = (
+    Workload(
+        "MLP",
+        "13 layers of width 256, dropout, batch 128, fp32",
+        lambda tiny: _mlp(16 if tiny else 256, 13),
+        lambda tiny: _vectors(8 if tiny else 128, 16 if tiny else 256),
+        "32-true",
+    ),
+    Workload(
+        "GPT",
+        "6 layers of width 384, batch 8 x 256, bf16-mixed, clipping, a schedule",
+        _gpt,
+        _characters,
+        clip=1.0,
+    ),
+    Workload("ResNet-18", "batch 32 of 64 x 64, bf16-mixed", _resnet18, _images, needs="torchvision"),
+    Workload("BERT-base", "batch 4 x 128, bf16-mixed", _bert_base, _sentences, needs="transformers"),
+)
+
+# Its layers take long enough to be held against a profiler.
+WIDE_MLP = Workload(
+    "wide MLP",
+    "6 layers of width 2048, dropout, batch 512, fp32",
+    lambda tiny: _mlp(32 if tiny else 2048, 6),
+    lambda tiny: _vectors(8 if tiny else 512, 32 if tiny else 2048),
+    "32-true",
+)
