@@ -6,6 +6,7 @@ second apart, on one set of clocks and temperatures, and each fit captures its g
 
 from __future__ import annotations
 
+import platform
 import statistics
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch.utils._pytree import tree_map
 
@@ -21,7 +23,7 @@ __all__ = [
     "BlockedBatches",
     "Blocks",
     "Measured",
-    "device_name",
+    "environment",
     "fits_in_turn",
     "pinned",
     "synchronize",
@@ -32,9 +34,14 @@ ON_GPU = torch.cuda.is_available()
 _READY_BATCHES = 16
 
 
-def device_name() -> str:
-    """What the figures were measured on."""
-    return torch.cuda.get_device_name() if ON_GPU else "CPU emulator: these figures mean nothing"
+def environment() -> dict[str, Any]:
+    """What the figures depend on besides the code."""
+    return {
+        "device": torch.cuda.get_device_name() if ON_GPU else "CPU emulator: these figures mean nothing",
+        "torch": torch.__version__,
+        "lightning": pl.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def pinned(batch: Any) -> Any:

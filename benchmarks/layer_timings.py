@@ -15,7 +15,6 @@ import gc
 import io
 import json
 import logging
-import platform
 import sys
 import tempfile
 import time
@@ -24,13 +23,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, device_name, fits_in_turn, pinned
+from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, environment, fits_in_turn, pinned
 from benchmarks.models import MODELS, Workload, leaf_names
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 
@@ -131,16 +129,6 @@ def table(results: list[Result]) -> str:
                 against = f"{ratio - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
             lines.append(f"| {model} | {name} | {step} | {against} |")
     return "\n".join(lines)
-
-
-def environment() -> dict[str, Any]:
-    """What the figures depend on besides the code."""
-    return {
-        "device": device_name(),
-        "torch": torch.__version__,
-        "lightning": pl.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def main() -> int:

@@ -1,0 +1,240 @@
+"""What a profiler's trace says about captures and replays: which kernels lie between which marks.
+
+A trace of `torch.profiler` is a list of events. In one of a capture, the host's launches and the marks
+show in the order in which they went into the graph. In one of replays, the device's kernels show with
+their times, in the same order, because all of them were captured on one stream. So the number of a
+launch says which kernel it became, and the kernels between two marks are known without asking the clock
+that is to be checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_cudagraph.capture.backend import CudaBackend
+from lightning_cudagraph.capture.emulator import EmulatorBackend
+
+__all__ = ["Activity", "Captured", "Launch", "Replayed", "Trace", "annotated"]
+
+CAPTURE = "timing_truth: capture"
+MARK = "timing_truth: mark"
+
+# What the host calls, and what runs on the device for it.
+_LAUNCHES = {
+    "kernel": ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel"),
+    "memcpy": ("cudaMemcpy", "cuMemcpy"),
+    "memset": ("cudaMemset", "cuMemset"),
+}
+_ACTIVITIES = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+_HOST_CALLS = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The host asks for work on the device.
+
+    Attributes:
+        kind: kernel, memcpy or memset.
+        at_us: when.
+        op: the innermost op around it.
+        correlation: what the device's part of it has, too.
+    """
+
+    kind: str
+    at_us: float
+    op: str
+    correlation: int
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The launches of one capture.
+
+    Attributes:
+        launches: in the order of the graph.
+        marks: for each mark, in the order of the graph, how many launches came before it.
+    """
+
+    launches: tuple[Launch, ...]
+    marks: tuple[int, ...]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [launch.kind for launch in self.launches]
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Work on the device."""
+
+    name: str
+    kind: str
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one launch of a graph did on the device.
+
+    Attributes:
+        activities: in the order in which they began.
+    """
+
+    activities: tuple[Activity, ...]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [activity.kind for activity in self.activities]
+
+    def between_us(self, first: int, last: int) -> float:
+        """Microseconds from the end of the activity before `first` to the end of that before `last`.
+
+        That is what two marks tell, one before the activity `first` and one before `last`. Before the
+        first activity of a graph there is nothing but its own beginning.
+        """
+        ends = [activity.end_us for activity in self.activities]
+        begins_us = ends[first - 1] if first else self.activities[0].start_us
+        return max(0.0, (ends[last - 1] if last else self.activities[0].start_us) - begins_us)
+
+    def busy_us(self, first: int, last: int) -> float:
+        """Microseconds for which the activities from `first` to that before `last` ran."""
+        return sum(activity.end_us - activity.start_us for activity in self.activities[first:last])
+
+    @property
+    def total_us(self) -> float:
+        """Microseconds from the first activity's beginning to the last one's end."""
+        return self.activities[-1].end_us - self.activities[0].start_us
+
+
+def _is_call(event: dict[str, Any]) -> bool:
+    return event.get("ph") == "X" and event.get("cat") in _HOST_CALLS
+
+
+def _launch_kind(event: dict[str, Any]) -> str | None:
+    if not _is_call(event):
+        return None
+    return next((kind for kind, names in _LAUNCHES.items() if event["name"].startswith(names)), None)
+
+
+def _correlation(event: dict[str, Any]) -> int:
+    return int(event.get("args", {}).get("correlation", -1))
+
+
+class Trace:
+    """The events of a trace.
+
+    Args:
+        events: ``traceEvents`` of a Chrome trace.
+    """
+
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        self._events = sorted(
+            (event for event in events if event.get("ph") == "X"), key=lambda event: event["ts"]
+        )
+        self._launches = self._find_launches()
+
+    def calls(self) -> Counter[str]:
+        """How often the host called which function of CUDA."""
+        return Counter(event["name"] for event in self._events if _is_call(event))
+
+    def captures(self) -> list[Captured]:
+        """The captures in it, in their order; those without marks are left out."""
+        found = []
+        for capture in (event for event in self._events if event["name"] == CAPTURE):
+            begins_us, ends_us = capture["ts"], capture["ts"] + capture["dur"]
+            for event in self._events:
+                if begins_us <= event["ts"] <= ends_us:
+                    # What is launched outside of the capture proper is in no graph.
+                    if event["name"].startswith("cudaStreamBeginCapture"):
+                        begins_us = event["ts"]
+                    elif event["name"].startswith("cudaStreamEndCapture"):
+                        ends_us = event["ts"]
+            launches = [launch for launch in self._launches if begins_us <= launch.at_us <= ends_us]
+            times_us = [launch.at_us for launch in launches]
+            marks = [
+                # In its middle: the clocks of host and driver need not agree to the microsecond.
+                bisect_left(times_us, event["ts"] + event["dur"] / 2)
+                for event in self._events
+                if event["name"] == MARK and begins_us <= event["ts"] <= ends_us
+            ]
+            if marks:
+                found.append(Captured(tuple(launches), tuple(marks)))
+        return found
+
+    def replays(self) -> list[Replayed]:
+        """The launches of graphs in it, in their order."""
+        graphs = [
+            _correlation(event)
+            for event in self._events
+            if _is_call(event) and event["name"].startswith(_GRAPH_LAUNCHES)
+        ]
+        of_graph: dict[int, list[Activity]] = {correlation: [] for correlation in graphs}
+        for correlation, activity in self._activities():
+            if correlation in of_graph:
+                of_graph[correlation].append(activity)
+        return [Replayed(tuple(activities)) for activities in of_graph.values() if activities]
+
+    def kernels_of_ops(self) -> dict[str, set[str]]:
+        """The names of what ops run on the device where they are launched one by one."""
+        op_of = {launch.correlation: launch.op for launch in self._launches}
+        found: dict[str, set[str]] = defaultdict(set)
+        for correlation, activity in self._activities():
+            if correlation in op_of:
+                found[op_of[correlation]].add(activity.name)
+        return found
+
+    def _activities(self) -> Iterator[tuple[int, Activity]]:
+        for event in self._events:
+            if (kind := _ACTIVITIES.get(event.get("cat", ""))) is not None:
+                end_us = event["ts"] + event["dur"]
+                yield _correlation(event), Activity(event["name"], kind, event["ts"], end_us)
+
+    def _find_launches(self) -> list[Launch]:
+        """All launches, with the op around each: the last one of its thread that has not ended."""
+        launches: list[Launch] = []
+        open_ops: dict[Any, list[tuple[float, str]]] = defaultdict(list)
+        in_call_until_us: dict[Any, float] = {}
+        for event in self._events:
+            thread, at_us = event.get("tid"), event["ts"]
+            ops = open_ops[thread]
+            while ops and ops[-1][0] < at_us:
+                ops.pop()
+            if event.get("cat") == "cpu_op" and event["name"] not in (CAPTURE, MARK):
+                ops.append((at_us + event["dur"], event["name"]))
+            # A call of the driver from within one of the runtime is the same launch.
+            is_inner = at_us < in_call_until_us.get(thread, at_us)
+            if (kind := _launch_kind(event)) is not None and not is_inner:
+                op = ops[-1][1] if ops else ""
+                launches.append(Launch(kind, at_us, op, _correlation(event)))
+                in_call_until_us[thread] = at_us + event["dur"]
+        return launches
+
+
+@contextlib.contextmanager
+def annotated() -> Iterator[None]:
+    """Let captures and marks show in traces; afterwards they do not any more."""
+    with contextlib.ExitStack() as stack:
+        for backend in (CudaBackend, EmulatorBackend):
+            for method, name in (("capture", CAPTURE), ("mark", MARK)):
+                original = getattr(backend, method)
+                stack.callback(setattr, backend, method, original)
+                setattr(backend, method, _in_range(original, name))
+        yield
+
+
+def _in_range(function: Any, name: str) -> Any:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        # Not `record_function`, which is an op, and would be seen by what watches the capture.
+        with torch._C._profiler._RecordFunctionFast(name):
+            return function(*args, **kwargs)
+
+    return inside

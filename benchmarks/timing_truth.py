@@ -1,0 +1,486 @@
+"""The times of layers against those of `torch.profiler`, in the same replays of the same graph.
+
+A fit with all modules timed is profiled twice: around its capture, which says which launches lie between
+which marks, and around some replays, where the profiler has the beginning and the end of every kernel
+(`benchmarks/kineto.py`). What two marks say is then held against the end of the kernel before the one
+and the end of the kernel before the other. A profiler that watches every kernel can slow a replay, so
+our times are shown while it watches and while it does not.
+
+    python -m benchmarks.timing_truth
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.fits import ON_GPU, environment, pinned, synchronize
+from benchmarks.kineto import Captured, Replayed, Trace, annotated
+from benchmarks.models import MODELS, WIDE_MLP, Workload, leaf_names
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading, SpanLayout
+
+WORKLOADS = (WIDE_MLP, *MODELS[1:])
+WITHIN_SHARE, WITHIN_US = 0.05, 3.0
+SETTLING_STEPS = 30
+
+
+@dataclass
+class Phase:
+    """Some replays, one after the other.
+
+    Attributes:
+        first: number of the first of them among all replays.
+        last: number of the first one behind them.
+        step_us: microseconds of a step, the device idle at both ends.
+    """
+
+    first: int = 0
+    last: int = 0
+    step_us: float = float("nan")
+
+
+@dataclass
+class Watched:
+    """What a fit left behind.
+
+    Attributes:
+        capture: the trace of the capture, and of the eager steps around it.
+        replays: the trace of the profiled replays.
+        readings: what the marks of all replays said.
+        profiled: the replays in `replays`.
+        before: replays before these, not profiled.
+        after: replays behind them, not profiled.
+    """
+
+    capture: Trace
+    replays: Trace
+    readings: list[Reading]
+    profiled: Phase
+    before: Phase
+    after: Phase
+
+
+@dataclass
+class Row:
+    """One span, in microseconds, medians over replays.
+
+    Attributes:
+        tag: of the span.
+        is_leaf: its module has no members.
+        kernels: how many kernels, copies and fills lie in it.
+        ours_us: what the marks said while the profiler watched.
+        profiler_us: what the profiler said of the same replays.
+        busy_us: of that, without the gaps between kernels.
+        alone_us: what the marks said while the profiler did not watch.
+    """
+
+    tag: str
+    is_leaf: bool
+    kernels: int
+    ours_us: float
+    profiler_us: float
+    busy_us: float
+    alone_us: float
+
+    @property
+    def off_us(self) -> float:
+        """How far we are from the profiler."""
+        return self.ours_us - self.profiler_us
+
+    @property
+    def tolerance_us(self) -> float:
+        """How far from the profiler we may be."""
+        return max(WITHIN_US, WITHIN_SHARE * self.profiler_us)
+
+    @property
+    def is_within(self) -> bool:
+        return abs(self.off_us) <= self.tolerance_us
+
+    @property
+    def alone_is_within(self) -> bool:
+        """Whether, unwatched, it is between the kernels alone and the kernels with their gaps."""
+        tolerance_us = self.tolerance_us
+        return self.busy_us - tolerance_us <= self.alone_us <= self.profiler_us + tolerance_us
+
+
+@dataclass
+class Truth:
+    """What came of one model.
+
+    Attributes:
+        name: of the model.
+        rows: its spans.
+        problems: what could not be held against the profiler, and why.
+        n_replays: replays that were compared.
+        n_kernels: kernels, copies and fills of a replay.
+        n_named: how many of these have a name which the same op has when it is launched eagerly.
+        replay_us: a replay by the profiler, from its first kernel to its last.
+        step_us: a step by the host's clock, unwatched.
+    """
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    n_replays: int = 0
+    n_kernels: int = 0
+    n_named: int = 0
+    replay_us: float = float("nan")
+    step_us: float = float("nan")
+
+    def layers(self, above_us: float) -> list[Row]:
+        """The spans of layers that take longer than `above_us`."""
+        return [
+            row
+            for row in self.rows
+            if row.tag.startswith((FORWARD_TAG, BACKWARD_TAG)) and row.profiler_us > above_us
+        ]
+
+    def part(self, name: str) -> Row | None:
+        return next((row for row in self.rows if row.tag == STEP_TAG + name), None)
+
+    def parts_us(self, value: Callable[[Row], float]) -> float:
+        """The sum of the parts of the step."""
+        names = ("forward", "backward", "clipping", "scaler", "optimizer")
+        return sum(value(row) for name in names if (row := self.part(name)) is not None)
+
+
+class _Profiled:
+    """A profile of what happens between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
+        self._profile = profile(activities=activities)
+
+    def start(self) -> None:
+        synchronize()
+        self._profile.start()
+
+    def stop(self) -> Trace:
+        synchronize()
+        self._profile.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            return Trace(json.loads(path.read_text())["traceEvents"])
+
+
+class WatchedBatches:
+    """Batches during which the profiler is switched on and off.
+
+    Args:
+        batches: batches that lie ready.
+        replays: how many replays are profiled; five times as many are not, before and behind these.
+        callback: says what became of the steps so far.
+    """
+
+    def __init__(self, batches: list[Any], replays: int, callback: CUDAGraphCallback) -> None:
+        self._batches = batches
+        self._n_replays = replays
+        self._callback = callback
+        self.captured: Trace | None = None
+        self.replayed: Trace | None = None
+        self.before, self.profiled, self.after = Phase(), Phase(), Phase()
+
+    def __len__(self) -> int:
+        return SETTLING_STEPS + 11 * self._n_replays + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        step = 0
+
+        def some(steps: int) -> Iterator[Any]:
+            nonlocal step
+            for _ in range(steps):
+                yield self._batches[step % len(self._batches)]
+                step += 1
+
+        def phase(into: Phase, steps: int) -> Iterator[Any]:
+            synchronize()
+            into.first, started_s = self._replayed(), time.perf_counter()
+            yield from some(steps)
+            synchronize()
+            into.last = self._replayed()
+            into.step_us = (time.perf_counter() - started_s) / steps * 1e6
+
+        yield from some(2)
+        profiled = _Profiled()
+        profiled.start()
+        while not self._captures() and step < SETTLING_STEPS:
+            yield from some(1)
+        self.captured = profiled.stop()
+        yield from some(SETTLING_STEPS - step)
+        yield from phase(self.before, 5 * self._n_replays)
+        profiled = _Profiled()
+        profiled.start()
+        yield from phase(self.profiled, self._n_replays)
+        self.replayed = profiled.stop()
+        yield from phase(self.after, 5 * self._n_replays)
+        yield from some(1)  # after the last batch, nobody asks for another
+
+    def _captures(self) -> int:
+        return 0 if self._callback.counts is None else self._callback.counts.captures
+
+    def _replayed(self) -> int:
+        return 0 if self._callback.counts is None else self._callback.counts.replayed
+
+
+@contextlib.contextmanager
+def readings_kept() -> Iterator[list[Reading]]:
+    """All readings that are made, in their order."""
+    kept: list[Reading] = []
+    original = Reading.__init__
+
+    def init(self: Reading, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        kept.append(self)
+
+    Reading.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield kept
+    finally:
+        Reading.__init__ = original  # type: ignore[method-assign]
+
+
+def watch(workload: Workload, replays: int, tiny: bool) -> Watched:
+    """Train with all modules timed, and with the profiler on for some of the steps."""
+    torch.manual_seed(1)
+    callback = CUDAGraphCallback(timings=LayerTimings(modules=["*"]))
+    batches = WatchedBatches([pinned(workload.batch(tiny)) for _ in range(8)], replays, callback)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(io.StringIO()),
+        annotated(),
+        readings_kept() as readings,
+    ):
+        trainer = pl.Trainer(
+            accelerator="gpu" if ON_GPU else "cpu",
+            devices=1,
+            precision=workload.precision,
+            max_epochs=1,
+            gradient_clip_val=workload.clip,
+            logger=TensorBoardLogger(folder),
+            callbacks=[callback],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(workload.make(tiny), batches)
+    assert batches.captured is not None
+    assert batches.replayed is not None
+    return Watched(
+        batches.captured,
+        batches.replayed,
+        list(readings),
+        batches.profiled,
+        batches.before,
+        batches.after,
+    )
+
+
+def _plan(watched: Watched, truth: Truth) -> Captured | None:
+    """Which launches lie between which marks, or None."""
+    captures = watched.capture.captures()
+    if not captures or not captures[0].launches:
+        calls = ", ".join(f"{name} {n}" for name, n in watched.capture.calls().most_common(20))
+        truth.problems.append(f"no launches of a capture in the trace of it, but: {calls or 'nothing'}")
+        return None
+    plan = captures[0]
+    for other in captures[1:]:
+        if (other.kinds, other.marks) != (plan.kinds, plan.marks):
+            truth.problems.append("two captures of the step differ in their launches, or in their marks")
+            return None
+    return plan
+
+
+def _mapped(watched: Watched, plan: Captured, truth: Truth) -> list[tuple[Replayed, Reading]]:
+    """The profiled replays whose kernels are those of the capture, each with its reading."""
+    replays = watched.replays.replays()
+    readings = watched.readings[watched.profiled.first : watched.profiled.last]
+    if len(replays) != len(readings):
+        truth.problems.append(f"{len(replays)} launches of graphs for {len(readings)} readings")
+        return []
+    fit = [pair for pair in zip(replays, readings, strict=True) if pair[0].kinds == plan.kinds]
+    if len(fit) < len(replays):
+        odd = next(replay for replay in replays if replay.kinds != plan.kinds)
+        truth.problems.append(
+            f"{len(replays) - len(fit)} of {len(replays)} replays are not the launches of the capture:"
+            f" {len(odd.kinds)} kernels, copies and fills for {len(plan.kinds)} launches"
+        )
+    return fit
+
+
+def _positions(layout: SpanLayout, plan: Captured) -> Iterator[tuple[int, str, list[tuple[int, int]]]]:
+    """Number and tag of each span in the graph, and the launches between which its calls lie."""
+    for number, span in enumerate(layout.spans):
+        if all(mark < len(plan.marks) for call in span.calls for mark in call):
+            yield number, span.tag, [(plan.marks[begin], plan.marks[end]) for begin, end in span.calls]
+
+
+def compare(name: str, watched: Watched, leaves: set[str]) -> Truth:
+    """Hold the readings of a fit against its traces.
+
+    Args:
+        name: of the model.
+        watched: the readings and the traces.
+        leaves: names of the modules without members.
+    """
+    truth = Truth(name, step_us=min(watched.before.step_us, watched.after.step_us))
+    plan = _plan(watched, truth)
+    if plan is None or not (pairs := _mapped(watched, plan, truth)):
+        return truth
+    truth.n_replays, truth.n_kernels = len(pairs), len(plan.launches)
+    truth.replay_us = statistics.median(replay.total_us for replay, _ in pairs)
+    eagerly = watched.capture.kernels_of_ops()
+    named = [
+        activity.name in eagerly.get(launch.op, ())
+        for launch, activity in zip(plan.launches, pairs[0][0].activities, strict=True)
+    ]
+    truth.n_named = sum(named)
+    if not all(named):
+        odd = named.index(False)
+        truth.problems.append(
+            f"{named.count(False)} kernels have names that the op has not eagerly, such as"
+            f" {pairs[0][0].activities[odd].name[:60]!r} of {plan.launches[odd].op!r}"
+        )
+    layout = pairs[0][1].layout
+    alone = [
+        reading
+        for phase in (watched.before, watched.after)
+        for reading in watched.readings[phase.first : phase.last]
+        if reading.layout.tags == layout.tags
+    ]
+    tags = {reading.layout.tags for _, reading in pairs}
+    if len(tags) > 1:
+        truth.problems.append("readings of the profiled replays have several layouts")
+        return truth
+    ours_ms = [reading.durations_ms.tolist() for _, reading in pairs]
+    alone_ms = [reading.durations_ms.tolist() for reading in alone]
+    mapped = list(_positions(layout, plan))
+    for number, tag, calls in mapped:
+        truth.rows.append(
+            Row(
+                tag,
+                tag.partition("/")[2] in leaves,
+                sum(last - first for first, last in calls),
+                statistics.median(times[number] for times in ours_ms) * 1e3,
+                statistics.median(
+                    sum(replay.between_us(*call) for call in calls) for replay, _ in pairs
+                ),
+                statistics.median(sum(replay.busy_us(*call) for call in calls) for replay, _ in pairs),
+                statistics.median(times[number] for times in alone_ms) * 1e3,
+            )
+        )
+    if outside := [span.tag for span in layout.spans if span.tag not in {tag for _, tag, _ in mapped}]:
+        truth.problems.append(f"not in the graph, and so not compared: {', '.join(outside)}")
+    return truth
+
+
+def _share(within: list[bool]) -> str:
+    return f"{sum(within)} of {len(within)}"
+
+
+def _percent(value_us: float, of_us: float) -> str:
+    return f"{value_us / of_us - 1:+.1%}"
+
+
+def summary(truths: list[Truth], above_us: float) -> str:
+    """One line a model, as a table in Markdown."""
+    lines = [
+        "| model | kernels | layers | within 5 % or 3 µs | worst | alone | sum of parts | step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for truth in truths:
+        layers, total = truth.layers(above_us), truth.part("total")
+        if total is None:
+            lines.append(f"| {truth.name} | {truth.n_kernels} | not compared | | | | | |")
+            continue
+        worst = max(layers, key=lambda row: abs(row.off_us) / row.tolerance_us, default=None)
+        said = (
+            "" if worst is None else f"{worst.off_us:+.1f} µs ({worst.off_us / worst.profiler_us:+.1%})"
+        )
+        leaves = sum(row.is_leaf for row in layers)
+        parts = _percent(truth.parts_us(lambda row: row.ours_us), total.ours_us)
+        alone = _percent(truth.parts_us(lambda row: row.alone_us), total.alone_us)
+        lines.append(
+            f"| {truth.name} | {truth.n_kernels} ({truth.n_named} named as eagerly)"
+            f" | {len(layers)} above {above_us:.0f} µs, {leaves} of them leaves"
+            f" | {_share([row.is_within for row in layers])} | {said}"
+            f" | {_share([row.alone_is_within for row in layers])} | {parts}, alone {alone}"
+            f" | {total.ours_us:.0f} µs by marks, {truth.replay_us:.0f} by the profiler"
+            f" ({_percent(total.ours_us, truth.replay_us)}); alone {total.alone_us:.0f} by marks,"
+            f" {truth.step_us:.0f} by the host |"
+        )
+    return "\n".join(lines)
+
+
+def details(truth: Truth, above_us: float, limit: int) -> str:
+    """The layers of a model that are furthest from the profiler."""
+    rows = sorted(truth.layers(above_us), key=lambda row: -abs(row.off_us) / row.tolerance_us)
+    lines = [
+        f"| {truth.name}: span | kernels | marks | profiler | of it busy | marks, alone |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.tag} | {row.kernels} | {row.ours_us:.1f} | {row.profiler_us:.1f}"
+        f" | {row.busy_us:.1f} | {row.alone_us:.1f} |"
+        for row in rows[:limit]
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    names = [workload.name for workload in WORKLOADS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", choices=names, default=names)
+    parser.add_argument("--replays", type=int, default=20, help="replays that are profiled")
+    parser.add_argument("--above-us", type=float, default=20.0, help="layers that take longer")
+    parser.add_argument("--rows", type=int, default=6, help="layers shown of each model")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to see whether all runs")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    args = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    truths = []
+    for workload in WORKLOADS:
+        if workload.name not in args.models:
+            continue
+        if not workload.is_here:
+            print(f"{workload.name} is left out: it needs {workload.needs}")
+            continue
+        leaves = set(leaf_names(workload.make(args.tiny)))
+        truths.append(compare(workload.name, watch(workload, args.replays, args.tiny), leaves))
+        gc.collect()
+    surroundings = environment()
+    print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
+    print(f"medians over {args.replays} replays\n")
+    print(summary(truths, args.above_us))
+    for truth in truths:
+        if truth.layers(args.above_us):
+            print("\n" + details(truth, args.above_us, args.rows))
+        for problem in truth.problems:
+            print(f"\n{truth.name}: {problem}")
+    if args.json:
+        args.json.write_text(json.dumps({**surroundings, "models": [asdict(truth) for truth in truths]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""What the benchmarks make of traces and of blocks: known numbers in, the same numbers out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+
+from benchmarks.fits import BlockedBatches, Blocks, fits_in_turn
+from benchmarks.kineto import CAPTURE, MARK, Trace
+from benchmarks.layer_timings import BASELINE, VARIANTS, measure, table
+from benchmarks.models import MODELS, leaf_names
+from benchmarks.timing_truth import Phase, Truth, Watched, compare, details, summary, watch
+from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
+
+Event = dict[str, Any]
+KERNELS_US = (10.0, 30.0, 25.0, 5.0, 40.0)
+GAP_US = 1.0
+# An op for each kernel: two of them are one op's.
+OPS = ("aten::addmm", "aten::addmm", "aten::relu", "aten::mse_loss", "AddmmBackward0")
+# Marks of the step, and around the second and the third kernel.
+MARKS = (0, 1, 3, 5)
+
+
+def event(category: str, name: str, ts: float, dur: float, **args: Any) -> Event:
+    return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "tid": 1, "args": args}
+
+
+def step_by_host(at_us: float, correlations: Iterator[int], with_marks: bool) -> list[Event]:
+    """Ops and their launches, 100 µs apart, and marks between them."""
+    found: list[Event] = []
+    for number, op in enumerate((*OPS, None)):
+        here_us = at_us + 100 * number
+        if with_marks and number in MARKS:
+            found.append(event("cpu_op", MARK, here_us - 50, 20))
+        if op is not None:
+            found.append(event("cpu_op", op, here_us, 40))
+            found.append(
+                event(
+                    "cuda_runtime", "cudaLaunchKernel", here_us + 10, 10, correlation=next(correlations)
+                )
+            )
+            found.append(event("cuda_driver", "cuLaunchKernel", here_us + 12, 5, correlation=-1))
+    return found
+
+
+def step_on_device(at_us: float, correlations: Iterator[int], gap_us: float = GAP_US) -> list[Event]:
+    found = []
+    for op, kernel_us in zip(OPS, KERNELS_US, strict=True):
+        name = f"kernel of {op}"
+        found.append(event("kernel", name, at_us, kernel_us, correlation=next(correlations)))
+        at_us += kernel_us + gap_us
+    return found
+
+
+def capture_trace() -> list[Event]:
+    """An eager step, and then two captures of it."""
+    events = step_by_host(1000, count(1), with_marks=False) + step_on_device(1200, count(1))
+    for begins_us in (10_000, 20_000):
+        events += [
+            event("cpu_op", CAPTURE, begins_us, 2000),
+            # Before the capture proper: in no graph.
+            event("cuda_runtime", "cudaLaunchKernel", begins_us + 10, 5, correlation=50),
+            event("cuda_runtime", "cudaStreamBeginCapture", begins_us + 20, 5),
+            *step_by_host(begins_us + 200, count(100), with_marks=True),
+            event("cuda_runtime", "cudaStreamEndCapture", begins_us + 1900, 5),
+        ]
+    return events
+
+
+def replay_trace(replays: int, gap_us: float = GAP_US) -> list[Event]:
+    events = []
+    for number in range(replays):
+        at_us = 1000.0 * number
+        events += [
+            event("cuda_runtime", "cudaMemcpyAsync", at_us, 5, correlation=1000 + number),
+            event("gpu_memcpy", "Memcpy HtoD", at_us + 20, 5, correlation=1000 + number),
+            event("cuda_runtime", "cudaGraphLaunch", at_us + 10, 5, correlation=number),
+            # Kernels of a graph have the correlation of its launch, each of them.
+            *step_on_device(at_us + 40, (number for _ in OPS), gap_us),
+        ]
+    return events[::-1]  # traces are not sorted
+
+
+LAYOUT = SpanLayout(
+    (
+        Span("step_ms/forward", "forward", ((0, 2),)),
+        Span("step_ms/backward", "backward", ((2, 3),)),
+        Span("step_ms/total", "host", ((0, 3),)),
+        Span("layer_forward_ms/net.0", "forward", ((1, 2),)),
+        Span("layer_backward_ms/net", "backward", ((2, 3),)),
+        Span("step_ms/copy", "copy", ((4, 0),)),
+    ),
+    5,
+)
+
+
+def watched(off_us: float = 0.0, replays: int = 3) -> Watched:
+    # When kernels end: 10, 41, 67, 73, 114. Before the step, a copy.
+    offsets_ms = [0.0, 0.010, (67 + off_us) / 1e3, 0.114, -0.020]
+    readings = [Reading(LAYOUT, step, 0.0, offsets_ms) for step in range(5 * replays)]
+    return Watched(
+        Trace(capture_trace()),
+        Trace(replay_trace(replays)),
+        readings,
+        profiled=Phase(replays, 2 * replays),
+        before=Phase(0, replays, 150.0),
+        after=Phase(2 * replays, 5 * replays, 151.0),
+    )
+
+
+def test_captures_are_found_with_their_launches_and_marks() -> None:
+    captures = Trace(capture_trace()).captures()
+    assert [capture.marks for capture in captures] == [MARKS, MARKS]
+    for capture in captures:
+        assert [launch.op for launch in capture.launches] == list(OPS)
+        assert capture.kinds == ["kernel"] * 5
+    # Without what begins and ends it, all of the range counts.
+    unbounded = [event for event in capture_trace() if "StreamBegin" not in event["name"]]
+    assert [len(capture.launches) for capture in Trace(unbounded).captures()] == [6, 6]
+
+
+def test_replays_are_found_with_their_kernels() -> None:
+    replays = Trace(replay_trace(3)).replays()
+    assert len(replays) == 3
+    for replay in replays:
+        assert [activity.end_us - activity.start_us for activity in replay.activities] == list(
+            KERNELS_US
+        )
+        assert replay.total_us == sum(KERNELS_US) + 4 * GAP_US
+        assert replay.between_us(0, 5) == replay.total_us
+        assert replay.between_us(1, 3) == 30 + 25 + 2 * GAP_US
+        assert replay.busy_us(1, 3) == 55
+        assert replay.between_us(3, 3) == replay.between_us(0, 0) == 0
+    ops = Trace(capture_trace()).kernels_of_ops()
+    assert ops["aten::relu"] == {"kernel of aten::relu"}
+
+
+def test_readings_are_held_against_the_kernels() -> None:
+    truth = compare("net", watched(), {"net.0"})
+    rows = {row.tag: row for row in truth.rows}
+    assert truth.n_replays == 3
+    assert truth.n_kernels == truth.n_named == 5
+    assert rows["layer_forward_ms/net.0"].kernels == 2
+    assert rows["layer_forward_ms/net.0"].is_leaf
+    assert not rows["layer_backward_ms/net"].is_leaf
+    for tag, profiler_us, busy_us in (
+        ("layer_forward_ms/net.0", 57, 55),
+        ("layer_backward_ms/net", 47, 45),
+        ("step_ms/forward", 67, 65),
+        ("step_ms/total", 114, 110),
+    ):
+        row = rows[tag]
+        assert (row.ours_us, row.profiler_us, row.busy_us) == pytest.approx(
+            (profiler_us,) * 2 + (busy_us,)
+        )
+        assert row.is_within
+        assert row.alone_is_within
+    assert truth.problems == ["not in the graph, and so not compared: step_ms/copy"]
+    assert "2 above 20 µs, 1 of them leaves | 2 of 2 | " in summary([truth], 20)
+    assert "layer_forward_ms/net.0 | 2 | 57.0 | 57.0 | 55.0 | 57.0 |" in details(truth, 20, 5)
+
+
+def test_a_reading_that_is_off_is_told() -> None:
+    truth = compare("net", watched(off_us=4.0), {"net.0"})
+    assert [row.is_within for row in truth.layers(20)] == [False, False]
+    # Alone, it may be shorter than under the profiler, by the gaps.
+    assert [row.alone_is_within for row in truth.layers(20)] == [False, True]
+    assert "0 of 2 | +4.0 µs (+7.0%)" in summary([truth], 20)
+
+
+def test_what_cannot_be_mapped_is_said() -> None:
+    def problems(**changed: Any) -> list[str]:
+        whole = watched()
+        truth = compare("net", Watched(**{**whole.__dict__, **changed}), set())
+        assert "not compared" in summary([truth], 20)
+        return truth.problems
+
+    (none,) = problems(capture=Trace([]))
+    assert none.startswith("no launches of a capture")
+    events = capture_trace()
+    del events[-4:-2]  # the last launch of the second capture
+    (differ,) = problems(capture=Trace(events))
+    assert "two captures of the step differ" in differ
+    (fewer,) = problems(profiled=Phase(0, 2))
+    assert fewer == "3 launches of graphs for 2 readings"
+    kernels = [event for event in replay_trace(3) if event["name"] != "kernel of aten::relu"]
+    (other,) = problems(replays=Trace(kernels))
+    assert other.startswith("3 of 3 replays are not the launches of the capture: 4 kernels")
+
+
+def test_kernels_that_the_op_has_not_eagerly_are_counted() -> None:
+    events = [event for event in capture_trace() if event["name"] != "kernel of AddmmBackward0"]
+    whole = watched()
+    whole.capture = Trace(events)
+    truth = compare("net", whole, set())
+    assert truth.n_named == 4
+    assert "'kernel of AddmmBackward0' of 'AddmmBackward0'" in truth.problems[0]
+
+
+def test_marks_of_a_fit_are_in_its_trace() -> None:
+    found = watch(MODELS[0], replays=2, tiny=True)
+    (capture,) = [event for event in found.capture._events if event["name"] == CAPTURE]
+    marks = [event for event in found.capture._events if event["name"] == MARK]
+    assert all(capture["ts"] <= mark["ts"] <= capture["ts"] + capture["dur"] for mark in marks)
+    assert len(found.readings) == found.after.last + 1
+    profiled = found.readings[found.profiled.first : found.profiled.last]
+    assert len(profiled) == 2
+    layout = profiled[0].layout
+    in_graph = {mark for span in layout.spans for call in span.calls for mark in call}
+    assert in_graph <= set(range(len(marks)))
+    assert compare("MLP", found, set()).problems[0].startswith("no launches of a capture")
+
+
+def test_fits_take_turns() -> None:
+    order: list[str] = []
+
+    def fit(name: str) -> Any:
+        def run(batches: BlockedBatches) -> None:
+            for number, _ in enumerate(batches):
+                order.append(name)
+                if name == "b" and number == 3:
+                    raise ValueError("no more")
+
+        return run
+
+    blocks = Blocks(warm_steps=2, lead_steps=1, steps=1, rounds=3)
+    measured = fits_in_turn({name: fit(name) for name in "abc"}, lambda: None, blocks)
+    # All begin, then there and back; `b` ends in its first block.
+    assert "".join(order) == "aabbcc" + "aabbcc" + "ccaa" + "aacc" + "ac"
+    assert [len(measured[name].step_us) for name in "abc"] == [3, 0, 3]
+    assert str(measured["b"].failure) == "no more"
+    assert measured["a"].ratio_to(measured["a"]) == (1.0, 1.0, 1.0)
+
+
+def test_a_benchmark_runs(accelerator: str) -> None:
+    blocks = Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2)
+    result = measure(MODELS[0], list(VARIANTS)[:2], blocks, tiny=True)
+    assert result.layers == len(leaf_names(MODELS[0].make(True))) == 37
+    assert [fit.failure for fit in result.fits.values()] == [None, None]
+    assert all(len(fit.step_us) == 2 for fit in result.fits.values())
+    lines = table([result]).splitlines()
+    assert len(lines) == 4
+    assert lines[2].startswith(f"| MLP (37) | {BASELINE} | ")
+    assert "%" in lines[3]
+
+
+def test_a_model_without_comparison_has_a_line() -> None:
+    assert "| none | 0 | not compared |" in summary([Truth("none")], 20)
