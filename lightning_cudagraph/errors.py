@@ -15,6 +15,7 @@ __all__ = [
     "CaptureError",
     "ConfigurationError",
     "HookError",
+    "TimerError",
     "UnsupportedError",
     "VerificationError",
 ]
@@ -92,6 +93,18 @@ class HookError(CUDAGraphError):
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(f'{reason} {remedy} To train without graphs, pass `backend="off"`.')
+
+
+class TimerError(CUDAGraphError):
+    """A timer, or a profiler, was used in a way from which no time can come. No work was harmed.
+
+    Args:
+        reason: what was done to which one, and what was expected.
+        remedy: one thing to do about it.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason} {remedy}")
 
 
 class BatchError(UnsupportedError):

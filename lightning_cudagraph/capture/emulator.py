@@ -14,6 +14,7 @@ whose state is set inside the step, which is refused.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,10 @@ def _address(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+# The graph whose capture is under way in each thread.
+_recording_in = threading.local()
+
+
 class HostEvent:
     """A timing event of the host clock, in place of a CUDA event."""
 
@@ -50,6 +55,15 @@ class HostEvent:
         self._time_s: float | None = None
 
     def record(self) -> None:
+        """Take the time now; inside a capture, each time that a replay comes to this point."""
+        graph = EmulatedGraph.recording()
+        if graph is None:
+            self.take_time()
+        else:
+            graph.add(self)
+
+    def take_time(self) -> None:
+        """Take the time, whatever is being captured."""
         self._time_s = time.perf_counter()
 
     def synchronize(self) -> None:
@@ -158,11 +172,24 @@ class _Recorder(Sentry):
 
 
 class EmulatedGraph:
-    """A recorded piece of work on the CPU."""
+    """A recorded piece of work on the CPU; its methods are named as `torch.cuda.CUDAGraph`'s are."""
 
     def __init__(self) -> None:
         self._parts: list[list[_Op | HostEvent]] = [[]]
         self.written: list[Tensor] = []
+
+    @staticmethod
+    def recording() -> EmulatedGraph | None:
+        """The graph whose capture is under way in the calling thread."""
+        return getattr(_recording_in, "graph", None)
+
+    def capture_begin(self) -> None:
+        """Events that are recorded in this thread are part of the graph from now on."""
+        _recording_in.graph = self
+
+    def capture_end(self) -> None:
+        """No longer."""
+        _recording_in.graph = None
 
     def add(self, op: _Op | HostEvent) -> None:
         """Take what comes next."""
@@ -180,7 +207,7 @@ class EmulatedGraph:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 for op in part:
                     if isinstance(op, HostEvent):
-                        op.record()
+                        op.take_time()
                     else:
                         op.run()
 
@@ -226,6 +253,7 @@ class EmulatorBackend:
         graph = EmulatedGraph()
         undo = _Undo(self.generators)
         self._recording = graph
+        graph.capture_begin()
         try:
             recorder = _Recorder(graph, undo, self.generators)
             with HostReads("cpu"), recorder:
@@ -236,6 +264,7 @@ class EmulatorBackend:
             raise
         finally:
             self._recording = None
+            graph.capture_end()
             undo.roll_back()
         self._live.append(graph)
         return graph, result
@@ -260,10 +289,7 @@ class EmulatorBackend:
         return HostEvent()
 
     def mark(self, event: HostEvent) -> None:
-        if self._recording is None:
-            event.record()
-        else:
-            self._recording.add(event)
+        event.record()
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -1,0 +1,352 @@
+"""A profiler for all CUDA graphs of the process, whoever captures them.
+
+It stands in for the methods of `torch.cuda.CUDAGraph` that begin and end a capture, replay and reset a
+graph; those of the emulator's graphs have the same names. Blocks that are timed during a capture belong
+to the graph that is being captured, and are reported after each of its replays.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from lightning_cudagraph.capture.emulator import EmulatedGraph
+from lightning_cudagraph.errors import TimerError
+from lightning_cudagraph.timing.events import Stretch, TimedBlock, TimerRegistry
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Profiler"]
+
+Context = TypeVar("Context")
+
+_GRAPHS: tuple[type, ...] = (torch.cuda.CUDAGraph, EmulatedGraph)
+# The events in each graph, which must outlive it, and the profiler too.
+_events_in: WeakKeyDictionary[Any, list[Stretch]] = WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """One method that has been replaced.
+
+    Attributes:
+        owner: the class.
+        name: the name of the method.
+        hook: what stands there now.
+        own: what stood in the class itself; None if the method was inherited.
+    """
+
+    owner: type
+    name: str
+    hook: Any
+    own: Any
+
+    def undo(self) -> bool:
+        """Put back what was there; False if somebody else has put something over the hook."""
+        if vars(self.owner).get(self.name) is not self.hook:
+            return False
+        if self.own is None:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.own)
+        return True
+
+
+@dataclass(frozen=True)
+class _Capture:
+    """A capture under way."""
+
+    graph: ref[Any]
+    thread: int
+
+
+class _Outside(threading.local):
+    """The blocks outside of graphs that one thread has timed, and that have not been reported."""
+
+    def __init__(self) -> None:
+        self.registry: TimerRegistry[Any] = TimerRegistry()
+
+
+class Profiler(Generic[Context]):
+    """Times blocks of code in every CUDA graph of the process, and outside of graphs.
+
+    After each replay of a graph `dump_fn` is called for each block in it, in the order in which they
+    were entered at its capture; for that the host waits until the replay has passed the last of them.
+    Blocks outside of graphs are reported in the same way when the outermost one is left, so that no
+    waiting comes into the times of others. It does not matter who captures: `torch.cuda.graph`,
+    `make_graphed_callables`, `CUDAGraphCallback`, or any library through `torch.cuda.CUDAGraph`.
+
+    There is one at a time. Making it again with the same function gives the same object. `close`, or
+    the end of its ``with`` block, switches it off: then nothing of torch is replaced any more, and blocks
+    that stay in the code cost next to nothing.
+
+    Not reported: replays, while a capture is under way in any thread, which waiting could break; graphs
+    whose capture has begun before the profiler was made.
+
+    Args:
+        dump_fn: takes the context of a block and its time in milliseconds. It is called in the thread
+            that replays. What it raises comes out of `replay`, when the replay is over.
+
+    Attributes:
+        active: the one that is switched on, or None.
+
+    Raises:
+        TimerError: if there is one already with another function.
+
+    Example:
+        profiler = Profiler(lambda name, elapsed_ms: print(f"{name} took {elapsed_ms:.2f} ms"))
+        with torch.cuda.graph(graph):
+            with profiler.time("attention"):
+                ...
+        graph.replay()
+    """
+
+    active: ClassVar[Profiler[Any] | None] = None
+    _dump_fn: Callable[[Context, float], None]
+    _registries: WeakKeyDictionary[Any, TimerRegistry[Context]]
+    _under_way: list[_Capture]
+    _outside: _Outside
+    _patches: list[_Patch]
+
+    def __new__(cls, dump_fn: Callable[[Context, float], None]) -> Self:
+        with _lock:
+            active = Profiler.active
+            if active is None:
+                new = super().__new__(cls)
+                new._switch_on(dump_fn)
+                return new
+            if type(active) is cls and active._dump_fn == dump_fn:
+                return active
+            raise TimerError(
+                f"A `Profiler` was made with `{_name(dump_fn)}`, and there is one with"
+                f" `{_name(active._dump_fn)}`; it takes every graph of the process, so that there can be"
+                " one at a time.",
+                "Use that one, or close it before: `Profiler.active.close()`.",
+            )
+
+    def __init__(self, dump_fn: Callable[[Context, float], None]) -> None:
+        """See the class; all is done by `__new__`, which may return the one that exists."""
+
+    def time(self, context: Context) -> TimedBlock:
+        """A block to be entered by ``with``, or put on a function: each call is a block of its own.
+
+        Args:
+            context: any object; `dump_fn` is given it.
+        """
+        return _ProfiledBlock(self, context)
+
+    def reset(self) -> None:
+        """Forget all blocks of all graphs, and those of this thread that wait for the outermost one.
+
+        Graphs that have been captured are reported no longer; those to come are.
+        """
+        with _lock:
+            for registry in self._registries.values():
+                registry.clear()
+        self._outside.registry.clear()
+
+    def close(self) -> None:
+        """Switch it off, and put back what was replaced. A second time does nothing."""
+        with _lock:
+            if Profiler.active is not self:
+                return
+            Profiler.active = None
+            left = [patch for patch in reversed(self._patches) if not patch.undo()]
+            self._patches = []
+        self._registries.clear()
+        self._under_way.clear()
+        self._outside.registry.clear()
+        if left:
+            names = ", ".join(f"`{patch.owner.__name__}.{patch.name}`" for patch in left)
+            warnings.warn(
+                f"Somebody has replaced {names} since the `Profiler` did, and goes through its function,"
+                " which has to stay there; it only passes calls on from now on.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # copies of modules that hold it go on using it
+
+    def _switch_on(self, dump_fn: Callable[[Context, float], None]) -> None:
+        self._dump_fn = dump_fn
+        self._registries = WeakKeyDictionary()
+        self._under_way = []
+        self._outside = _Outside()
+        self._patches = []
+        for owner in _GRAPHS:
+            for name, make_hook in _HOOKS.items():
+                # Whatever its arguments are: they are not the same in all versions of torch.
+                method = getattr(owner, name)
+                hook = functools.wraps(method)(make_hook(self, method))
+                self._patches.append(_Patch(owner, name, hook, vars(owner).get(name)))
+                setattr(owner, name, hook)
+        Profiler.active = self
+
+    def _graph_here(self) -> Any:
+        """The graph that takes what is issued here, or None if nobody knows it."""
+        with _lock:
+            under_way = [capture for capture in self._under_way if capture.graph() is not None]
+        own = [capture for capture in under_way if capture.thread == get_ident()]
+        # The backward pass runs in a thread of autograd's.
+        found = own or (under_way if len(under_way) == 1 else [])
+        return found[-1].graph() if found else None
+
+    def _begun(self, graph: Any) -> None:
+        with _lock:
+            self._registries[graph] = TimerRegistry()
+            _events_in[graph] = []
+            self._under_way.append(_Capture(ref(graph), get_ident()))
+
+    def _ended(self, graph: Any) -> None:
+        with _lock:
+            self._under_way = [c for c in self._under_way if c.graph() not in (None, graph)]
+
+    def _emptied(self, graph: Any) -> None:
+        with _lock:
+            self._registries.pop(graph, None)
+            _events_in.pop(graph, None)
+
+    def _replayed(self, graph: Any) -> None:
+        registry = self._registries.get(graph)
+        if registry is None or not len(registry) or self._is_capturing():
+            return
+        for stretch in registry.open():
+            registry.discard(stretch)
+            warnings.warn(
+                f"{stretch} has been entered and not left, so that it has no end: it is not reported.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._report(registry)
+
+    def _report(self, registry: TimerRegistry[Context]) -> None:
+        # All are read before anybody else's code runs.
+        for context, elapsed_ms in registry.elapsed_times():
+            self._dump_fn(context, elapsed_ms)
+
+    def _is_capturing(self) -> bool:
+        with _lock:
+            return any(capture.graph() is not None for capture in self._under_way)
+
+    def _entered(self, context: Context) -> Stretch | None:
+        if Profiler.active is not self:
+            return None
+        stretch = Stretch(context)
+        if not stretch.captured:
+            self._outside.registry.add(stretch)
+            return stretch
+        graph = self._graph_here()
+        if graph is None:
+            warnings.warn(
+                f"{stretch} is in a capture that began before the `Profiler` was made, or beside others"
+                " in a thread that began none of them: it is not timed.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return None
+        _events_in[graph].append(stretch)
+        self._registries[graph].add(stretch)
+        return stretch
+
+    def _left(self, stretch: Stretch, failed: bool) -> None:
+        registry = stretch.home
+        if registry is None:  # `reset` or `close` has forgotten it
+            return
+        if failed:
+            registry.discard(stretch)
+        elif stretch.captured:
+            graph = self._graph_here()
+            if graph is not None and self._registries[graph] is not registry:
+                # A step is captured in parts, of which a later one holds the end.
+                _events_in[graph].append(stretch)
+                registry = self._registries[graph]
+                registry.take_over(stretch)
+            registry.leave(stretch)
+        else:
+            registry.leave(stretch)
+        if not stretch.captured and not registry.open():
+            if failed:
+                registry.clear()
+            elif not self._is_capturing():
+                self._report(registry)
+
+
+class _ProfiledBlock(TimedBlock):
+    """A block of the profiler."""
+
+    def __init__(self, profiler: Profiler[Any], context: Any) -> None:
+        super().__init__()
+        self._profiler = profiler
+        self._context = context
+
+    def _entered(self) -> Stretch | None:
+        return self._profiler._entered(self._context)
+
+    def _left(self, stretch: Stretch, failed: bool) -> None:
+        self._profiler._left(stretch, failed)
+
+
+def _begins(profiler: Profiler[Any], method: Any) -> Any:
+    def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(graph, *args, **kwargs)
+        if Profiler.active is profiler:
+            profiler._begun(graph)
+        return result
+
+    return capture_begin
+
+
+def _ends(profiler: Profiler[Any], method: Any) -> Any:
+    def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(graph, *args, **kwargs)
+        except BaseException:
+            profiler._emptied(graph)  # there is no graph
+            raise
+        finally:
+            profiler._ended(graph)
+
+    return capture_end
+
+
+def _replays(profiler: Profiler[Any], method: Any) -> Any:
+    def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(graph, *args, **kwargs)
+        if Profiler.active is profiler:
+            profiler._replayed(graph)
+        return result
+
+    return replay
+
+
+def _resets(profiler: Profiler[Any], method: Any) -> Any:
+    def reset(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(graph, *args, **kwargs)
+        profiler._emptied(graph)
+        return result
+
+    return reset
+
+
+_HOOKS = {"capture_begin": _begins, "capture_end": _ends, "replay": _replays, "reset": _resets}
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)

@@ -1,0 +1,350 @@
+"""Timers and registries, alone: in a graph and outside of it, and what they say when they are misused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightning_cudagraph import CUDAGraphError, EventTimer, TimerError, TimerRegistry
+from tests.captures import Work
+
+
+@pytest.fixture
+def work(accelerator: str) -> Work:
+    return Work(accelerator)
+
+
+def test_a_block_outside_of_a_graph(work: Work) -> None:
+    timer = EventTimer()
+    begin_s = time.perf_counter()
+    with timer:
+        work.run(4)
+    timer.synchronize()
+    wall_ms = (time.perf_counter() - begin_s) * 1e3
+    assert 0 < timer.elapsed_time() <= wall_ms
+    assert timer.elapsed_time() == timer.elapsed_time()
+
+
+def test_all_three_forms(work: Work) -> None:
+    timer = EventTimer()
+    times_ms = []
+    with timer():
+        work.run(2)
+    times_ms.append(timer.elapsed_time())
+    with timer as entered:
+        work.run(2)
+    assert entered is timer
+    times_ms.append(timer.elapsed_time())
+
+    @timer
+    def twice(n: int, *, more: int = 0) -> int:
+        """Its own."""
+        work.run(n)
+        return n + more
+
+    assert twice(2, more=1) == 3
+    assert twice.__name__ == "twice"
+    assert twice.__doc__ == "Its own."
+    times_ms.append(timer.elapsed_time())
+    assert timer()(len)([1, 2]) == 2
+    times_ms.append(timer.elapsed_time())
+    assert all(time_ms > 0 for time_ms in times_ms)
+    assert len(set(times_ms)) > 1
+
+
+def test_a_block_in_a_graph_has_a_new_time_after_each_replay(work: Work) -> None:
+    timer = EventTimer()
+
+    def body() -> None:
+        work.run(3)
+        with timer:
+            work.run(3)
+
+    graph = work.capture(body)
+    times_ms = []
+    for _ in range(4):
+        graph.replay()
+        times_ms.append(timer.elapsed_time())
+    assert all(time_ms > 0 for time_ms in times_ms)
+    assert len(set(times_ms)) > 1
+
+
+def test_nested_blocks_of_one_timer(work: Work) -> None:
+    inner_ms = []
+    timer = EventTimer()
+
+    def body() -> None:
+        with timer:
+            with timer:
+                work.run()
+            inner.append(timer._last)
+            work.run(8)
+
+    inner: list[Any] = []
+    graph = work.capture(body)
+    graph.replay()
+    outer_ms = timer.elapsed_time()
+    inner_ms = inner[0].read_ms()
+    assert 0 < inner_ms < outer_ms
+
+
+def test_recursion_and_threads(work: Work) -> None:
+    timer = EventTimer()
+    depths = []
+
+    @timer
+    def down(depth: int) -> None:
+        depths.append(depth)
+        work.run()
+        if depth:
+            down(depth - 1)
+
+    threads = [threading.Thread(target=down, args=(3,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(depths) == 16
+    assert timer.elapsed_time() > 0
+    assert not timer._open
+
+
+def test_a_timer_that_is_gone_leaves_its_graph_whole(work: Work) -> None:
+    def body() -> None:
+        with EventTimer(), TimerRegistry[str]().time("gone"):
+            work.run()
+
+    graph = work.capture(body)
+    gc.collect()
+    work.out.zero_()
+    for _ in range(3):
+        graph.replay()
+    work.wait()
+    assert work.out.ne(0).all()
+
+
+def test_a_block_that_fails_is_not_timed(work: Work) -> None:
+    timer = EventTimer()
+    registry = TimerRegistry[str]()
+    with timer:
+        work.run()
+    before_ms = timer.elapsed_time()
+    with pytest.raises(ZeroDivisionError), timer, registry.time("fails"):
+        work.run()
+        _ = 1 / 0
+    assert timer.elapsed_time() == before_ms
+    assert registry.elapsed_times() == []
+    with timer:
+        work.run(2)
+    assert timer.elapsed_time() != before_ms
+
+
+def test_read_before_anything_was_timed() -> None:
+    with pytest.raises(TimerError, match=r"nothing has been timed. Put `with timer:` around"):
+        EventTimer().elapsed_time()
+    with pytest.raises(CUDAGraphError, match="nothing has been timed"):
+        EventTimer().synchronize()
+    assert TimerRegistry[str]().elapsed_times() == []
+    TimerRegistry[str]().synchronize()
+
+
+def test_read_before_the_first_replay(work: Work) -> None:
+    timer = EventTimer()
+    registry = TimerRegistry[str]()
+
+    def body() -> None:
+        with timer, registry.time("layer"):
+            work.run()
+
+    graph = work.capture(body)
+    with pytest.raises(TimerError, match=r"test_events\.py:\d+ has no time before its first replay"):
+        timer.elapsed_time()
+    with pytest.raises(
+        TimerError, match=r"timed as 'layer' at .*test_events\.py:\d+ has no time before"
+    ):
+        registry.elapsed_times()
+    graph.replay()
+    assert timer.elapsed_time() > 0
+    assert registry.elapsed_times()[0][1] > 0
+
+
+def test_times_from_outside_do_not_stand_in_for_those_of_a_graph(work: Work) -> None:
+    timer = EventTimer()
+    with timer:
+        work.run()
+    assert timer.elapsed_time() > 0
+
+    def body() -> None:
+        with timer:
+            work.run()
+
+    work.capture(body)
+    with pytest.raises(TimerError, match="before its first replay"):
+        timer.elapsed_time()
+
+
+def test_read_during_a_capture(work: Work) -> None:
+    timer = EventTimer()
+    registry = TimerRegistry[int]()
+    said = []
+
+    def body() -> None:
+        with timer, registry.time(0):
+            work.run()
+        for read in (timer.elapsed_time, timer.synchronize, registry.elapsed_times):
+            with pytest.raises(TimerError, match="read during a capture") as caught:
+                read()
+            said.append(str(caught.value))
+
+    graph = work.capture(body)
+    assert len(said) == 3
+    assert all(text.endswith("Read it behind the capture, after a replay.") for text in said)
+    graph.replay()
+    assert timer.elapsed_time() > 0
+
+
+def test_entered_and_never_left(work: Work) -> None:
+    timer = EventTimer()
+    timer.__enter__()
+    with pytest.raises(TimerError, match=r"test_events\.py:\d+ has been entered and not left"):
+        timer.elapsed_time()
+    timer.__exit__(None, None, None)
+    assert timer.elapsed_time() > 0
+    with pytest.raises(TimerError, match="left that has not been entered in this thread"):
+        timer.__exit__(None, None, None)
+
+    registry = TimerRegistry[str]()
+    block = registry.time("attention")
+    block.__enter__()
+    with pytest.raises(TimerError, match="timed as 'attention' .* has been entered and not left"):
+        registry.elapsed_times()
+    with pytest.warns(RuntimeWarning, match="timed as 'attention' .* entered and never left"):
+        del block
+        gc.collect()
+    assert registry.elapsed_times() == []
+
+
+def test_half_in_a_capture(work: Work) -> None:
+    timer = EventTimer()
+    timer.__enter__()
+
+    def leave() -> None:
+        work.run()
+        with pytest.raises(TimerError, match="entered outside of it and left inside of a capture"):
+            timer.__exit__(None, None, None)
+        timer.__enter__()
+
+    work.capture(leave)
+    with pytest.raises(TimerError, match="entered inside of a capture and left outside of it"):
+        timer.__exit__(None, None, None)
+
+
+def test_functions_that_return_before_their_work() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+
+    async def later() -> None: ...
+
+    for function in (numbers, later):
+        with pytest.raises(TimerError, match=f"{function.__name__}` returns before its work begins"):
+            EventTimer()(function)
+
+
+class Unhashable:
+    """A context that is compared by value, and has no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable)  # all are the same
+
+
+def test_a_registry_reads_a_graph_in_one_batch(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = TimerRegistry[Any]()
+    contexts: list[Any] = [Unhashable(0), Unhashable(1), ["list"], None, "same", "same"]
+
+    def body() -> None:
+        with registry.time("outer"):
+            for context in contexts:
+                with registry.time(context):
+                    work.run()
+
+    graph = work.capture(body)
+    kind = type(registry._stretches[0]._end)
+    waits = []
+    wait = kind.synchronize
+    monkeypatch.setattr(kind, "synchronize", lambda event: (waits.append(event), wait(event))[1])
+    for replay in range(3):
+        graph.replay()
+        found = registry.elapsed_times()
+        assert len(waits) == replay + 1
+        assert [context for context, _ in found] == ["outer", *contexts]
+        assert all(a is b for (a, _), b in zip(found[1:], contexts, strict=True))
+        times_ms = [time_ms for _, time_ms in found]
+        assert all(time_ms > 0 for time_ms in times_ms)
+        assert sum(times_ms[1:]) <= times_ms[0] * 1.0001
+    assert all(event is registry._stretches[0]._end for event in waits)
+
+
+def test_a_registry_outside_of_graphs_hands_out_each_block_once(work: Work) -> None:
+    registry = TimerRegistry[tuple[int, str]]()
+
+    @registry.time((-1, "function"))
+    def function() -> None:
+        work.run()
+
+    for i in range(3):
+        with registry.time((i, "outer")), registry.time((i, "inner")):
+            work.run()
+        function()
+        found = registry.elapsed_times()
+        assert [context for context, _ in found] == [(i, "outer"), (i, "inner"), (-1, "function")]
+        assert found[0][1] >= found[1][1] > 0
+    assert len(registry) == 0
+
+
+def test_a_registry_is_cleared_for_another_capture(work: Work) -> None:
+    registry = TimerRegistry[str]()
+
+    def body(name: str) -> None:
+        with registry.time(name):
+            work.run()
+
+    work.capture(lambda: body("first")).replay()
+    assert [context for context, _ in registry.elapsed_times()] == ["first"]
+    registry.clear()
+    graph = work.capture(lambda: body("second"))
+    graph.replay()
+    assert [context for context, _ in registry.elapsed_times()] == ["second"]
+
+
+def test_a_block_that_is_forgotten_while_it_is_open(work: Work) -> None:
+    registry = TimerRegistry[str]()
+    with registry.time("forgotten"):
+        registry.clear()
+        work.run()
+    assert registry.elapsed_times() == []
+
+
+def test_copies_have_times_of_their_own(work: Work) -> None:
+    timer = EventTimer()
+    with timer:
+        work.run()
+    for twin in (copy.deepcopy(timer), pickle.loads(pickle.dumps(timer))):
+        with pytest.raises(TimerError, match="nothing has been timed"):
+            twin.elapsed_time()
+    registry = TimerRegistry[str]()
+    with registry.time("a"):
+        work.run()
+    assert len(copy.deepcopy(registry)) == 0
+    assert len(registry) == 1
