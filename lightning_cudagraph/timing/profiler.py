@@ -87,8 +87,8 @@ class Profiler(Generic[Context]):
     `make_graphed_callables`, `CUDAGraphCallback`, or any library through `torch.cuda.CUDAGraph`.
 
     There is one at a time. Making it again with the same function gives the same object. `close`, or
-    the end of its ``with`` block, switches it off: then nothing of torch is replaced any more, and blocks
-    that stay in the code cost next to nothing.
+    the end of its ``with`` block, switches it off: then nothing of torch is replaced any more, and
+    blocks that stay in the code cost next to nothing.
 
     Not reported: replays, while a capture is under way in any thread, which waiting could break; graphs
     whose capture has begun before the profiler was made.
