@@ -123,7 +123,6 @@ class GraphedEvaluation:
             verifier=self._verifier,
             is_settled=lambda: True,
             warmup_steps=settings.warmup_steps,
-            takes=1,
             raise_unsupported=settings.raise_unsupported,
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
             narrow=self._say_of_stage,
@@ -174,7 +173,7 @@ class GraphedEvaluation:
         step = Step(
             batch=batch,
             run=run,
-            record=lambda static, cut: self._record(static, indices, True),
+            record=lambda static, cut, timed: self._record(static, indices, True),
             rehearse=lambda static: self._record(static, indices, False),
             between=_no_turn,
             values=self._values,

@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.advance import QuickAdvance
@@ -40,11 +40,9 @@ from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.optimizer_part import OptimizerPart
 from lightning_cudagraph.profilers import around_replays, profiler_notes
 from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
+from lightning_cudagraph.run_times import RunTimes
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import check_private_names
-from lightning_cudagraph.timing.clock import FitClock
-from lightning_cudagraph.timing.layers import select_layers
-from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 from lightning_cudagraph.transfer import BatchTransfer
 
 __all__ = ["GraphedTraining"]
@@ -72,10 +70,8 @@ class GraphedTraining:
         self._module = module
         self._backend = backend
         self._settings = settings
-        self._layers: dict[str, nn.Module] | None = (
-            select_layers(module, settings.timings) if settings.timings is not None else None
-        )
-        self._clock = FitClock(TensorBoardWriter(trainer.loggers), backend.graphs_per_step > 1)
+        self._times = RunTimes(trainer, module, backend, settings.timings)
+        self._clock = self._times.clock
         self._patches = ExitStack()
         self._in_step = False
         self._phase = Phase.EAGER
@@ -131,7 +127,6 @@ class GraphedTraining:
             verifier=self._verifier,
             is_settled=self._part.is_settled,
             warmup_steps=settings.warmup_steps,
-            takes=backend.graphs_per_step if settings.timings is not None else 1,
             raise_unsupported=settings.raise_unsupported,
             announce=_announce,
             narrow=self._part.put_behind,
@@ -177,6 +172,7 @@ class GraphedTraining:
             strategy.batch_to_device,
             # Batches that only update batch norm are not for graphs.
             lambda: None if graphed._skip_backward else self._engine.static,
+            lambda: self._clock.copying() if self._clock.is_due(self._steps_before()) else None,
         )
         replace_method(strategy, "batch_to_device", self._transfer, self._patches)
         self._advance = QuickAdvance(
@@ -192,7 +188,7 @@ class GraphedTraining:
         with ExitStack() as stack:  # every part, also where one of them fails
             stack.callback(self._recorder.logs.close)
             stack.callback(self._engine.close)
-            stack.callback(self._clock.close)
+            stack.callback(self._times.close)
             stack.callback(self._part.optimizer.restore)
             stack.callback(self._patches.close)
 
@@ -201,7 +197,7 @@ class GraphedTraining:
         self._guards.suspect()
         self._transfer.suspect()
         self._advance.suspect()
-        self._clock.pause()
+        self._times.pause()
 
     def leave(self) -> None:
         """Graphs of evaluation come now, which may write where those of training keep gradients."""
@@ -221,7 +217,7 @@ class GraphedTraining:
             The report.
         """
         notes = [*self._notes(), *notes]
-        return self._clock.report(description, self.counts, notes, evaluation, self._step_number())
+        return self._times.report(description, self.counts, notes, evaluation, self._step_number())
 
     def _notes(self) -> list[str]:
         notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
@@ -234,6 +230,10 @@ class GraphedTraining:
 
     def _step_number(self) -> int:
         return self._trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def _steps_before(self) -> int:
+        """How many steps of the optimizer came before the one that the batch at hand belongs to."""
+        return self._optimization.optim_progress.optimizer_steps
 
     def _optimizer_step(
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
@@ -253,7 +253,10 @@ class GraphedTraining:
             # The closure is what is captured, wherever the optimizer calls it.
             with self._part.arithmetic(optimizer, capturing=False):
                 result = self._eager_step(optimizer, closure, model, **kwargs)
-            self._clock.tick(self._phase)
+            self._times.pace.tick(self._phase)
+            if self._phase is Phase.CAPTURED:  # only now it has ended
+                is_next_due = self._clock.is_due(self._steps_before() + 1)
+                self._clock.ended(None, self._step_number(), is_next_due)
             return result
         returned: list[Any] = []
         body = StepBody(
@@ -265,7 +268,7 @@ class GraphedTraining:
         outputs = self._step(
             closure, body, lambda: returned.append(self._run(optimizer, closure, model, kwargs))
         )
-        self._clock.tick(self._phase)
+        self._times.pace.tick(self._phase)
         return returned[0] if outputs is None else outputs
 
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
@@ -300,6 +303,7 @@ class GraphedTraining:
         self._hooks.watch(closure, self._part.optimizer.optimizer)
         place = (closure.drops_gradients, body.has_optimizer)
         logs = self._recorder.logs
+        steps_before = self._steps_before()
 
         def run_eagerly() -> None:
             detach_recomputed(self._module)
@@ -314,7 +318,9 @@ class GraphedTraining:
         step = Step(
             batch=closure.batch,
             run=run_eagerly,
-            record=lambda batch, cut: self._recorder.record(batch, closure, body, self._layers, cut),
+            record=lambda batch, cut, timed: self._recorder.record(
+                batch, closure, body, self._times.layers if timed else None, cut
+            ),
             rehearse=lambda batch: self._recorder.record(batch, closure, body, None, None),
             between=lambda outputs, index: self._host_turn(outputs, index, closure, body),
             values=StepOutputs.values,
@@ -325,10 +331,20 @@ class GraphedTraining:
             in_window=self._trainer.accumulate_grad_batches > 1,
             kept=lambda: self._part.behind is not None or not undisturbed(self._trainer, self._module),
             learning=self._learning,
+            takes=self._times.takes(place, self._trainer.accumulate_grad_batches),
+            timed=self._clock.is_due(steps_before),
+            upcoming=lambda outputs: self._clock.upcoming(outputs.marks),
+            copying=self._clock.copying,
         )
+        checked = self._verifier.checked
         self._phase, outputs = self._engine.step(step, refresh)
+        if self._phase is not Phase.CAPTURED or self._verifier.checked != checked:
+            self._clock.interrupted()
         if outputs is not None:
-            return self._take_outputs(outputs, closure)
+            loss = self._take_outputs(outputs, closure)
+            is_next_due = self._clock.is_due(steps_before + body.has_optimizer)
+            self._clock.ended(outputs.marks, self._step_number(), is_next_due)
+            return loss
         if self._phase is Phase.WARMING:
             logs.warmed_up(place, closure.batch)
             # An eager step that is compared in time must have ended.
@@ -395,8 +411,6 @@ class GraphedTraining:
         self._metrics.count_references()
         if outputs.after_backward:
             self._hooks.run_after_backward()
-        if outputs.marks is not None:
-            self._clock.replayed(outputs.marks, self._step_number())
         return loss
 
     def _count_zero_grads(self, number: int) -> None:

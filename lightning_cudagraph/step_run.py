@@ -176,7 +176,7 @@ class StepRun:
         return Step(
             batch=arguments.batch,
             run=run,
-            record=lambda batch, cut: record(batch, capturing=True),
+            record=lambda batch, cut, timed: record(batch, capturing=True),
             rehearse=lambda batch: record(batch, capturing=False),
             between=_no_turn,
             values=StepResult.values,
@@ -275,7 +275,6 @@ class StepRun:
             verifier=verifier,
             is_settled=lambda: habits.is_settled() and self._optimizers.is_settled(),
             warmup_steps=settings.warmup_steps,
-            takes=1,
             raise_unsupported=settings.raise_unsupported,
             announce=_log.warning,
             narrow=lambda error: False,

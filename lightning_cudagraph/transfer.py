@@ -9,6 +9,7 @@ memory, pinned or not, into the buffers. Whoever else sees batches (hooks of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,6 +33,7 @@ class BatchTransfer:
         module: the module that it trains.
         original: what it takes the place of.
         static: the static buffers that graphs read now, if there are graphs.
+        copying: what is entered around the move of the batch of a training step, if it is timed.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class BatchTransfer:
         module: pl.LightningModule,
         original: Callable[..., Any],
         static: Callable[[], StaticBatch | None],
+        copying: Callable[[], AbstractContextManager[None] | None],
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._original = original
         self._static = static
+        self._copying = copying
         self._unseen: bool | None = None
         # The static batch that was handed on last, and how Lightning would move what is in it.
         self._handed: tuple[Any, Callable[[], Any]] | None = None
@@ -59,15 +63,24 @@ class BatchTransfer:
             return self._original(batch, *args, **kwargs)
         self._handed = None
         static = self._static()
-        if static is not None and self._trainer.state.stage is RunningStage.TRAINING:
-            if self._unseen is None:
-                self._unseen = self._is_unseen()
-            tensors = static.tensors_of(batch, "cpu") if self._unseen else None
-            if tensors is not None:
-                static.fill(tensors)
-                self._handed = static.batch, lambda: self._original(batch, *args, **kwargs)
-                return static.batch
-        return self._original(batch, *args, **kwargs)
+        if static is None or self._trainer.state.stage is not RunningStage.TRAINING:
+            return self._original(batch, *args, **kwargs)
+        if self._unseen is None:
+            self._unseen = self._is_unseen()
+        copying = self._copying()
+        if copying is None:
+            return self._move(static, batch, *args, **kwargs)
+        with copying:
+            return self._move(static, batch, *args, **kwargs)
+
+    def _move(self, static: StaticBatch, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The batch of a training step that may be a replay."""
+        tensors = static.tensors_of(batch, "cpu") if self._unseen else None
+        if tensors is None:
+            return self._original(batch, *args, **kwargs)
+        static.fill(tensors)
+        self._handed = static.batch, lambda: self._original(batch, *args, **kwargs)
+        return static.batch
 
     def own(self, batch: Any) -> Any:
         """For a step that may keep its batch: the one that Lightning would have made.

@@ -44,6 +44,7 @@ FLOORS = [
         "manual",
         "optimizer_part",
         "recording",
+        "run_times",
         "transfer",
     ],
     ["evaluation", "loop"],

@@ -30,6 +30,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block the host until the point has been reached."""
 
+    def query(self) -> bool:
+        """Whether the point has been reached. Not to be asked of one that only a graph sets."""
+
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this point to `end`."""
 
@@ -101,7 +104,10 @@ class Backend(Protocol):
         """A new timing event."""
 
     def mark(self, event: Any) -> None:
-        """Let `event` say when the work issued so far has finished, without delaying what follows."""
+        """Let `event` say when the work issued so far has finished.
+
+        In a capture, without delaying what follows, and anew in each replay. Outside of one, once.
+        """
 
     def synchronize(self) -> None:
         """Block the host until the device has nothing left to do."""
@@ -282,6 +288,9 @@ class CudaBackend:
         return torch.cuda.Event(enable_timing=True, external=True)
 
     def mark(self, event: Any) -> None:
+        if self._recording is None:
+            event.record(torch.cuda.current_stream(self.device))
+            return
         # Recorded on the capture stream itself, the event would become a node between two kernels
         # and cost the critical path about 2 us. On a forked branch the next kernel does not wait.
         fork = torch.cuda.Event()

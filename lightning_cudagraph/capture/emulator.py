@@ -69,6 +69,10 @@ class HostEvent:
     def synchronize(self) -> None:
         """Nothing to wait for: the emulator works in the calling thread."""
 
+    def query(self) -> bool:
+        """Whether it has been recorded."""
+        return self._time_s is not None
+
     def elapsed_time(self, end: HostEvent) -> float:
         """Milliseconds from this event to `end`.
 

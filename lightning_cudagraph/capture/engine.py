@@ -75,7 +75,6 @@ class StepEngine(Generic[T]):
         verifier: checks replays against eager steps.
         is_settled: whether all state that steps make has been made; warm-up goes on until then.
         warmup_steps: ordinary training steps on the side stream before a capture.
-        takes: captures of the step that take turns.
         raise_unsupported: raise when a step cannot be captured, instead of going on eagerly.
         announce: told, in a sentence, what the user should know once.
         narrow: told why a step could not be captured; whether less of it will be captured from now on.
@@ -93,7 +92,6 @@ class StepEngine(Generic[T]):
         verifier: Verifier,
         is_settled: Callable[[], bool],
         warmup_steps: int,
-        takes: int,
         raise_unsupported: bool,
         announce: Callable[[str], None],
         narrow: Callable[[UnsupportedError], bool],
@@ -108,7 +106,6 @@ class StepEngine(Generic[T]):
         self._verifier = verifier
         self._is_settled = is_settled
         self._warm_ups = WarmUps(warmup_steps)
-        self._takes = takes
         self._raise_unsupported = raise_unsupported
         self._announce = announce
         self._narrow = narrow
@@ -204,7 +201,7 @@ class StepEngine(Generic[T]):
             self._graphs.add(signature, step, captured)
         self._graphs.use(signature)
         refresh()
-        if self._verifier.due(captured, captured.replays):
+        if self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed)):
             return self._verify(step, captured)
         return self._replayed(step, captured)
 
@@ -240,8 +237,17 @@ class StepEngine(Generic[T]):
             finally:
                 self._backend.in_turn = False
 
+        batch = step.batch
+        if step.timed:
+            step.upcoming(captured.upcoming(True))
+            if batch is not captured.static.batch:
+                with step.copying():
+                    captured.static.copy_from(batch)
+                batch = captured.static.batch
         with self._around_replays():
-            return captured.replay(step.batch, turn if between is not None else None, self._handed)
+            return captured.replay(
+                batch, turn if between is not None else None, self._handed, step.timed
+            )
 
     def _verify(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T | None]:
         def eagerly() -> dict[str, Tensor]:
@@ -410,7 +416,7 @@ class StepEngine(Generic[T]):
                 static,
                 step.record,
                 *step.parameters(),
-                self._takes,
+                step.takes,
                 step.in_window and step.place == MAKES_GRADIENTS,
                 step.kept(),
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -53,17 +54,18 @@ def outside_inference_mode() -> Iterator[None]:
 class CapturedStep(Generic[T]):
     """A training step as graphs that read one set of static buffers.
 
-    A step with timing events is captured more than once, so that the events of one replay can be
-    read while the next one runs. The captures are equal but for their events and gradients.
+    A step that is timed is captured more than once: so that the events of one replay can be read while
+    the next one runs, or so that most replays are of a graph without any. The captures are equal but for
+    their events and gradients.
 
     Args:
         backend: where it is captured.
         static: the static buffers of the signature to capture, with the values of a batch in them.
-        record: the step, as a function of the static batch, and of what it calls where the host has a
-            turn in every replay. Runs once for each capture.
+        record: the step, as a function of the static batch, of what it calls where the host has a turn
+            in every replay, and of whether it has timing events. Runs once for each capture.
         drops: the parameters whose gradients the step drops and computes anew.
         adds: the parameters to whose gradients it only adds.
-        takes: how many captures take turns.
+        takes: the captures, by whether they have timing events. Those of one kind take turns.
         one_place: all captures leave their gradients in one place, for steps that add to them.
         kept: code of the user's runs between two replays, and can keep gradients.
 
@@ -81,17 +83,17 @@ class CapturedStep(Generic[T]):
         self,
         backend: Backend,
         static: StaticBatch,
-        record: Callable[[Any, Cut], T],
+        record: Callable[[Any, Cut, bool], T],
         drops: Iterable[nn.Parameter],
         adds: Iterable[nn.Parameter],
-        takes: int,
+        takes: Sequence[bool],
         one_place: bool = False,
         kept: bool = False,
     ) -> None:
         self._backend = backend
         self.static = static
         self._takes: list[Take[T]] = []
-        self._turn = 0
+        self._turns: dict[bool, deque[Take[T]]] = {}
         self._kept = kept
         self._last: Take[T] | None = None
         self._holds: Holds | None = None
@@ -108,7 +110,7 @@ class CapturedStep(Generic[T]):
         makes = self._makes = [*dropped, *self._absent]
         before = [parameter.grad for parameter in makes]
         try:
-            for _ in range(takes):
+            for timed in takes:
                 # Without a gradient to add to, the backward pass makes new ones in the graph's pool,
                 # at no cost; the ones of the take before are kept by it.
                 for parameter in makes:
@@ -123,7 +125,7 @@ class CapturedStep(Generic[T]):
 
                 loan = self.static.lend()
                 graph, outputs = backend.capture(
-                    lambda: _moved(record(loan.batch, cut), place)  # noqa: B023
+                    lambda: _moved(record(loan.batch, cut, timed), place)  # noqa: B023
                 )
                 # Some are added to, or read, and then dropped: found where they are, and left elsewhere.
                 replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
@@ -142,6 +144,13 @@ class CapturedStep(Generic[T]):
                 self._holds = Holds([*every, *made, *there])
             own = {storage_id(gradient) for take in self._takes for _, gradient in take.gradients}
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
+            self._turns = {
+                kind: deque(
+                    [take for take, timed in zip(self._takes, takes, strict=True) if timed is kind]
+                    or self._takes
+                )
+                for kind in (False, True)
+            }
         except BaseException:
             self.release()
             raise
@@ -194,6 +203,7 @@ class CapturedStep(Generic[T]):
         batch: Any,
         between: Callable[[T, int], None] | None = None,
         handed: HandedOut | None = None,
+        timed: bool = False,
     ) -> T:
         """Run the step on a batch of this signature.
 
@@ -202,6 +212,7 @@ class CapturedStep(Generic[T]):
             between: called where the host has a turn, with what this returns, and which turn it is.
                 None: the step without the host's turns.
             handed: what the host is given in place of the graph's gradients, or None.
+            timed: replay a capture with timing events, if there is one, or else one without.
 
         Returns:
             What `record` returned in the capture whose turn it is. The tensors in it are static, and
@@ -211,9 +222,18 @@ class CapturedStep(Generic[T]):
         self.adopt_gradients()
         if handed is not None:
             handed.add_to_found(self._accumulated)
-        take = self._last = self._takes[self._turn]
-        self._turn = (self._turn + 1) % len(self._takes)
+        turns = self._turns[timed]
+        take = self._last = turns[0]
+        turns.rotate(-1)
         return take.replay(between, self._accumulated, handed)
+
+    def upcoming(self, timed: bool) -> T:
+        """The static outputs of the capture that `replay` will run next."""
+        return self._turns[timed][0].outputs
+
+    def is_unproved(self, timed: bool) -> bool:
+        """Whether the capture that `replay` will run next has never been replayed."""
+        return not self._turns[timed][0].replayed
 
     def hand_out(self, handed: HandedOut) -> None:
         """After a replay: give the parameters copies of its gradients, which no replay overwrites."""
@@ -241,4 +261,5 @@ class CapturedStep(Generic[T]):
             self._holds.move_out()
             self._holds = None
         self._takes = []
+        self._turns = {}
         self._last = None

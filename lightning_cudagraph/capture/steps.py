@@ -65,6 +65,10 @@ Place = tuple[bool, bool]
 MAKES_GRADIENTS: Place = (True, False)
 
 
+def _nothing(outputs: object) -> None:
+    pass
+
+
 @dataclass
 class Step(Generic[T]):
     """One training step, as the engine needs to know it.
@@ -73,7 +77,8 @@ class Step(Generic[T]):
         batch: what it is done on.
         run: does it eagerly.
         record: does it in a capture, on the static batch it is given; returns the static outputs. Also
-            given what it has to call where the host has a turn in every replay.
+            given what it has to call where the host has a turn in every replay, and whether to put in
+            timing events.
         rehearse: does the same without a capture, on the static batch, and without timing events and the
             turns of the host.
         between: a turn of the host in the middle of a replay, given the static outputs and its number.
@@ -88,11 +93,15 @@ class Step(Generic[T]):
         beside: what else a graph of it takes for granted, by the names that the user knows: steps that
             differ in it have graphs of their own, as those of other batch signatures have.
         learning: entered around steps of the warm-up.
+        takes: the captures of it, by whether they have timing events.
+        timed: a capture with timing events is replayed.
+        upcoming: before such a replay, told its static outputs: their events are about to be set anew.
+        copying: entered, before such a replay, around the copy of the batch.
     """
 
     batch: Any
     run: Callable[[], object]
-    record: Callable[[Any, Cut], T]
+    record: Callable[[Any, Cut, bool], T]
     rehearse: Callable[[Any], T]
     between: Callable[[T, int], None]
     values: Callable[[T], dict[str, Tensor]]
@@ -104,3 +113,7 @@ class Step(Generic[T]):
     kept: Callable[[], bool]
     beside: Mapping[str, Hashable] = field(default_factory=dict)
     learning: Callable[[], AbstractContextManager[None]] = nullcontext
+    takes: tuple[bool, ...] = (False,)
+    timed: bool = False
+    upcoming: Callable[[T], None] = _nothing
+    copying: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -73,6 +73,9 @@ class Take(Generic[T]):
         makes: the parameters whose gradients it makes, which are in place.
         drops: how many of these, from the first, have none if the step makes none.
         turns: of the host, in the order of the step.
+
+    Attributes:
+        replayed: whether it has ever been.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Take(Generic[T]):
         turns: list[Turn],
     ) -> None:
         self.graph = graph
+        self.replayed = False
         self.outputs = outputs
         self.turns = turns
         self.gradients = gradients_of(makes)
@@ -120,6 +124,7 @@ class Take(Generic[T]):
                 handed.take_back(turn.made)
             adopt(accumulated)
 
+        self.replayed = True
         if between is None:
             self.graph.replay()
         else:

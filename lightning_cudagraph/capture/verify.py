@@ -98,16 +98,20 @@ class Verifier:
     _histories: WeakKeyDictionary[object, _History] = field(default_factory=WeakKeyDictionary)
     _ran_out: bool = False
 
-    def due(self, graph: object, replay_idx: int) -> bool:
+    def due(self, graph: object, replay_idx: int, is_unproved: bool = False) -> bool:
         """Whether a replay is to be checked.
 
         Args:
             graph: which graph is replayed. To be asked about each of its replays, from the first on.
             replay_idx: how many replays of it came before this one.
+            is_unproved: it is the first of one of several captures, which may come later than the
+                first replays.
         """
         if self._ran_out:
             return False
         history = self._history(graph)
+        if is_unproved and self.replays > 1:
+            return True
         first = 1 if self.replays == 1 else 0
         if first <= replay_idx < first + self.replays:
             return True

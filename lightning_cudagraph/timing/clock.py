@@ -1,15 +1,17 @@
-"""What a fit measures: the pace of its steps, and the times inside its replays."""
+"""Which steps of a fit are timed, when their events are read, and who is told."""
 
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple, Protocol
 
-from lightning_cudagraph.capture.steps import Phase, StepCounts
+from lightning_cudagraph.capture.backend import Backend, Event
+from lightning_cudagraph.timing.lead_in import Layouts, LeadIn
 from lightning_cudagraph.timing.marks import StepMarks
-from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
 from lightning_cudagraph.timing.spans import Reading
-from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 
 __all__ = ["FitClock", "Sink"]
 
@@ -32,77 +34,124 @@ class Sink(Protocol):
         """No more comes, be it because the run failed: write what is left, put back what was changed."""
 
 
-class FitClock:
-    """Reads the events of replays, and writes what they say.
+class _Unread(NamedTuple):
+    """A timed step whose events have not been read yet.
 
-    Args:
-        tensorboard: where the times of each replay are written.
-        one_behind: the events of a replay are read when the next one has been launched, which has events
-            of its own, so that the device never waits for the reading.
+    Attributes:
+        marks: its events.
+        lead_in: those before it.
+        step: its number as the trainer's loggers count it.
+        ended: an event of its own behind it. Of one that a graph sets, nothing can be asked before its
+            first replay has come to it.
+        owned: events that nobody needs any more when it has been read.
     """
 
-    def __init__(self, tensorboard: TensorBoardWriter, one_behind: bool) -> None:
-        self._tensorboard = tensorboard
-        self._one_behind = one_behind
-        self._pace = StepPace()
-        self._times = LayerTimes()
-        # The replay whose events have not been read yet, with its step.
-        self._unread: tuple[StepMarks, int] | None = None
+    marks: StepMarks
+    lead_in: LeadIn
+    step: int
+    ended: Event
+    owned: list[Event]
 
-    def tick(self, phase: Phase) -> None:
-        """A step of `phase` has ended."""
-        self._pace.tick(phase)
+
+class FitClock:
+    """Decides which steps are timed, reads their events, and hands on what they say.
+
+    The host does not wait for the device: events are read when their step is known to have ended, which
+    is looked at after later steps. At the latest they are read before a replay that would set them anew;
+    with two graphs that take turns, another one is queued then, so that the device never waits either.
+
+    Args:
+        backend: where the steps run.
+        sinks: who is told.
+        every_n_steps: the steps of the optimizer whose number is a multiple of this are timed, with all
+            batches whose gradients they take; 0 for none.
+    """
+
+    def __init__(self, backend: Backend, sinks: Sequence[Sink], every_n_steps: int) -> None:
+        self._backend = backend
+        self._sinks = sinks
+        self._every_n_steps = every_n_steps
+        self._layouts = Layouts()
+        self._unread: deque[_Unread] = deque()
+        # Events that have been read, to be used again: making one takes longer than marking it.
+        self._free: list[Event] = []
+        # What lies before the step that comes next, if that one is to be timed.
+        self._lead_in: LeadIn | None = None
+
+    def is_due(self, optimizer_step: int) -> bool:
+        """Whether a step of the optimizer is timed.
+
+        Args:
+            optimizer_step: how many came before it.
+        """
+        n = self._every_n_steps
+        return n == 1 or (n > 1 and optimizer_step % n == 0)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Around a copy of the batch of a step that is due."""
+        if self._lead_in is None:
+            self._lead_in = LeadIn(self._passed, None)
+        with self._lead_in.copying():
+            yield
+
+    def upcoming(self, marks: StepMarks | None) -> None:
+        """A replay that sets events anew comes now: read what they say of the one before."""
+        while any(unread.marks is marks for unread in self._unread):
+            self._read_first()
+
+    def ended(self, marks: StepMarks | None, step: int, is_next_due: bool) -> None:
+        """A step that can be timed has been launched.
+
+        Args:
+            marks: its events, or None if it was not timed.
+            step: its number as the trainer's loggers count it.
+            is_next_due: the step that comes next is to be timed.
+        """
+        while self._unread and self._unread[0].ended.query():
+            self._read_first()
+        if marks is None and not is_next_due:
+            self._lead_in = None
+            return
+        end = self._passed()
+        if marks is not None:
+            lead_in = self._lead_in or LeadIn(self._passed, None)
+            owned = lead_in.events if is_next_due else [*lead_in.events, end]
+            self._unread.append(_Unread(marks, lead_in, step, end, owned))
+        self._lead_in = LeadIn(self._passed, end) if is_next_due else None
+
+    def interrupted(self) -> None:
+        """Something else than a step that can be timed comes before the next one, which has no gap."""
+        self._lead_in = None
 
     def pause(self) -> None:
         """Something that is not a training step comes now (validation, a checkpoint)."""
-        self._pace.pause()
+        self.interrupted()
+        for sink in self._sinks:
+            sink.pause()
 
-    def replayed(self, marks: StepMarks, step_number: int) -> None:
-        """A replay with events has been launched.
-
-        Args:
-            marks: its events.
-            step_number: the step as the trainer's loggers count it.
-        """
-        if self._one_behind:
-            self._read()
-        self._unread = (marks, step_number)
-        if not self._one_behind:
-            self._read()
-
-    def report(
-        self,
-        description: str,
-        counts: StepCounts,
-        notes: list[str],
-        evaluation: StepCounts | None,
-        step_number: int,
-    ) -> str:
-        """Read what is left to read, and write the report.
-
-        Args:
-            description: what the graphs ran on.
-            counts: what became of the steps.
-            notes: what the user should know besides.
-            evaluation: what became of the batches of validation, if they had graphs.
-            step_number: the last step as the trainer's loggers count it.
-        """
-        self._read()
-        text = fit_report(description, counts, self._pace, self._times, notes, evaluation)
-        self._tensorboard.add_text("cudagraph/report", text, step_number)
-        return text
+    def finish(self) -> None:
+        """No more steps come: read what is left to read, waiting for it."""
+        while self._unread:
+            self._read_first()
 
     def close(self) -> None:
-        """Write what is left; events that have not been read are left alone."""
-        self._unread = None
-        self._tensorboard.close()
+        """Close the sinks; events that have not been read are left alone."""
+        self._unread.clear()
+        self.interrupted()
+        with ExitStack() as stack:  # all, also where one of them fails
+            for sink in self._sinks:
+                stack.callback(sink.close)
 
-    def _read(self) -> None:
-        if self._unread is None:
-            return
-        marks, step_number = self._unread
-        self._unread = None
-        reading = Reading(marks.layout, step_number, time.time(), marks.read())
-        times_ms = reading.durations_ms.tolist()
-        self._times.add(marks.layout.tags, times_ms)
-        self._tensorboard.add(marks.layout.tags, times_ms, step_number)
+    def _passed(self) -> Event:
+        event = self._free.pop() if self._free else self._backend.event()
+        self._backend.mark(event)
+        return event
+
+    def _read_first(self) -> None:
+        marks, lead_in, step, _, owned = self._unread.popleft()
+        offsets_ms = [*marks.read(), *lead_in.offsets_ms(marks.start)]
+        reading = Reading(self._layouts.of(marks.layout, lead_in), step, time.time(), offsets_ms)
+        self._free += owned
+        for sink in self._sinks:
+            sink.add(reading)

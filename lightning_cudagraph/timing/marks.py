@@ -106,6 +106,11 @@ class StepMarks:
         """Mark the end of the backward pass, which is the beginning of the optimizer's part."""
         self._pass(self._backward_end)
 
+    @property
+    def start(self) -> Event:
+        """The first of the events."""
+        return self._events[0]
+
     def read(self) -> list[float]:
         """When the last replay passed its marks, waiting for its end if need be.
 

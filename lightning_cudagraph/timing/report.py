@@ -7,7 +7,7 @@ import time
 from collections import defaultdict, deque
 
 from lightning_cudagraph.capture.steps import Phase, StepCounts
-from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
+from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading
 
 __all__ = ["LayerTimes", "StepPace", "evaluation_report", "fit_report"]
 
@@ -60,17 +60,23 @@ class LayerTimes:
     """The times of the last replays, by tag."""
 
     def __init__(self) -> None:
-        self._rows: deque[tuple[tuple[str, ...], list[float]]] = deque(maxlen=_WINDOW_STEPS)
+        self._readings: deque[Reading] = deque(maxlen=_WINDOW_STEPS)
 
-    def add(self, tags: tuple[str, ...], times_ms: list[float]) -> None:
-        """Take the times of one replay: tags, and milliseconds for each."""
-        self._rows.append((tags, times_ms))
+    def add(self, reading: Reading) -> None:
+        """Take the times of one replay."""
+        self._readings.append(reading)
+
+    def pause(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
 
     def medians_ms(self) -> dict[str, float]:
         """The median over the last replays, in milliseconds, by tag."""
         by_tag: dict[str, list[float]] = defaultdict(list)
-        for tags, times_ms in self._rows:
-            for tag, value_ms in zip(tags, times_ms, strict=True):
+        for reading in self._readings:
+            for tag, value_ms in zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True):
                 by_tag[tag].append(value_ms)
         return {tag: statistics.median(values) for tag, values in by_tag.items()}
 

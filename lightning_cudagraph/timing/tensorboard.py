@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from lightning_cudagraph.timing.crc32c import masked_crc32c
+from lightning_cudagraph.timing.spans import Reading
 
 __all__ = ["TensorBoardWriter"]
 
@@ -34,19 +34,18 @@ class TensorBoardWriter:
         self._patches = ExitStack()
         self._quickened: set[int] = set()
 
-    def add(self, tags: tuple[str, ...], times_ms: list[float], step: int) -> None:
-        """Take the times of one replay.
-
-        Args:
-            tags: what was timed.
-            times_ms: milliseconds, one for each of `tags`.
-            step: the step as the trainer's loggers count it.
-        """
+    def add(self, reading: Reading) -> None:
+        """Take the times of one replay."""
         if not self._loggers:
             return
-        self._rows.append((step, time.time(), tags, times_ms))
+        times_ms = reading.durations_ms.tolist()
+        self._rows.append((reading.step, reading.walltime_s, reading.layout.tags, times_ms))
         if len(self._rows) >= _ROWS_PER_FLUSH:
             self.flush()
+
+    def pause(self) -> None:
+        """Write what has been taken."""
+        self.flush()
 
     def flush(self) -> None:
         """Write what has been taken."""

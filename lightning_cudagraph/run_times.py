@@ -1,0 +1,123 @@
+"""All that is measured of one run, and where it is shown."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.steps import Place, StepCounts
+from lightning_cudagraph.timing.clock import FitClock
+from lightning_cudagraph.timing.layers import LayerTimings, select_layers
+from lightning_cudagraph.timing.lead_in import COPY_TAG, GAP_TAG
+from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
+from lightning_cudagraph.timing.spans import STEP_TAG
+from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
+
+__all__ = ["RunTimes"]
+
+# The share of a step from which on the report says that the device waits for the host.
+_LARGE_GAP = 0.1
+
+
+class RunTimes:
+    """The clocks of one run, and what shows their readings.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it trains.
+        backend: where the steps run.
+        choice: what is timed; None for nothing but the pace.
+
+    Attributes:
+        layers: the layers that are timed, by name.
+        pace: how long steps take as the host sees them.
+        clock: that of the steps that are shown.
+        eager_clock: that of eager steps beside them, which are shown in comparison.
+
+    Raises:
+        ConfigurationError: if the choice names a layer that is not there.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        choice: LayerTimings | None,
+    ) -> None:
+        self.layers: dict[str, nn.Module] = {} if choice is None else select_layers(module, choice)
+        self.pace = StepPace()
+        self._every_n_steps = 0 if choice is None else choice.every_n_steps
+        self._takes_in_turn = backend.graphs_per_step > 1
+        self._tensorboard = TensorBoardWriter(trainer.loggers)
+        self._times = LayerTimes()
+        self._eager = LayerTimes()
+        self.clock = FitClock(backend, [self._times, self._tensorboard], self._every_n_steps)
+        self.eager_clock = FitClock(backend, [self._eager], min(self._every_n_steps, 1))
+
+    def takes(self, place: Place, accumulate_grad_batches: int) -> tuple[bool, ...]:
+        """The captures of a step that are needed, by whether they have events.
+
+        Args:
+            place: its place in the window of batches whose gradients are accumulated.
+            accumulate_grad_batches: the length of this window.
+        """
+        if self._every_n_steps == 0:
+            return (False,)
+        # Replayed twice in a row if every step is timed, or in the middle of a window, all of which is.
+        in_the_middle = place == (False, False) and accumulate_grad_batches > 3
+        in_turn = self._takes_in_turn and (self._every_n_steps == 1 or in_the_middle)
+        timed = (True, True) if in_turn else (True,)
+        return timed if self._every_n_steps == 1 else (False, *timed)
+
+    def pause(self) -> None:
+        """Something that is not a training step comes now (validation, a checkpoint)."""
+        self.pace.pause()
+        self.clock.pause()
+        self.eager_clock.pause()
+
+    def report(
+        self,
+        description: str,
+        counts: StepCounts,
+        notes: list[str],
+        evaluation: StepCounts | None,
+        step_number: int,
+    ) -> str:
+        """Read what is left to read, and write the report.
+
+        Args:
+            description: what the graphs ran on.
+            counts: what became of the steps.
+            notes: what the user should know besides.
+            evaluation: what became of the batches of validation, if they had graphs.
+            step_number: the last step as the trainer's loggers count it.
+        """
+        self.clock.finish()
+        self.eager_clock.finish()
+        notes = [*notes, *_waits(self._times.medians_ms())]
+        text = fit_report(description, counts, self.pace, self._times, notes, evaluation)
+        self._tensorboard.add_text("cudagraph/report", text, step_number)
+        return text
+
+    def close(self) -> None:
+        """Write what is left; events that have not been read are left alone."""
+        with ExitStack() as stack:  # both, also where one of them fails
+            stack.callback(self.eager_clock.close)
+            stack.callback(self.clock.close)
+
+
+def _waits(medians_ms: dict[str, float]) -> list[str]:
+    """In a sentence, that the device waits for the host, if it does so for much of the time."""
+    gap_ms = medians_ms.get(GAP_TAG, 0.0)
+    period_ms = gap_ms + medians_ms.get(COPY_TAG, 0.0) + medians_ms.get(f"{STEP_TAG}total", 0.0)
+    if f"{STEP_TAG}total" not in medians_ms or gap_ms < _LARGE_GAP * period_ms:
+        return []
+    text = (
+        f"between two steps the device waits for the host, {gap_ms:.3f} of {period_ms:.3f} ms"
+        f" ({gap_ms / period_ms:.0%}): loggers, hooks or the dataloader take longer than the graph"
+    )
+    return [text]

@@ -1,0 +1,3 @@
+"""The clock of a fit on CUDA."""
+
+from tests.test_clock import *  # noqa: F403
