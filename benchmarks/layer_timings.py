@@ -154,7 +154,8 @@ def main() -> int:
         blocks = Blocks(warm_steps=40, lead_steps=10, steps=args.steps, rounds=rounds)
         result = measure(workload, args.variants, blocks, args.tiny)
         results.append(result)
-        print(f"{workload.name}: {rounds} rounds, {result.took_s:.0f} s", file=sys.stderr, flush=True)
+        said = f"{workload.name}: {rounds} rounds, {result.took_s:.0f} s\n{table([result])}\n"
+        print(said, file=sys.stderr, flush=True)
         for name, measured in result.fits.items():
             if measured.failure is not None:
                 print(f"{workload.name}, {name}:", file=sys.stderr)

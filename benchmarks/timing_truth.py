@@ -466,8 +466,12 @@ def main() -> int:
             print(f"{workload.name} is left out: it needs {workload.needs}")
             continue
         leaves = set(leaf_names(workload.make(args.tiny)))
+        started_s = time.perf_counter()
         truths.append(compare(workload.name, watch(workload, args.replays, args.tiny), leaves))
         gc.collect()
+        took_s = time.perf_counter() - started_s
+        said = f"{workload.name}: {took_s:.0f} s\n{summary(truths[-1:], args.above_us)}\n"
+        print(said, "\n".join(truths[-1].problems), file=sys.stderr, flush=True)
     surroundings = environment()
     print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
     print(f"medians over {args.replays} replays\n")
