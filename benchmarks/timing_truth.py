@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -346,7 +347,7 @@ def compare(name: str, watched: Watched, leaves: set[str]) -> Truth:
     plan = _plan(watched, truth)
     if plan is None or not (pairs := _mapped(watched, plan, truth)):
         return truth
-    truth.n_replays, truth.n_kernels = len(pairs), len(plan.launches)
+    truth.n_kernels = len(plan.launches)
     truth.replay_us = statistics.median(replay.total_us for replay, _ in pairs)
     eagerly = watched.capture.kernels_of_ops()
     named = [
@@ -360,17 +361,16 @@ def compare(name: str, watched: Watched, leaves: set[str]) -> Truth:
             f"{named.count(False)} kernels have names that the op has not eagerly, such as"
             f" {pairs[0][0].activities[odd].name[:60]!r} of {plan.launches[odd].op!r}"
         )
-    layout = pairs[0][1].layout
+    # After a pause there is no gap, and so another layout.
+    layout = Counter(reading.layout for _, reading in pairs).most_common(1)[0][0]
+    pairs = [pair for pair in pairs if pair[1].layout is layout]
+    truth.n_replays = len(pairs)
     alone = [
         reading
         for phase in (watched.before, watched.after)
         for reading in watched.readings[phase.first : phase.last]
-        if reading.layout.tags == layout.tags
+        if reading.layout is layout
     ]
-    tags = {reading.layout.tags for _, reading in pairs}
-    if len(tags) > 1:
-        truth.problems.append("readings of the profiled replays have several layouts")
-        return truth
     ours_ms = [reading.durations_ms.tolist() for _, reading in pairs]
     alone_ms = [reading.durations_ms.tolist() for reading in alone]
     mapped = list(_positions(layout, plan))
