@@ -48,14 +48,19 @@ class Stretch:
         captured: it is part of a graph.
         is_left: both events have been recorded.
         home: the registry that lists it.
+        is_told: the user has been told that it was never left.
     """
 
-    __slots__ = ("_code", "_end", "_line", "_start", "captured", "context", "home", "is_left")
+    __slots__ = (
+        *("_code", "_end", "_line", "_start"),
+        *("captured", "context", "home", "is_left", "is_told"),
+    )
 
     def __init__(self, context: Any = None) -> None:
         self.context = context
         self.captured = is_captured_here()
         self.is_left = False
+        self.is_told = False
         self.home: TimerRegistry[Any] | None = None
         self._start = event_here()
         self._end = event_here()
@@ -211,7 +216,10 @@ class TimedBlock:
         # Nobody can leave it any more.
         for stretch in (held for stack in self._open.values() for held in stack if held is not None):
             self._left(stretch, True)
-            warnings.warn(f"{stretch} was entered and never left: it has no time.", RuntimeWarning, 2)
+            if not stretch.is_told:
+                warnings.warn(
+                    f"{stretch} was entered and never left: it has no time.", RuntimeWarning, 2
+                )
 
     @overload
     def __call__(self) -> Self: ...

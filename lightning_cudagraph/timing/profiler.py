@@ -229,6 +229,7 @@ class Profiler(Generic[Context]):
             return
         for stretch in registry.open():
             registry.discard(stretch)
+            stretch.is_told = True
             warnings.warn(
                 f"{stretch} has been entered and not left, so that it has no end: it is not reported.",
                 RuntimeWarning,
@@ -267,8 +268,9 @@ class Profiler(Generic[Context]):
 
     def _left(self, stretch: Stretch, failed: bool) -> None:
         registry = stretch.home
-        if registry is None:  # `reset` or `close` has forgotten it
+        if registry is None:  # `reset` has forgotten it
             return
+        failed = failed or Profiler.active is not self
         if failed:
             registry.discard(stretch)
         elif stretch.captured:

@@ -1,0 +1,547 @@
+"""The profiler of all graphs: what it reports, when, and that it goes without a trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_cudagraph import CUDAGraphCallback, GraphedStep, Profiler, TimerError
+from lightning_cudagraph.capture.emulator import EmulatedGraph, HostEvent
+from lightning_cudagraph.timing import profiler as profiler_module
+from tests.captures import Work
+from tests.harness import Net, assert_same, make, train
+
+GRAPHS = (torch.cuda.CUDAGraph, EmulatedGraph)
+
+
+@pytest.fixture
+def work(accelerator: str) -> Work:
+    return Work(accelerator)
+
+
+def of_torch() -> list[dict[str, Any]]:
+    return [dict(vars(cls)) for cls in GRAPHS]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = of_torch()
+    assert Profiler.active is None
+    yield
+    assert Profiler.active is None
+    assert of_torch() == before
+
+
+class Reports(list[tuple[Any, float]]):
+    """What was reported."""
+
+    def add(self, context: Any, elapsed_ms: float) -> None:
+        assert elapsed_ms > 0
+        self.append((context, elapsed_ms))
+
+    def take(self) -> list[Any]:
+        """The contexts that came since the last time."""
+        contexts = [context for context, _ in self]
+        self.clear()
+        return contexts
+
+
+@pytest.fixture
+def reports() -> Reports:
+    return Reports()
+
+
+@pytest.fixture
+def profiler(reports: Reports) -> Iterator[Profiler[Any]]:
+    with Profiler(reports.add) as profiler:
+        yield profiler
+
+
+@dataclass
+class Layer:
+    """A context without a hash."""
+
+    number: int
+
+
+def layers(profiler: Profiler[Any], work: Work, n: int = 3) -> None:
+    with profiler.time("all"):
+        for i in range(n):
+            with profiler.time(Layer(i)):
+                work.run()
+
+
+ALL = ["all", Layer(0), Layer(1), Layer(2)]
+
+
+def test_each_replay_is_reported(profiler: Profiler[Any], work: Work, reports: Reports) -> None:
+    graph = work.capture(lambda: layers(profiler, work))
+    assert reports == []
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        times_ms = [time_ms for _, time_ms in reports]
+        assert sum(times_ms[1:]) <= times_ms[0] * 1.0001
+        seen.append(tuple(times_ms))
+        assert reports.take() == ALL
+    assert len(set(seen)) == 3
+
+
+def test_several_graphs_have_their_own_blocks(
+    profiler: Profiler[Any], work: Work, reports: Reports
+) -> None:
+    @profiler.time("function")
+    def function() -> None:
+        work.run()
+
+    def twice() -> None:
+        for _ in range(2):
+            function()
+
+    one = work.capture(twice)
+    other = work.capture(lambda: layers(profiler, work, 1))
+    without = work.capture(lambda: work.run())
+    for graph, contexts in ((one, ["function"] * 2), (other, ["all", Layer(0)]), (without, [])):
+        for _ in range(2):
+            graph.replay()
+            assert reports.take() == contexts
+
+
+def test_a_graph_that_was_reset_is_not_reported(
+    profiler: Profiler[Any], work: Work, reports: Reports
+) -> None:
+    graph = work.capture(lambda: layers(profiler, work))
+    graph.replay()
+    assert reports.take() == ALL
+    graph.reset()
+    assert graph not in profiler._registries
+    assert graph not in profiler_module._events_in
+
+
+def test_graphs_from_before(work: Work, reports: Reports) -> None:
+    before = work.capture(lambda: work.run())
+    with Profiler(reports.add) as profiler:
+        before.replay()
+        assert reports == []
+        after = work.capture(lambda: layers(profiler, work))
+        before.replay()
+        after.replay()
+    assert reports.take() == ALL
+    work.out.zero_()
+    after.replay()  # with events that nobody reads
+    work.wait()
+    assert work.out.ne(0).all()
+    assert reports == []
+
+
+def test_outside_of_graphs(profiler: Profiler[Any], work: Work, reports: Reports) -> None:
+    for _ in range(3):
+        layers(profiler, work)
+        assert reports[0][1] >= sum(time_ms for _, time_ms in reports[1:])
+        assert reports.take() == ALL
+    with profiler.time("alone"):
+        work.run()
+    assert reports.take() == ["alone"]
+    with profiler.time("outer"):
+        graph = work.capture(lambda: layers(profiler, work))
+        with profiler.time("inner"):
+            work.run()
+        assert reports == []
+    assert reports.take() == ["outer", "inner"]
+    graph.replay()
+    assert reports.take() == ALL
+
+
+def test_waiting_comes_into_no_time(
+    profiler: Profiler[Any], work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = []
+
+    def counted(wait: Any) -> Any:
+        return lambda event: (waits.append(event), wait(event))[1]
+
+    for kind in (torch.cuda.Event, HostEvent):
+        monkeypatch.setattr(kind, "synchronize", counted(kind.synchronize))
+    layers(profiler, work)
+    assert len(waits) == 1
+    graph = work.capture(lambda: layers(profiler, work))
+    assert len(waits) == 1
+    graph.replay()
+    assert len(waits) == 2
+
+
+def test_a_block_that_fails_is_not_reported(
+    profiler: Profiler[Any], work: Work, reports: Reports
+) -> None:
+    def fails() -> None:
+        with profiler.time("fails"):
+            work.run()
+            raise ZeroDivisionError
+
+    def body() -> None:
+        with profiler.time("caught"):
+            with pytest.raises(ZeroDivisionError):
+                fails()
+            with profiler.time("good"):
+                work.run()
+
+    body()
+    assert reports.take() == ["caught", "good"]
+    graph = work.capture(body)
+    graph.replay()
+    assert reports.take() == ["caught", "good"]
+
+    @profiler.time("outer")
+    def outer() -> None:
+        with profiler.time("inner"):
+            work.run()
+        fails()
+
+    with pytest.raises(ZeroDivisionError):
+        outer()
+    assert reports == []
+    layers(profiler, work)
+    assert reports.take() == ALL
+
+
+def test_a_capture_that_fails(profiler: Profiler[Any], work: Work, reports: Reports) -> None:
+    def body() -> None:
+        layers(profiler, work)
+        with profiler.time("fails"):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work.capture(body)
+    assert profiler._under_way == []
+    layers(profiler, work)
+    assert reports.take() == ALL
+    graph = work.capture(lambda: layers(profiler, work))
+    graph.replay()
+    assert reports.take() == ALL
+
+
+def test_a_report_that_fails_comes_out_of_the_replay(work: Work) -> None:
+    seen = []
+
+    def dump(context: Any, elapsed_ms: float) -> None:
+        seen.append(context)
+        if len(seen) == 2:
+            raise ZeroDivisionError
+
+    with Profiler(dump) as profiler:
+        graph = work.capture(lambda: layers(profiler, work))
+        work.out.zero_()
+        with pytest.raises(ZeroDivisionError):
+            graph.replay()
+        assert work.out.ne(0).all()  # it had been replayed
+        assert seen == ALL[:2]
+        graph.replay()
+        assert seen[2:] == ALL
+        layers(profiler, work)
+        assert seen[6:] == ALL
+
+
+def test_made_twice(work: Work, reports: Reports) -> None:
+    first = Profiler(reports.add)
+    assert Profiler(reports.add) is first
+    assert Profiler[Any](reports.add) is first
+    assert Profiler.active is first
+    with pytest.raises(TimerError, match=r"made with `print`, and there is one with `Reports\.add`"):
+        Profiler(print)
+    graph = work.capture(lambda: layers(first, work))
+    graph.replay()
+    assert reports.take() == ALL  # once
+    Profiler.active.close()
+    first.close()
+    other = Reports()
+    with Profiler(other.add) as second:
+        assert second is not first
+        graph.replay()
+        assert other == []
+        assert reports == []
+        layers(second, work)
+        layers(first, work)
+    assert other.take() == ALL
+    assert reports == []
+
+
+def test_blocks_of_a_closed_profiler_do_nothing(work: Work, reports: Reports) -> None:
+    profiler = Profiler(reports.add)
+    with profiler.time("open at the end"):
+        profiler.close()
+        layers(profiler, work)
+    graph = work.capture(lambda: layers(profiler, work))
+    graph.replay()
+    assert reports == []
+
+
+def test_closed_in_the_middle_of_a_capture(work: Work, reports: Reports) -> None:
+    profiler = Profiler(reports.add)
+
+    def body() -> None:
+        with profiler.time("open at the end"):
+            work.run()
+            profiler.close()
+            work.run()
+
+    graph = work.capture(body)
+    graph.replay()
+    work.wait()
+    assert reports == []
+
+
+def test_made_in_the_middle_of_a_capture(work: Work, reports: Reports) -> None:
+    made: list[Profiler[Any]] = []
+
+    def body() -> None:
+        profiler = Profiler(reports.add)
+        made.append(profiler)
+        with (
+            pytest.warns(RuntimeWarning, match=r"timed as 'late' at .*: it is not timed"),
+            profiler.time("late"),
+        ):
+            work.run()
+
+    graph = work.capture(body)
+    graph.replay()
+    assert reports == []
+    layers(made[0], work)
+    assert reports.take() == ALL
+    made[0].close()
+
+
+def test_somebody_else_has_replaced_a_method(work: Work, reports: Reports) -> None:
+    graph_class: Any = GRAPHS[0] if work.on_gpu else GRAPHS[1]
+    by_torch = graph_class.replay
+    calls = []
+    profiler = Profiler(reports.add)
+    hooked = graph_class.replay
+
+    def replay(graph: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(graph)
+        hooked(graph, *args, **kwargs)
+
+    graph_class.replay = replay
+    try:
+        graph = work.capture(lambda: layers(profiler, work))
+        graph.replay()
+        assert reports.take() == ALL
+        with pytest.warns(RuntimeWarning, match=rf"has replaced `{graph_class.__name__}\.replay`"):
+            profiler.close()
+        assert graph_class.replay is replay
+        graph.replay()
+        assert len(calls) == 2
+        assert reports == []
+        with Profiler(reports.add) as second:
+            graph = work.capture(lambda: layers(second, work))
+            graph.replay()
+            assert reports.take() == ALL  # once
+        assert len(calls) == 3
+        assert graph_class.replay is replay
+    finally:
+        graph_class.replay = by_torch
+
+
+def test_graphs_that_are_deleted_leave_nothing(
+    profiler: Profiler[Any], work: Work, reports: Reports
+) -> None:
+    gc.collect()
+    events = len(profiler_module._events_in)
+    graphs = [work.capture(lambda: layers(profiler, work)) for _ in range(5)]
+    for graph in graphs:
+        graph.replay()
+    del graph
+    assert len(profiler._registries) == 5
+    assert len(profiler_module._events_in) == events + 5
+    graphs.clear()
+    gc.collect()
+    assert len(profiler._registries) == 0
+    assert len(profiler_module._events_in) == events
+    assert reports.take() == ALL * 5
+
+
+def test_reset(profiler: Profiler[Any], work: Work, reports: Reports) -> None:
+    graph = work.capture(lambda: layers(profiler, work))
+    with profiler.time("forgotten"):
+        profiler.reset()
+    graph.replay()
+    work.wait()
+    assert reports == []
+    layers(profiler, work)
+    assert reports.take() == ALL
+    graph = work.capture(lambda: layers(profiler, work))
+    graph.replay()
+    assert reports.take() == ALL
+
+
+def test_entered_and_never_left(profiler: Profiler[Any], work: Work, reports: Reports) -> None:
+    blocks = []
+
+    def body() -> None:
+        layers(profiler, work)
+        blocks.append(profiler.time("kept open"))
+        blocks[0].__enter__()
+        with pytest.warns(RuntimeWarning, match="timed as 'dropped' .* entered and never left"):
+            profiler.time("dropped").__enter__()
+
+    graph = work.capture(body)
+    with pytest.warns(RuntimeWarning, match="timed as 'kept open' .* is not reported"):
+        graph.replay()
+    assert reports.take() == ALL
+    graph.replay()
+    assert reports.take() == ALL
+
+    with pytest.warns(RuntimeWarning, match="timed as 'dropped' .* entered and never left"):
+        profiler.time("dropped").__enter__()
+    layers(profiler, work)
+    assert reports.take() == ALL
+
+
+def test_threads(profiler: Profiler[Any], work: Work) -> None:
+    seen: dict[int, list[tuple[int, str]]] = {}
+    one_captures = threading.Lock()
+    captured = threading.Barrier(4)
+    profiler.close()
+
+    def dump(context: tuple[int, str], elapsed_ms: float) -> None:
+        seen.setdefault(threading.get_ident(), []).append(context)
+
+    with Profiler(dump) as profiler:
+
+        def live(number: int) -> None:
+            own = Work("gpu" if work.on_gpu else "cpu")
+
+            def body() -> None:
+                with profiler.time((number, "graph")):
+                    own.run()
+
+            captured.wait()
+            with one_captures:
+                graph = own.capture(body)
+            captured.wait()
+            for _ in range(20):
+                graph.replay()
+                with profiler.time((number, "outside")):
+                    own.run()
+
+        threads = [threading.Thread(target=live, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(seen) == 4
+    for contexts in seen.values():
+        number = contexts[0][0]
+        assert contexts == [(number, "graph"), (number, "outside")] * 20
+
+
+def test_replays_beside_a_capture_are_not_waited_for(
+    profiler: Profiler[Any], work: Work, reports: Reports
+) -> None:
+    graph = work.capture(lambda: layers(profiler, work))
+
+    def body() -> None:
+        layers(profiler, work)
+        thread = threading.Thread(target=profiler._replayed, args=(graph,))
+        thread.start()
+        thread.join()
+
+    other = work.capture(body)
+    assert reports == []
+    for one in (graph, other):
+        one.replay()
+        assert reports.take() == ALL
+
+
+def test_a_copy_of_what_holds_it(profiler: Profiler[Any]) -> None:
+    assert copy.deepcopy({"a": profiler})["a"] is profiler
+
+
+class Timed(Net):
+    """Blocks in the step, around it and across its parts."""
+
+    profiler: Profiler[Any]
+
+    def __init__(self, across: bool = False) -> None:
+        super().__init__()
+        self.across = self.profiler.time("across") if across else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.profiler.time("forward"):
+            x = self.features(x)
+            with self.profiler.time("head"):
+                return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.across is not None:
+            self.across.__enter__()
+        return super().training_step(batch, batch_idx)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self.profiler.time("backward"):
+            super().backward(loss, *args, **kwargs)
+        if self.across is not None:
+            self.across.__exit__(None, None, None)
+
+
+class OnHost(Callback):
+    """Has a hook in the middle of the step, so that it is captured in parts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_step_of_the_callback(tmp_path: Path, accelerator: str, reports: Reports, parts: bool) -> None:
+    expected = ["forward", "head", "backward"]
+    if parts:
+        expected = ["across", *expected]
+    found = []
+    with Profiler(reports.add) as profiler:
+        Timed.profiler = profiler
+        for name, callback in (("a", None), ("b", CUDAGraphCallback(verify_replays=0))):
+            trace = train(
+                make(lambda: Timed(across=parts)),
+                tmp_path / name,
+                callback,
+                accelerator=accelerator,
+                callbacks=(OnHost(),) if parts else (),
+            )
+            found.append((trace, reports.take()))
+    (plain, eager), (graphed, replayed) = found
+    assert_same(plain, graphed)
+    steps, validated = 3 * 8, 3 * 3 * ["forward", "head"]
+    assert graphed.counts.replayed == steps - 3 - 3
+    for contexts in (eager, replayed):
+        counts = {name: contexts.count(name) for name in expected}
+        wanted = {name: steps + validated.count(name) for name in expected}
+        assert counts == wanted
+    assert sorted(eager) == sorted(replayed)
+
+
+def test_a_graphed_step(accelerator: str, profiler: Profiler[Any], reports: Reports) -> None:
+    device = "cuda" if accelerator == "gpu" else "cpu"
+    net = nn.Linear(4, 4).to(device)
+
+    def step(x: Tensor) -> Tensor:
+        with profiler.time("linear"):
+            return net(x).sum()
+
+    with GraphedStep(step, modules=net, verify_replays=0) as graphed:
+        for _ in range(8):
+            graphed(torch.ones(2, 4, device=device))
+            assert reports.take() == ["linear"]
+    assert graphed.counts.replayed == 5
