@@ -1,7 +1,7 @@
 """Times of blocks inside a CUDA graph that somebody else captures and replays.
 
-The blocks are in the model, the graph is in the loop, and neither knows of the other: the profiler stands
-between them. On a CPU there is no graph, and the same blocks are timed as they run.
+The blocks are in the model, the graph is in the loop, and neither knows of the other: the profiler
+stands between them. On a CPU there is no graph, and the same blocks are timed as they run.
 
     python examples/profile_any_graph.py
 """
