@@ -7,6 +7,7 @@ one number for each mark, from which the times of all spans follow, for many rep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -14,7 +15,18 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BACKWARD_TAG", "FORWARD_TAG", "STEP_TAG", "Lane", "Reading", "Span", "SpanLayout"]
+__all__ = [
+    "BACKWARD_TAG",
+    "FORWARD_TAG",
+    "STEP_TAG",
+    "Lane",
+    "Reading",
+    "Readings",
+    "Span",
+    "SpanLayout",
+    "by_layout",
+    "medians_ms",
+]
 
 FORWARD_TAG = "layer_forward_ms/"
 BACKWARD_TAG = "layer_backward_ms/"
@@ -102,3 +114,59 @@ class Reading:
     def durations_ms(self) -> NDArray[np.float64]:
         """The times of the layout's spans, in milliseconds."""
         return self.layout.durations_ms(np.asarray(self.offsets_ms))
+
+
+@dataclass(frozen=True, eq=False)
+class Readings:
+    """Readings with one layout, as arrays.
+
+    Attributes:
+        layout: of all of them.
+        places: where each was among those that were gathered.
+        steps: of each.
+        walltimes_s: of each, in seconds since the epoch.
+        durations_ms: the times of the layout's spans, in milliseconds; shape ``(readings, spans)``.
+    """
+
+    layout: SpanLayout
+    places: list[int]
+    steps: NDArray[np.int64]
+    walltimes_s: NDArray[np.float64]
+    durations_ms: NDArray[np.float64]
+
+
+def by_layout(readings: Sequence[Reading]) -> list[Readings]:
+    """Readings as arrays, those with the same layout together."""
+    places: dict[SpanLayout, list[int]] = {}
+    for place, reading in enumerate(readings):
+        places.setdefault(reading.layout, []).append(place)
+    return [
+        Readings(
+            layout,
+            found,
+            np.array([readings[place].step for place in found], np.int64),
+            np.array([readings[place].walltime_s for place in found]),
+            layout.durations_ms(np.array([readings[place].offsets_ms for place in found])),
+        )
+        for layout, found in places.items()
+    ]
+
+
+def medians_ms(gathered: Sequence[Readings]) -> dict[str, float]:
+    """The median time of each span, by tag, in the order of the layouts."""
+    present: dict[str, list[tuple[int, int]]] = {}
+    for index, readings in enumerate(gathered):
+        for column, tag in enumerate(readings.layout.tags):
+            present.setdefault(tag, []).append((index, column))
+    found = dict.fromkeys(present, 0.0)
+    # Spans that are in the same layouts, all at once.
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for tag, places in present.items():
+        alike.setdefault(tuple(index for index, _ in places), []).append(tag)
+    for indices, tags in alike.items():
+        rows = [
+            gathered[index].durations_ms[:, [present[tag][nth][1] for tag in tags]]
+            for nth, index in enumerate(indices)
+        ]
+        found.update(zip(tags, np.median(np.concatenate(rows), axis=0).tolist(), strict=True))
+    return found

@@ -1,0 +1,101 @@
+"""Scalars as records of a TensorBoard event file, for many steps at once.
+
+A record is a length, an `Event` as protocol buffers write it, and checksums of both. The events of steps
+with the same tags have the same bytes but for the time, the step and the values, if the step is padded
+to a fixed length. So they are filled into copies of one template, all at once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_cudagraph.timing.crc32c import AlikeRows, masked_crc32c
+
+__all__ = ["ScalarRecords"]
+
+# Field numbers and wire types of tensorboard/compat/proto/{event,summary}.proto.
+_WALL_TIME = b"\x09"
+_STEP = b"\x10"
+_SUMMARY = b"\x2a"
+_VALUE = b"\x0a"
+_TAG = b"\x0a"
+_SIMPLE_VALUE = b"\x15"
+
+_HEADER_BYTES = 12
+# Seven bits a byte: steps of any run. A number may have more bytes than it needs.
+_STEP_BYTES = 6
+
+
+def _varint(number: int) -> bytes:
+    groups = []
+    while number > 0x7F:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*groups, number])
+
+
+def _with_length(field: bytes, content: bytes) -> bytes:
+    return field + _varint(len(content)) + content
+
+
+class ScalarRecords:
+    """The records of steps with the same tags.
+
+    Args:
+        tags: what the scalars are called.
+    """
+
+    def __init__(self, tags: Sequence[str]) -> None:
+        summary, ends = bytearray(), []
+        for tag in tags:
+            summary += _with_length(_VALUE, _with_length(_TAG, tag.encode()) + _SIMPLE_VALUE + bytes(4))
+            ends.append(len(summary))
+        times = _WALL_TIME + bytes(8) + _STEP + bytes(_STEP_BYTES)
+        event = times + _with_length(_SUMMARY, bytes(summary))
+        values_at = np.array(ends, np.intp)[:, None] + np.arange(-4, 0) + len(event) - len(summary)
+        self._places = np.concatenate(
+            [np.arange(1, 9), np.arange(10, 10 + _STEP_BYTES), values_at.ravel()]
+        )
+        self._checksums = AlikeRows(event, self._places)
+        length = struct.pack("<Q", len(event))
+        header = length + struct.pack("<I", masked_crc32c(length))
+        self._template = np.frombuffer(header + event + bytes(4), np.uint8)
+        self._places_in_record = self._places + _HEADER_BYTES
+
+    def serialised(
+        self,
+        steps: NDArray[np.int64],
+        walltimes_s: NDArray[np.float64],
+        values: NDArray[np.floating],
+    ) -> NDArray[np.uint8]:
+        """The records.
+
+        Args:
+            steps: of each record.
+            walltimes_s: seconds since the epoch of each record.
+            values: shape ``(records, tags)``.
+
+        Returns:
+            Their bytes; shape ``(records, bytes of one)``.
+        """
+        n = len(steps)
+        shifts = np.arange(0, 7 * _STEP_BYTES, 7)
+        groups = (steps[:, None] >> shifts & 0x7F).astype(np.uint8)
+        groups[:, :-1] |= 0x80  # more follows
+        differing = np.concatenate(
+            [
+                walltimes_s.astype("<f8")[:, None].view(np.uint8),
+                groups,
+                np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(n, -1),
+            ],
+            axis=1,
+        )
+        records = np.empty((n, len(self._template)), np.uint8)
+        records[:] = self._template
+        records[:, self._places_in_record] = differing
+        records[:, -4:] = self._checksums.masked_crc32c(differing).astype("<u4")[:, None].view(np.uint8)
+        return records

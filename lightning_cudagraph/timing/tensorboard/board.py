@@ -1,0 +1,147 @@
+"""A logger for TensorBoard, and the way into its writer's queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_cudagraph.capture.stand_ins import replace_method
+from lightning_cudagraph.timing.records import ScalarRecords
+from lightning_cudagraph.timing.spans import Reading, Readings
+
+__all__ = ["Board", "Rows", "innards"]
+
+
+class Finished(bytes):
+    """Records with their lengths and checksums, to be written as they are."""
+
+
+class Rows:
+    """Readings, as a writer takes them; serialised once for all writers."""
+
+    def __init__(
+        self,
+        readings: Sequence[Reading],
+        gathered: Sequence[Readings],
+        records: dict[tuple[str, ...], ScalarRecords],
+    ) -> None:
+        self._readings = readings
+        self._gathered = gathered
+        self._records = records
+        self._finished: list[bytes] | None = None
+
+    def finished(self, skip: int) -> Finished:
+        """All records but the first `skip`, in the order of the readings."""
+        if self._finished is None:
+            self._finished = self._serialised()
+        return Finished(b"".join(self._finished[skip:]))
+
+    def write_by_value(self, writer: Any, begin: int, end: int | None) -> None:
+        """The public way, which makes an event of each value."""
+        for reading in self._readings[begin:end]:
+            for tag, value_ms in zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True):
+                writer.add_scalar(tag, value_ms, reading.step, walltime=reading.walltime_s)
+
+    def _serialised(self) -> list[bytes]:
+        found = [b""] * len(self._readings)
+        for readings in self._gathered:
+            if not (tags := readings.layout.tags):
+                continue
+            if (records := self._records.get(tags)) is None:
+                records = self._records[tags] = ScalarRecords(tags)
+            rows = records.serialised(readings.steps, readings.walltimes_s, readings.durations_ms)
+            for place, row in zip(readings.places, rows, strict=True):
+                found[place] = row.tobytes()
+        return found
+
+
+class Board:
+    """A logger for TensorBoard. After an error it is left alone, and training goes on.
+
+    Its writer may be closed by its owner at any time, and makes a new file then when something is
+    written.
+    """
+
+    def __init__(self, logger: TensorBoardLogger) -> None:
+        self._logger = logger
+        self._failed = False
+        self._patches = ExitStack()
+        # The innards of the writer that finished records are handed to.
+        self._records: Any = None
+
+    def attempt(self, write: Callable[[Any], None]) -> None:
+        """Call `write` with the writer; an error is said once."""
+        if not self._failed:
+            self._try(write)
+
+    def write(self, rows: Rows) -> None:
+        """Hand rows to the writer."""
+        self.attempt(lambda writer: self._write(writer, rows))
+
+    def close(self) -> None:
+        """Leave the writer as it was."""
+        if self._records is not None:
+            # What is in its queue needs what is taken away now.
+            self._try(_drain)
+        self._records = None
+        self._patches.close()
+
+    def _try(self, write: Callable[[Any], None]) -> None:
+        try:
+            write(self._logger.experiment)
+        except Exception as error:  # a full disk, or whatever a file system or a subclass raises
+            failed, self._failed = self._failed, True
+            if not failed:
+                rank_zero_warn(
+                    f"lightning_cudagraph: `{type(self._logger).__qualname__}` could not write times:"
+                    f" {type(error).__name__}: {error}. It is given no more; training goes on."
+                )
+
+    def _write(self, writer: Any, rows: Rows) -> None:
+        done = 0
+        if getattr(writer, "file_writer", self) is None:
+            # Closed. The public way opens it again.
+            rows.write_by_value(writer, 0, 1)
+            done = 1
+        if (put := self._way_in(writer)) is None:
+            rows.write_by_value(writer, done, None)
+        elif data := rows.finished(done):
+            put(data)
+
+    def _way_in(self, writer: Any) -> Callable[[bytes], None] | None:
+        """What puts finished records into the writer's queue; None if it is built differently."""
+        _, _, queue, records, file = innards(writer)
+        ways = [getattr(queue, "write", None), getattr(records, "write", None)]
+        if not all(map(callable, [*ways, getattr(file, "write", None)])):
+            return None
+        if records is not self._records:
+            self._records = records
+            by_tensorboard = records.write
+
+            def write(data: bytes) -> None:
+                if type(data) is Finished:
+                    file.write(data)
+                else:
+                    by_tensorboard(data)
+
+            replace_method(records, "write", write, self._patches)
+        put: Callable[[bytes], None] = queue.write
+        return put
+
+
+def innards(writer: Any) -> list[Any]:
+    """What a writer of torch's is made of: its file, that of its events, the queue, records, bytes."""
+    found = []
+    for name in ("file_writer", "event_writer", "_async_writer", "_writer", "_writer"):
+        writer = getattr(writer, name, None)
+        found.append(writer)
+    return found
+
+
+def _drain(writer: Any) -> None:
+    if writer.file_writer is not None:  # not closed, with all that was in its queue
+        writer.flush()

@@ -1,0 +1,160 @@
+"""The tab of custom scalars: its charts, and the band of step times that one of them shows."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Readings
+from lightning_cudagraph.timing.tensorboard.board import innards
+
+__all__ = ["BAND_TAG", "CATEGORY", "Band", "StepBand", "add_charts", "charts"]
+
+BAND_TAG = "step_band_ms/"
+CATEGORY = "CUDA graph"
+
+# All lines of a run have one colour there, and are told apart by their markers.
+_LAYERS_PER_CHART = 4
+
+_PARTS = (f"{STEP_TAG}forward", f"{STEP_TAG}backward")
+
+_LAYOUT_TAG = b"custom_scalars__config__"
+# Layouts of charts stand at the beginning of a file.
+_SEARCHED_BYTES = 4 * 2**20
+# Of a record: its length with a checksum, and the checksum of its data.
+_HEADER_BYTES, _FOOTER_BYTES = 12, 4
+
+
+class Band(NamedTuple):
+    """How long the steps of a window took.
+
+    Attributes:
+        step: the last of them.
+        values_ms: tags and milliseconds.
+    """
+
+    step: int
+    values_ms: dict[str, float]
+
+
+class StepBand:
+    """Percentiles of the step's time, window by window.
+
+    Args:
+        window_steps: how many readings make a window.
+    """
+
+    def __init__(self, window_steps: int) -> None:
+        self._window_steps = window_steps
+        # Step and milliseconds; those of readings that do not end with the optimizer's step apart.
+        self._whole: list[tuple[int, float]] = []
+        self._without_optimizer: list[tuple[int, float]] = []
+
+    def add(self, gathered: Sequence[Readings]) -> list[Band]:
+        """Take readings; returns the bands of the windows that are complete with them."""
+        for readings in gathered:
+            column = {tag: i for i, tag in enumerate(readings.layout.tags)}
+            total = column.get(f"{STEP_TAG}total")
+            parts = [column[tag] for tag in _PARTS if tag in column]
+            times_ms = readings.durations_ms[:, parts if total is None else [total]].sum(axis=1)
+            found = zip(readings.steps.tolist(), times_ms.tolist(), strict=True)
+            (self._without_optimizer if total is None else self._whole).extend(found)
+        bands = []
+        while (window := self._window()) and len(window) >= self._window_steps:
+            bands.append(self._band(window[: self._window_steps]))
+            del window[: self._window_steps]
+        return bands
+
+    def rest(self) -> list[Band]:
+        """The band of the window that has begun, if there is any."""
+        window = self._window()
+        return [self._band(window)] if window else []
+
+    def _window(self) -> list[tuple[int, float]]:
+        if self._whole:
+            self._without_optimizer.clear()
+        return self._whole or self._without_optimizer
+
+    def _band(self, window: list[tuple[int, float]]) -> Band:
+        percentiles_ms = np.percentile([ms for _, ms in window], (5, 50, 95)).tolist()
+        tags = (f"{BAND_TAG}p05", f"{BAND_TAG}p50", f"{BAND_TAG}p95")
+        return Band(max(step for step, _ in window), dict(zip(tags, percentiles_ms, strict=True)))
+
+
+def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
+    """The tags of the slowest layers, in the order of the model; containers would hide their members."""
+    tags = [tag for tag in times_ms if tag.startswith(prefix)]
+    innermost = [tag for tag in tags if not any(other.startswith(f"{tag}.") for other in tags)]
+    chosen = sorted(innermost, key=lambda tag: -times_ms[tag])[:_LAYERS_PER_CHART]
+    return [tag for tag in innermost if tag in chosen]
+
+
+def charts(times_ms: Mapping[str, float]) -> dict[str, dict[str, list[str | list[str]]]]:
+    """The custom scalars, as `SummaryWriter.add_custom_scalars` takes them.
+
+    TensorBoard merges those of several runs by their titles, and shows equal charts once: so they are
+    the same for runs alike.
+
+    Args:
+        times_ms: of each span, by tag, in the order of the model.
+    """
+    # The tags of lines are regular expressions, which have to match at the beginning.
+    found: dict[str, list[str | list[str]]] = {
+        "step: p05, p50, p95 [ms]": ["Margin", [f"{BAND_TAG}p50", f"{BAND_TAG}p05", f"{BAND_TAG}p95"]],
+        "parts of the step [ms]": [
+            "Multiline",
+            [rf"{STEP_TAG}(forward|backward|optimizer|gap)$"],
+        ],
+    }
+    for title, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
+        if slowest := _slowest(times_ms, prefix):
+            found[f"slowest layers, {title} [ms]"] = [
+                "Multiline",
+                [f"{re.escape(tag)}$" for tag in slowest],
+            ]
+    return {CATEGORY: found}
+
+
+def add_charts(writer: Any, ours: dict[str, Any]) -> None:
+    """Write the custom scalars, with those that the user has written: of a run, the last ones count."""
+    writer.flush()
+    theirs = _charts_in(getattr(innards(writer)[1], "_file_name", ""))
+    if theirs is None:
+        writer.add_custom_scalars(ours)
+        return
+    from torch.utils.tensorboard.summary import custom_scalars
+
+    summary = custom_scalars(ours)
+    tensor = summary.value[0].tensor
+    merged = type(theirs)(category=[c for c in theirs.category if c.title != CATEGORY])
+    merged.MergeFromString(tensor.string_val[0])
+    tensor.string_val[0] = merged.SerializeToString()
+    writer.file_writer.add_summary(summary)
+
+
+def _charts_in(path: str) -> Any:
+    """The custom scalars at the beginning of an event file, or None."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_SEARCHED_BYTES)
+    except OSError:  # not a file of this machine
+        return None
+    if _LAYOUT_TAG not in head:
+        return None
+    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout  # type: ignore[attr-defined]
+
+    found, begin = None, 0
+    while begin + _HEADER_BYTES <= len(head):
+        (length,) = struct.unpack_from("<Q", head, begin)
+        record = head[begin + _HEADER_BYTES : begin + _HEADER_BYTES + length]
+        begin += _HEADER_BYTES + length + _FOOTER_BYTES
+        if _LAYOUT_TAG in record and len(record) == length:
+            for value in Event.FromString(record).summary.value:
+                if value.tag == _LAYOUT_TAG.decode():
+                    found = Layout.FromString(value.tensor.string_val[0])
+    return found

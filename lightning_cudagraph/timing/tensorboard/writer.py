@@ -1,0 +1,152 @@
+"""Times, charts and texts for the loggers of a trainer.
+
+The times of a step cost the training loop an append. Now and then, what has gathered is turned into
+finished records of the event file, all at once, and handed to TensorBoard's own writer: its thread
+writes them in their turn, among the events of everybody else, into the same file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_cudagraph.timing.metrics import MetricsWriter
+from lightning_cudagraph.timing.records import ScalarRecords
+from lightning_cudagraph.timing.spans import Reading, by_layout, medians_ms
+from lightning_cudagraph.timing.tensorboard.board import Board, Rows
+from lightning_cudagraph.timing.tensorboard.charts import Band, StepBand, add_charts, charts
+
+__all__ = ["TensorBoardWriter", "other_loggers_writer"]
+
+_MOST_READINGS_PER_FLUSH = 64
+# Fewer of large ones, so that writing them fits into the time that the device takes for a step.
+_VALUES_PER_FLUSH = 8192
+_SECONDS_BETWEEN_FLUSHES = 5.0
+# So many steps tell which layers are slow.
+_READINGS_FOR_CHARTS = 16
+
+
+class TensorBoardWriter:
+    """Shows the times of each step, and charts of them, in TensorBoard.
+
+    There is a point for each replay that was timed, at the trainer's step. With accumulation, each
+    batch is one: several points share a step, as those of `self.log` do, and the optimizer's time is in
+    the last of them.
+
+    Args:
+        loggers: the trainer's loggers; those for TensorBoard are written to.
+        window_steps: how many readings make a window of the band of step times.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], window_steps: int = 200) -> None:
+        self._boards = [Board(x) for x in loggers if isinstance(x, TensorBoardLogger)]
+        if getattr(rank_zero_only, "rank", 0) != 0:
+            self._boards = []
+        self._readings: list[Reading] = []
+        self._flush_at_readings = _MOST_READINGS_PER_FLUSH
+        self._flush_at_s = 0.0
+        self._records: dict[tuple[str, ...], ScalarRecords] = {}
+        self._band = StepBand(window_steps)
+        # The first readings, until the charts are written that show the slowest layers of them.
+        self._first: list[Reading] | None = []
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is any logger to write to: if not, texts and figures need not be made."""
+        return bool(self._boards)
+
+    def add(self, reading: Reading) -> None:
+        """Take the times of one step."""
+        readings = self._readings
+        readings.append(reading)
+        if len(readings) >= self._flush_at_readings or reading.walltime_s >= self._flush_at_s:
+            self.flush()
+
+    def pause(self) -> None:
+        """Write what has been taken."""
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what has been taken."""
+        readings, self._readings = self._readings, []
+        if not readings or not self._boards:
+            return
+        last = readings[-1]
+        self._flush_at_s = last.walltime_s + _SECONDS_BETWEEN_FLUSHES
+        self._flush_at_readings = min(
+            _MOST_READINGS_PER_FLUSH, 1 + _VALUES_PER_FLUSH // (1 + len(last.layout.spans))
+        )
+        gathered = by_layout(readings)
+        bands = self._band.add(gathered)
+        rows = Rows(readings, gathered, self._records)
+        for board in self._boards:
+            board.write(rows)
+        self._add_bands(bands)
+        if self._first is not None:
+            self._first += readings
+            if len(self._first) >= _READINGS_FOR_CHARTS:
+                self._add_charts()
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        """Write a text in a fixed-width font.
+
+        Args:
+            tag: where it is shown.
+            text: plain text; its columns stay aligned.
+            step: the step as the trainer's loggers count it.
+        """
+        for board in self._boards:
+            board.attempt(lambda writer: writer.add_text(tag, f"```\n{text}\n```", step))
+
+    def add_figure(self, tag: str, figure: Any, step: int) -> None:
+        """Write a picture.
+
+        Args:
+            tag: where it is shown.
+            figure: from matplotlib.
+            step: the step as the trainer's loggers count it.
+        """
+        for board in self._boards:
+            board.attempt(lambda writer: writer.add_figure(tag, figure, step))
+
+    def close(self) -> None:
+        """Write what is left, and leave the loggers' writers as they were."""
+        with ExitStack() as stack:
+            for board in self._boards:
+                stack.callback(board.close)
+            self.flush()
+            self._add_bands(self._band.rest())
+            self._add_charts()
+
+    def _add_bands(self, bands: list[Band]) -> None:
+        for step, values_ms in bands:
+            for tag, value_ms in values_ms.items():
+                for board in self._boards:
+                    board.attempt(lambda writer: writer.add_scalar(tag, value_ms, step))  # noqa: B023
+
+    def _add_charts(self) -> None:
+        """Write which custom scalars there are, once."""
+        first, self._first = self._first, None
+        if not first:
+            return
+        ours = charts(medians_ms(by_layout(first)))
+        for board in self._boards:
+            board.attempt(lambda writer: add_charts(writer, ours))
+
+
+def other_loggers_writer(loggers: Sequence[Logger], window_steps: int) -> MetricsWriter:
+    """What hands times to the loggers that are not for TensorBoard.
+
+    A `CSVLogger` is left out: each of its rows has all columns, and its file is what people compare.
+
+    Args:
+        loggers: the trainer's loggers.
+        window_steps: how many readings make a window.
+    """
+    others = [x for x in loggers if not isinstance(x, (TensorBoardLogger, CSVLogger, DummyLogger))]
+    return MetricsWriter(others if getattr(rank_zero_only, "rank", 0) == 0 else [], window_steps)
