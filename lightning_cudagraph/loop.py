@@ -43,6 +43,7 @@ from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
 from lightning_cudagraph.run_times import RunTimes
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import check_private_names
+from lightning_cudagraph.timing.layers import untimed_notes
 from lightning_cudagraph.transfer import BatchTransfer
 
 __all__ = ["GraphedTraining"]
@@ -113,6 +114,7 @@ class GraphedTraining:
             carried,
             settings.harmless,
             self._metrics,
+            settings.timings.placement if settings.timings is not None else "forked",
         )
         self._verifier = Verifier(
             backend,
@@ -222,6 +224,7 @@ class GraphedTraining:
     def _notes(self) -> list[str]:
         notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
         notes += [*self._verifier.notes, *self.notes, *self._metrics.notes]
+        notes += untimed_notes(self._recorder.untimed)
         if self._part.scaler is not None:
             notes.append(
                 f"{int(self._part.scaler.skipped_steps)} step(s) skipped, because a gradient overflowed"

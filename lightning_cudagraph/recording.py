@@ -6,14 +6,16 @@ undone; what a replay would leave out is refused.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
@@ -23,6 +25,7 @@ from lightning_cudagraph.capture.frozen import FrozenIndex, StepAudit, frozen_py
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
+from lightning_cudagraph.capture.stand_ins import in_place
 from lightning_cudagraph.capture.structure import Identity
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
@@ -33,8 +36,9 @@ from lightning_cudagraph.logs import Logs
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.profilers import unprofiled
-from lightning_cudagraph.support import check_optimizer_part
-from lightning_cudagraph.timing.marks import StepMarks
+from lightning_cudagraph.support import check_optimizer_part, scaler_of
+from lightning_cudagraph.timing.layers import Placement
+from lightning_cudagraph.timing.marks import Stage, StepMarks
 
 __all__ = ["HostTurn", "Recorder", "StepBody", "StepOutputs"]
 
@@ -135,9 +139,11 @@ class Recorder:
         carried: attributes whose tensors are others in every step.
         harmless: names that the user says may be frozen, or not repeated.
         metrics: the metrics of the module.
+        placement: where events are put, between kernels or beside them.
 
     Attributes:
         logs: what the steps log.
+        untimed: what of the timed steps that were captured has no times, in words, and why.
     """
 
     def __init__(
@@ -151,10 +157,13 @@ class Recorder:
         carried: CarriedTensors,
         harmless: frozenset[str],
         metrics: StepMetrics,
+        placement: Placement = "forked",
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._backend = backend
+        self._placement = placement
+        self.untimed: dict[str, str] = {}
         self._optimization = optimization
         self._guards = guards
         self._hooks = hooks
@@ -193,11 +202,11 @@ class Recorder:
         inner = self._optimization.closure_for_capture(
             self._arguments(batch, closure), body.optimizer.optimizer, closure.batch_idx, _plainly
         )
-        marks = StepMarks(self._backend, layers, body.has_optimizer) if layers is not None else None
+        marks: StepMarks | None = None
+        if layers is not None:
+            marks = StepMarks(self._backend, layers, body.has_optimizer, self._placement)
         if marks is not None:
-            inner._step_fn = _then(inner._step_fn, marks.forward_ended)
-            if inner._backward_fn is not None:
-                inner._backward_fn = _then(inner._backward_fn, marks.backward_ended)
+            inner._step_fn = _timed_forward(inner._step_fn, marks)
         drops = inner._zero_grad_fn is not None
         # Each call of the closure drops them once, before its backward pass.
         counts_drops = drops and not self._hooks.around_zero_grad()
@@ -218,6 +227,8 @@ class Recorder:
 
         def end_backward() -> None:
             nonlocal behind
+            if marks is not None:
+                marks.backward_ended()
             if audit is not None:
                 with recomputed.as_before(), self._metrics.as_before(), self._carried.as_before():
                     audit.end_backward()
@@ -236,13 +247,15 @@ class Recorder:
                 turns.append(HostTurn(whose, part, uncounted, run))
                 taken, uncounted = len(logs), 0
                 if cut is not None:
-                    cut(whose, drops_here)
+                    with marks.stage("host") if marks is not None else nullcontext():
+                        cut(whose, drops_here)
 
             left_out = self._hooks.left_out(inner, body.optimizer.optimizer, turn, end_backward)
             stack.enter_context(left_out)
             logs = stack.enter_context(self.logs.recorded(place, batch, capturing))
             if marks is not None:  # before the audit, which would take its hooks for the step's
                 stack.enter_context(marks.recording())
+                stack.enter_context(_timed_stages(marks, self._trainer, self._module))
             if capturing:
                 audit = stack.enter_context(
                     frozen_python_audit(
@@ -270,6 +283,8 @@ class Recorder:
         # The result still holds autograd's graph, and with it the memory of all activations.
         refuse_odd_outputs(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
+        if marks is not None:
+            self.untimed = marks.untimed
         trained = {} if body.has_optimizer else self._trained(before)
         return StepOutputs(
             result.loss,
@@ -358,10 +373,33 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _then(function: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
-    def both(*args: Any) -> Any:
-        result = function(*args)
-        after()
+def _timed_forward(step: Callable[[], ClosureResult], marks: StepMarks) -> Callable[[], ClosureResult]:
+    def timed() -> ClosureResult:
+        marks.forward_began()
+        result = step()
+        marks.forward_ended(result.closure_loss)
         return result
 
-    return both
+    return timed
+
+
+@contextmanager
+def _timed_stages(marks: StepMarks, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    """Tell the marks what of that which comes after the backward pass is clipping, or the scaler's."""
+    scaler = scaler_of(trainer)
+    places: list[tuple[Any, str, Stage]] = [(module, "configure_gradient_clipping", "clipping")]
+    if scaler is not None:
+        places += [(scaler, "unscale_", "scaler"), (scaler, "update", "scaler")]
+    with ExitStack() as stack:
+        for owner, name, stage in places:
+            stack.enter_context(in_place(owner, name, _timed(getattr(owner, name), marks, stage)))
+        yield
+
+
+def _timed(function: Callable[..., Any], marks: StepMarks, stage: Stage) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with marks.stage(stage):
+            return function(*args, **kwargs)
+
+    return timed

@@ -27,6 +27,7 @@ from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
 from lightning_cudagraph.log_sums import RESULT_NAMES
 from lightning_cudagraph.logged_step import TO_TENSOR
+from lightning_cudagraph.timing.layer_marks import check_autograd_names
 
 __all__ = [
     "BackendName",
@@ -173,6 +174,7 @@ def check_private_names(trainer: pl.Trainer, module: pl.LightningModule) -> None
         "call": (call, ("_call_callback_hooks", "_call_lightning_module_hook")),
     }
     _check_names(needed)
+    check_autograd_names()
 
 
 def _check_names(needed: _Names) -> None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.capture.parts import Between, CudaParts
+from lightning_cudagraph.capture.position import position_of
 from lightning_cudagraph.capture.sentry import HostReads, Location, location_of
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
@@ -103,10 +104,21 @@ class Backend(Protocol):
     def event(self) -> Event:
         """A new timing event."""
 
-    def mark(self, event: Any) -> None:
-        """Let `event` say when the work issued so far has finished.
+    def mark(self, event: Any, forked: bool = True) -> None:
+        """Let `event` say when the work issued so far on the current stream has finished.
 
-        In a capture, without delaying what follows, and anew in each replay. Outside of one, once.
+        In a capture anew in each replay. Outside of one, once.
+
+        Args:
+            event: the event.
+            forked: in a capture, what follows does not wait for it.
+        """
+
+    def position(self) -> object | None:
+        """How far the current stream has come in the capture under way.
+
+        Returns:
+            Something that equals itself as long as nothing is issued; None where that cannot be known.
         """
 
     def synchronize(self) -> None:
@@ -159,12 +171,15 @@ class CudaBackend:
         self.in_turn = False
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._side_stream = torch.cuda.Stream(device)
-        self._timing_stream = torch.cuda.Stream(device)
+        # Each stream that is marked has one beside it: what waits for one would hold up the other.
+        self._timing_streams = {self._side_stream: torch.cuda.Stream(device)}
         self._pool = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
         self._live: list[_Live] = []
-        # Events that a fork off the capture stream waits for; they must live until the capture ends.
+        # Events that a fork off a captured stream waits for; they must live until the capture ends.
         self._forks: list[torch.cuda.Event] = []
+        # The timing streams that take part in the capture.
+        self._forked: set[torch.cuda.Stream] = set()
         self._recording: CudaParts | None = None
 
     @contextmanager
@@ -207,6 +222,7 @@ class CudaBackend:
         finally:
             self._recording = None
             self._forks.clear()
+            self._forked.clear()
             if gc_was_on:
                 gc.enable()
         if failure is None and broken is None:
@@ -243,15 +259,16 @@ class CudaBackend:
             if (broken := self._end_capture(self._recording)) is not None:
                 raise broken
             self._forks.clear()
+            self._forked.clear()
             self._recording.begin()
 
     def _end_capture(self, graph: CudaParts) -> Exception | None:
         """End the capture, on the error path too, where nothing may be left open."""
         failure: Exception | None = None
         try:
-            if self._forks:
+            for stream in self._forked:
                 # A capture that ends with a forked stream not joined is lost.
-                self._side_stream.wait_stream(self._timing_stream)
+                self._side_stream.wait_stream(stream)
         except RuntimeError as error:
             failure = error
         try:
@@ -287,18 +304,27 @@ class CudaBackend:
         # External: CUDA then makes an event-record node whose time the host can read after a replay.
         return torch.cuda.Event(enable_timing=True, external=True)
 
-    def mark(self, event: Any) -> None:
-        if self._recording is None:
-            event.record(torch.cuda.current_stream(self.device))
+    def mark(self, event: Any, forked: bool = True) -> None:
+        current = torch.cuda.current_stream(self.device)
+        if not forked or self._recording is None:
+            event.record(current)
             return
-        # Recorded on the capture stream itself, the event would become a node between two kernels
-        # and cost the critical path about 2 us. On a forked branch the next kernel does not wait.
+        # Recorded on the stream itself, the event would become a node between two kernels and cost the
+        # critical path about 2 us. On a forked branch the next kernel does not wait.
         fork = torch.cuda.Event()
-        fork.record(torch.cuda.current_stream(self.device))
+        fork.record(current)
         self._forks.append(fork)
-        self._timing_stream.wait_event(fork)
-        with torch.cuda.stream(self._timing_stream):
-            event.record()
+        if current not in self._timing_streams:
+            self._timing_streams[current] = torch.cuda.Stream(self.device)
+        branch = self._timing_streams[current]
+        self._forked.add(branch)
+        branch.wait_event(fork)
+        event.record(branch)
+
+    def position(self) -> object | None:
+        if self._recording is None:
+            return None
+        return position_of(torch.cuda.current_stream(self.device))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -180,6 +180,7 @@ class EmulatedGraph:
 
     def __init__(self) -> None:
         self._parts: list[list[_Op | HostEvent]] = [[]]
+        self._ops = 0
         self.written: list[Tensor] = []
 
     @staticmethod
@@ -198,10 +199,15 @@ class EmulatedGraph:
     def add(self, op: _Op | HostEvent) -> None:
         """Take what comes next."""
         self._parts[-1].append(op)
+        self._ops += isinstance(op, _Op)
 
     def cut(self) -> None:
         """Begin another part."""
         self._parts.append([])
+
+    def position(self) -> tuple[int, int]:
+        """The number of parts, and of ops in all of them."""
+        return len(self._parts), self._ops
 
     def replay(self, between: Between | None = None) -> None:
         """Run the recorded ops again, into the storage they used at capture."""
@@ -292,8 +298,11 @@ class EmulatorBackend:
     def event(self) -> HostEvent:
         return HostEvent()
 
-    def mark(self, event: HostEvent) -> None:
+    def mark(self, event: HostEvent, forked: bool = True) -> None:
         event.record()
+
+    def position(self) -> object | None:
+        return None if self._recording is None else self._recording.position()
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

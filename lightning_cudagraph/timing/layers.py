@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_cudagraph.errors import ConfigurationError
 
-__all__ = ["LayerTimings", "Placement", "select_layers"]
+__all__ = ["LayerTimings", "Placement", "select_layers", "untimed_notes"]
 
 Placement = Literal["forked", "serial"]
 
@@ -256,3 +256,18 @@ def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Modul
             " `timings=None` times nothing."
         )
     return {name: named[name] for name in by_module.values()}
+
+
+def untimed_notes(untimed: Mapping[str, str]) -> list[str]:
+    """What the user should know of what is not timed.
+
+    Args:
+        untimed: the reason for each thing that is not, in words.
+
+    Returns:
+        A sentence for each reason.
+    """
+    by_reason: dict[str, list[str]] = {}
+    for what, reason in untimed.items():
+        by_reason.setdefault(reason, []).append(what)
+    return [f"not timed: {_some(whats)}: {reason}" for reason, whats in by_reason.items()]

@@ -1,22 +1,24 @@
-"""Events inside a captured step: what they mark, and the times between them.
+"""Events inside a captured step: what they mark, and when they were passed.
 
-The forward pass of a layer is marked by module hooks. Its backward pass is marked on autograd's own
-nodes: it begins when the gradient of its output is ready, and ends when that of its input is. Full
-backward hooks would do the same, but break models with in-place activations. The hooks are there
-for the time of a capture only; what stays is event nodes in the graph.
+A step goes from stage to stage (forward, backward, optimizer), and inside of these from layer to layer.
+Each change is marked by an event. Where nothing has been issued since the last one, that one is taken:
+neighbouring layers, and a container and its first member, have a mark in common.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Literal
+from weakref import WeakValueDictionary
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
+from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend, Event
+from lightning_cudagraph.capture.sentry import is_capturing
+from lightning_cudagraph.errors import CUDAGraphError
+from lightning_cudagraph.timing.layer_marks import LayerMarks
+from lightning_cudagraph.timing.layers import Placement
 from lightning_cudagraph.timing.spans import (
     BACKWARD_TAG,
     FORWARD_TAG,
@@ -26,85 +28,134 @@ from lightning_cudagraph.timing.spans import (
     SpanLayout,
 )
 
-__all__ = ["StepMarks"]
+__all__ = ["Stage", "StepMarks"]
 
-_LANES: tuple[tuple[str, Lane], ...] = ((FORWARD_TAG, "forward"), (BACKWARD_TAG, "backward"))
+Stage = Literal["forward", "backward", "host", "clipping", "scaler", "optimizer"]
+_LANES: dict[Stage, Lane] = {
+    "forward": "forward",
+    "backward": "backward",
+    "host": "host",
+    "clipping": "optimizer",
+    "scaler": "optimizer",
+    "optimizer": "optimizer",
+}
 
+_Calls = list[tuple[int, int]]
 
-def _gradient_nodes(tree: Any) -> list[Any]:
-    return [leaf.grad_fn for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and leaf.grad_fn]
-
-
-class _Point:
-    """A point in the step that is marked when it is passed, if it is.
-
-    Attributes:
-        number: that of its mark, or None as long as the step has not come to it.
-    """
-
-    number: int | None = None
+# Captures that mark the same share their layout, as an object.
+_layouts: WeakValueDictionary[tuple[Any, ...], SpanLayout] = WeakValueDictionary()
 
 
 class StepMarks:
     """The events of one captured step.
 
-    The step calls `forward_ended`, `backward_ended` and the end of `recording`; layers are marked by
-    hooks that `recording` puts on them.
+    The stages tile the step, so that their times add up to the whole. What is in them:
+
+    - forward: what `training_step` does.
+    - backward: from there to the end of the backward pass, with what is recomputed for it.
+    - host: turns of the host in the middle of the step, while which the device waits.
+    - clipping: `configure_gradient_clipping`. scaler: unscaling, and the update of the scale.
+    - optimizer: all else that comes after the backward pass.
+
+    A layer's backward pass is the time in which nodes run that its calls have made, be they for the
+    gradients of its inputs or of its weights, and in which what it computed is recomputed. A gradient
+    that several layers add to is added up in the one whose part comes last. Layers that are called
+    several times have the sum of their calls; a layer called inside itself counts once.
 
     Args:
         backend: where the step runs.
         layers: the modules to time, by name.
         has_optimizer: the step ends with that of the optimizer, and not with the backward pass.
+        placement: ``"serial"`` to have the events between the kernels, and not beside them.
 
     Attributes:
-        layout: what is timed, after `recording`: ``step_ms/{forward,backward,optimizer,total}`` (the
-            last two only with the optimizer), ``layer_forward_ms/{module}`` and
+        layout: what is timed, after `recording`: ``step_ms/`` and a stage or a part,
+            ``step_ms/total`` if there is an optimizer, ``layer_forward_ms/{module}`` and
             ``layer_backward_ms/{module}``. Marks are numbered in the order of the step.
+        untimed: what is not timed, in words, and why.
     """
 
     layout: SpanLayout
+    untimed: dict[str, str]
 
     def __init__(
-        self, backend: Backend, layers: Mapping[str, nn.Module], has_optimizer: bool = True
+        self,
+        backend: Backend,
+        layers: Mapping[str, nn.Module],
+        has_optimizer: bool = True,
+        placement: Placement = "forked",
     ) -> None:
         self._backend = backend
-        self._layers = layers
         self._has_optimizer = has_optimizer
+        self._forked = placement == "forked"
+        self._names = list(layers)
+        self._layers = LayerMarks(layers, self._turn_to)
         self._events: list[Event] = []
-        self._start = _Point()
-        self._forward_end = _Point()
-        self._backward_end = _Point()
-        self._end = _Point()
-        self._calls: dict[str, list[tuple[_Point, _Point]]] = {}
-        # Neighbouring layers meet at the same node, and share its point. Keeps the nodes alive.
-        self._at_node: dict[Any, _Point] = {}
-        self._forward_done = False
+        self._position: object | None = None
+        self._stage: Stage | None = None
+        self._stage_begin = 0
+        self._stages: dict[Stage, _Calls] = {}
+        self._parts: dict[str, tuple[Lane, _Calls]] = {}
+        # What is under way, by tag, and the marks at which it began.
+        self._open: dict[str, int] = {}
+        self._calls: dict[str, _Calls] = {}
+        self._is_recording = False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Mark the beginning and the end of the step, and its layers in between."""
-        with ExitStack() as stack:
-            for name, layer in self._layers.items():
-                if isinstance(layer, torch.jit.ScriptModule):
-                    continue  # takes no hooks
-                for handle in self._hook(name, layer):
-                    stack.callback(handle.remove)
-            self._pass(self._start)
-            yield
-            self._pass(self._end)
-        self._at_node.clear()
+        """Around the step: mark its beginning and its end, and its layers in between."""
+        with self._layers.followed():
+            self._is_recording = True
+            try:
+                self._enter("forward")
+                yield
+                self._layers.end_backward()
+                self._enter(None)
+            finally:
+                self._is_recording = False
         self._lay_out()
 
-    def forward_ended(self) -> None:
-        """Mark the end of the forward pass, which is the beginning of the backward pass."""
-        # What is called after this is recomputed by activation checkpointing, in autograd's thread, and
-        # belongs to the backward pass.
-        self._forward_done = True
-        self._pass(self._forward_end)
+    def forward_began(self) -> None:
+        """Say that the forward pass begins, if it is not with the step."""
+        self._layers.begin_forward()
+        if self._stage != "forward":
+            self._enter("forward")
+
+    def forward_ended(self, output: Any = None) -> None:
+        """Mark the end of the forward pass, which is the beginning of the backward pass.
+
+        Args:
+            output: what the backward pass begins from; layers whose outputs it comes from are known
+                without it, but not when what comes after them in the step ends.
+        """
+        self._layers.end_forward(output)
+        self._enter("backward")
 
     def backward_ended(self) -> None:
-        """Mark the end of the backward pass, which is the beginning of the optimizer's part."""
-        self._pass(self._backward_end)
+        """Mark the end of the backward pass, if it has not ended, and the beginning of what follows."""
+        if self._stage == "backward":
+            self._layers.end_backward()
+            self._enter("optimizer" if self._has_optimizer else None)
+
+    @contextmanager
+    def stage(self, name: Stage) -> Iterator[None]:
+        """Time what is done inside as a stage of its own, and not as that around it."""
+        around = self._stage
+        self._enter(name)
+        yield
+        self._enter(around)
+
+    @contextmanager
+    def part(self, name: str, lane: Lane) -> Iterator[None]:
+        """Time what is done inside on the current stream, as ``step_ms/{name}``, beside all else.
+
+        Args:
+            name: what it is.
+            lane: where it is drawn on a timeline.
+        """
+        begin = self._mark()
+        yield
+        self._parts.setdefault(name, (lane, []))[1].append((begin, self._mark()))
 
     @property
     def start(self) -> Event:
@@ -116,79 +167,76 @@ class StepMarks:
 
         Returns:
             Milliseconds after the first mark, one for each of the layout's.
+
+        Raises:
+            CUDAGraphError: if there has been no replay, or if a capture is under way.
         """
+        if self._is_recording or is_capturing():
+            raise CUDAGraphError("The marks of a step cannot be read while a step is captured.")
+        if not hasattr(self, "layout"):
+            raise CUDAGraphError("The marks of a step were to be read, and no step has been recorded.")
         events = self._events
-        events[-1].synchronize()
-        return [0.0, *map(events[0].elapsed_time, events[1:])]
+        try:
+            events[-1].synchronize()
+            for _, calls in self._parts.values():  # on streams of their own
+                events[calls[-1][1]].synchronize()
+            return [0.0, *map(events[0].elapsed_time, events[1:])]
+        except (RuntimeError, ValueError) as error:
+            raise CUDAGraphError(
+                f"The marks of a step cannot be read: {error} Expected a replay of its graph before."
+            ) from error
 
-    def _pass(self, point: _Point) -> None:
-        event = self._backend.event()
-        self._backend.mark(event)
-        point.number = len(self._events)
-        self._events.append(event)
+    def _mark(self) -> int:
+        """Mark this point; returns the number of the mark."""
+        if not self._is_recording:
+            raise CUDAGraphError("A step was to be marked that is not being recorded.")
+        position = self._backend.position()
+        if position is None or position != self._position:
+            event = self._backend.event()
+            self._backend.mark(event, self._forked)
+            self._events.append(event)
+            self._position = self._backend.position()  # an event between kernels has moved it
+        return len(self._events) - 1
 
-    def _hook(self, name: str, layer: nn.Module) -> list[Any]:
-        entries: list[tuple[_Point, list[Any]]] = []  # a stack: a layer may be called inside itself
+    def _enter(self, stage: Stage | None) -> None:
+        number = self._mark()
+        if self._stage is not None and number > self._stage_begin:
+            self._stages.setdefault(self._stage, []).append((self._stage_begin, number))
+        self._stage, self._stage_begin = stage, number
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._forward_done:
-                return
-            start = _Point()
-            # The nodes of the inputs, taken now: an in-place layer changes its input's node.
-            entries.append((start, _gradient_nodes((args, kwargs))))
-            self._pass(start)
-
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._forward_done:
-                return
-            start, input_nodes = entries.pop()
-            end = _Point()
-            self._pass(end)
-            self._calls.setdefault(FORWARD_TAG + name, []).append((start, end))
-            output_nodes = [node for node in _gradient_nodes(output) if node not in input_nodes]
-            if output_nodes:
-                begins = self._point_at(output_nodes[0])
-                ends = self._point_at(input_nodes[0]) if input_nodes else self._backward_end
-                self._calls.setdefault(BACKWARD_TAG + name, []).append((begins, ends))
-
-        return [
-            layer.register_forward_pre_hook(before, with_kwargs=True),
-            layer.register_forward_hook(after, with_kwargs=True),
-        ]
-
-    def _point_at(self, node: Any) -> _Point:
-        """The point at which `node` is about to run in the backward pass."""
-        if node not in self._at_node:
-            point = self._at_node[node] = _Point()
-
-            def about_to_run(gradients: Any) -> None:
-                self._pass(point)
-
-            node.register_prehook(about_to_run)
-        return self._at_node[node]
+    def _turn_to(self, tags: frozenset[str]) -> None:
+        """From here on the time belongs to the layers' passes of these tags."""
+        if self._open.keys() == tags:
+            return
+        number = self._mark()
+        for tag in self._open.keys() - tags:
+            self._calls.setdefault(tag, []).append((self._open.pop(tag), number))
+        for tag in tags - self._open.keys():
+            self._open[tag] = number
 
     def _lay_out(self) -> None:
-        """Say what the marks mean; points that the step has not come to mean nothing."""
-        timed: list[tuple[str, Lane, list[tuple[_Point, _Point]]]] = [
-            (f"{STEP_TAG}forward", "forward", [(self._start, self._forward_end)]),
-            (f"{STEP_TAG}backward", "backward", [(self._forward_end, self._backward_end)]),
+        """Say what the marks mean."""
+        last = len(self._events) - 1
+        spans = [
+            Span(STEP_TAG + stage, lane, tuple(self._stages[stage]))
+            for stage, lane in _LANES.items()
+            if stage in self._stages
         ]
         if self._has_optimizer:
-            timed += [
-                (f"{STEP_TAG}optimizer", "optimizer", [(self._backward_end, self._end)]),
-                (f"{STEP_TAG}total", "host", [(self._start, self._end)]),
-            ]
-        for name in self._layers:
-            for tag, lane in _LANES:
-                timed.append((tag + name, lane, self._calls.get(tag + name, [])))
-        spans = []
-        for tag, lane, points in timed:
-            calls = tuple(
-                (begin.number, end.number)
-                for begin, end in points
-                # Nodes need not run: an output may be detached.
-                if begin.number is not None and end.number is not None
-            )
-            if calls:
-                spans.append(Span(tag, lane, calls))
-        self.layout = SpanLayout(tuple(spans), len(self._events))
+            spans.append(Span(f"{STEP_TAG}total", "host", ((0, last),)))
+        spans += [
+            Span(STEP_TAG + name, lane, tuple(calls)) for name, (lane, calls) in self._parts.items()
+        ]
+        for name in self._names:
+            for tag, lane in _PASSES:
+                if calls := self._calls.get(tag + name):
+                    stretches = [(begin, end) for begin, end in calls if end > begin]
+                    spans.append(Span(tag + name, lane, tuple(stretches or calls[:1])))
+        self.untimed = self._layers.untimed(frozenset(span.tag for span in spans))
+        if not self._layers.backward_is_known:
+            spans = [span for span in spans if not span.tag.startswith(BACKWARD_TAG)]
+        key = (tuple(spans), len(self._events))
+        self.layout = _layouts.setdefault(key, SpanLayout(*key))
+
+
+_PASSES: tuple[tuple[str, Lane], ...] = ((FORWARD_TAG, "forward"), (BACKWARD_TAG, "backward"))

@@ -1,0 +1,235 @@
+"""To which layers the time of a step belongs, at each of its points.
+
+The forward pass is followed by hooks on modules. The backward pass is followed on autograd's own nodes:
+every node has a number, those that a layer's call has made lie between two of them, and the engine runs
+the nodes of a thread in falling order (`CompareNodeTaskTime` in torch/csrc/autograd/engine.cpp). So a
+layer's backward pass begins with the first of its nodes that runs, and ends when one runs that is not
+its own. Full backward hooks would break models with in-place activations. And the nodes of a layer's
+inputs do not tell when the engine turns to something else: three projections of one input have the same.
+
+The hooks are there for the time of a capture only; what stays is event nodes in the graph.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cudagraph.capture.batch import flatten_batch
+from lightning_cudagraph.errors import CUDAGraphError
+from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG
+
+__all__ = ["LayerMarks", "check_autograd_names"]
+
+_Layers = frozenset[str]
+_NONE: _Layers = frozenset()
+
+# The number of nodes that add a gradient to that of a parameter. They run as soon as it has been made,
+# and belong to the layer that has made it.
+_OF_PARAMETERS = 2**64 - 1
+
+
+def _next_number() -> int:
+    """The number of the node that this thread makes next."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def check_autograd_names() -> None:
+    """Raise if torch has lost private names that this is built on."""
+    node = torch.zeros((), requires_grad=True).clone().grad_fn
+    if not (hasattr(torch.autograd, "_get_sequence_nr") and hasattr(node, "_sequence_nr")):
+        raise CUDAGraphError(
+            f"The numbers of autograd's nodes (`_sequence_nr`) are gone from torch {torch.__version__},"
+            " and the times of layers are built on them. Use a version of torch that this package names"
+            " as supported, or pass `CUDAGraphCallback(timings=None)`."
+        )
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a layer.
+
+    Attributes:
+        layers: the layer, and those in whose calls it is.
+        begins: the number of the first node that it can have made.
+        ends: that of the first one after it, or None as long as it runs.
+        around: the call of a layer that it is in.
+    """
+
+    layers: _Layers
+    begins: int
+    ends: int | None
+    around: _Call | None
+
+
+class LayerMarks:
+    """Follows a step through its layers.
+
+    Args:
+        layers: those of interest, by name.
+        turn_to: told of which layers' pass, as tags, the time is from now on.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, nn.Module], turn_to: Callable[[frozenset[str]], None]
+    ) -> None:
+        self._layers = layers
+        self._tell = turn_to
+        # Which pass is under way; None after the backward pass.
+        self._pass: str | None = FORWARD_TAG
+        # Calls under way, the innermost last.
+        self._stack: list[_Call] = []
+        # All calls in the order in which they began, by thread, because each thread counts its nodes.
+        self._calls: dict[int, list[_Call]] = {}
+        # In whose calls a layer was called in the forward pass.
+        self._outside: dict[str, _Layers] = {}
+        # Those that the node which runs now belongs to.
+        self._at_node: _Layers = _NONE
+        self._watched: set[tuple[int, int]] = set()
+        self._made_nodes: set[str] = set()
+        self._differentiated_twice = False
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Have hooks on the layers."""
+        with ExitStack() as stack:
+            for name, layer in self._layers.items():
+                if not isinstance(layer, torch.jit.ScriptModule):
+                    for handle in self._hook(name, layer):
+                        stack.callback(handle.remove)
+            yield
+
+    def begin_forward(self) -> None:
+        """The forward pass begins, perhaps once more."""
+        self._pass = FORWARD_TAG
+        self._at_node = _NONE
+
+    def end_forward(self, output: Any) -> None:
+        """The forward pass has ended, and the backward pass begins.
+
+        Args:
+            output: what the backward pass may begin from.
+        """
+        self._turn_to(_NONE)
+        # What is called from now on is recomputed for the backward pass, and belongs to it.
+        self._pass = BACKWARD_TAG
+        self._watch_tensors(output)
+
+    def end_backward(self) -> None:
+        """The backward pass has ended, if it has not."""
+        self._turn_to(_NONE)
+        self._pass = None
+
+    def untimed(self, timed: frozenset[str]) -> dict[str, str]:
+        """What is not timed, in words, and why.
+
+        Args:
+            timed: the tags of all that is.
+        """
+        found: dict[str, str] = {}
+        for name, layer in self._layers.items():
+            if isinstance(layer, torch.jit.ScriptModule):
+                found[f"`{name}`"] = "a ScriptModule takes no hooks"
+            elif FORWARD_TAG + name not in timed:
+                found[f"`{name}`"] = "it is not called in the step"
+            elif self._differentiated_twice:
+                found[f"the backward pass of `{name}`"] = (
+                    "the step differentiates with `create_graph=True`, and the nodes that it makes by"
+                    " that cannot be told from those of layers"
+                )
+            elif BACKWARD_TAG + name not in timed:
+                found[f"the backward pass of `{name}`"] = (
+                    "no gradient came to what it computes"
+                    if name in self._made_nodes
+                    else "it computes nothing that needs a gradient"
+                )
+        return found
+
+    @property
+    def backward_is_known(self) -> bool:
+        """Whether the nodes of the backward pass could be told apart."""
+        return not self._differentiated_twice
+
+    def _turn_to(self, layers: _Layers) -> None:
+        if self._pass is not None:
+            self._tell(frozenset(self._pass + name for name in layers))
+
+    def _hook(self, name: str, layer: nn.Module) -> list[Any]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            around = self._stack[-1] if self._stack else None
+            if around is not None:
+                outside = around.layers
+            elif self._pass == BACKWARD_TAG:
+                # What is checkpointed is recomputed as a whole, by the node that first needs some of it:
+                # for the layers around it, and not for the one that this node belongs to.
+                outside = self._at_node & self._outside.get(name, _NONE)
+            else:
+                outside = _NONE
+            if self._pass == FORWARD_TAG:
+                self._outside[name] = self._outside.get(name, _NONE) | outside
+            call = _Call(outside | {name}, _next_number(), None, around)
+            self._stack.append(call)
+            self._calls.setdefault(get_ident(), []).append(call)
+            self._turn_to(call.layers)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            call = self._stack.pop()
+            call.ends = _next_number()
+            if call.ends > call.begins:
+                self._made_nodes.add(name)
+            self._turn_to(self._stack[-1].layers if self._stack else self._at_node)
+            self._watch_tensors(output)
+
+        return [
+            # Before the user's hooks and after them: what they compute is part of the layer.
+            layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            # Also when the call fails: recomputation ends in the middle of a call, by an exception.
+            layer.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
+
+    def _watch_tensors(self, tree: Any) -> None:
+        for _, leaf in flatten_batch(tree):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                self._watch(leaf.grad_fn, get_ident(), self._at_node)
+
+    def _watch(self, node: Any, thread: int, outside: _Layers) -> None:
+        """Notice when a node runs, and then watch those that run after it.
+
+        Args:
+            node: the node.
+            thread: the one that has made it.
+            outside: the layers that it belongs to if it was made in no layer's call.
+        """
+        number: int = node._sequence_nr()
+        if number == _OF_PARAMETERS or (thread, number) in self._watched:
+            return
+        self._watched.add((thread, number))
+        # These live as long as the node does, and no longer.
+        following = [after for after, _ in node.next_functions if after is not None]
+
+        def about_to_run(gradients: Any) -> None:
+            if torch.is_grad_enabled():
+                self._differentiated_twice = True
+            for after in following:
+                self._watch(after, thread, outside)
+            if self._pass == BACKWARD_TAG:
+                self._at_node = self._layers_of(number, thread, outside)
+                self._turn_to(self._at_node)
+
+        node.register_prehook(about_to_run)
+
+    def _layers_of(self, number: int, thread: int, outside: _Layers) -> _Layers:
+        """In whose calls a node was made."""
+        calls = self._calls.get(thread, [])
+        index = bisect_right(calls, number, key=lambda call: call.begins)
+        call = calls[index - 1] if index > 0 else None
+        while call is not None and call.ends is not None and call.ends <= number:
+            call = call.around
+        return outside if call is None else call.layers
