@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from examples import plain_loop
+from examples import plain_loop, profile_any_graph
 from examples.char_gpt import CharData, CharGPT
 from examples.digits import DigitsCNN, DigitsData
 from examples.gan import GAN, circle
@@ -104,3 +104,12 @@ def test_plain_loop(accelerator: str) -> None:
     graphed, losses, report = plain_loop.train(40, device=device)
     assert not differences([plain.state_dict(), plain_losses], [graphed.state_dict(), losses])
     assert "37 replayed, 0 eager" in report
+
+
+def test_profile_any_graph(accelerator: str) -> None:
+    device = "cuda" if accelerator == "gpu" else "cpu"
+    times_ms = profile_any_graph.run(5, device, width=32, depth=2)
+    assert [*times_ms] == [f"blocks.{i}.{half}" for i in range(2) for half in ("norm", "mlp")]
+    for found_ms in times_ms.values():
+        assert len(found_ms) == 5
+        assert all(time_ms > 0 for time_ms in found_ms)

@@ -532,6 +532,28 @@ def test_a_step_of_the_callback(tmp_path: Path, accelerator: str, reports: Repor
     assert sorted(eager) == sorted(replayed)
 
 
+def test_a_report_that_fails_ends_the_fit_and_nothing_else(tmp_path: Path, accelerator: str) -> None:
+    seen = []
+
+    def dump(context: str, elapsed_ms: float) -> None:
+        print(context, elapsed_ms)  # host code, which no audit of the step should find
+        seen.append(context)
+        if len(seen) == 30:
+            raise ZeroDivisionError("in a report")
+
+    with Profiler(dump) as profiler:
+        Timed.profiler = profiler
+        module = make(Timed)
+        callback = CUDAGraphCallback()
+        train(module, tmp_path / "a", callback, accelerator=accelerator, raises=ZeroDivisionError)
+        assert callback.counts.captures == 1
+        assert callback.counts.replayed > 1
+    plain = train(make(Timed), tmp_path / "b", accelerator=accelerator)
+    graphed = train(make(Timed), tmp_path / "c", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graphed)
+    assert len(seen) == 30
+
+
 def test_a_graphed_step(accelerator: str, profiler: Profiler[Any], reports: Reports) -> None:
     device = "cuda" if accelerator == "gpu" else "cpu"
     net = nn.Linear(4, 4).to(device)

@@ -16,7 +16,9 @@ from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from lightning_cudagraph.capture.emulator import EmulatedGraph
+import torch
+
+from lightning_cudagraph.capture.emulator import EmulatedGraph, HostEvent
 from lightning_cudagraph.capture.here import event_here, is_captured_here
 from lightning_cudagraph.errors import TimerError
 
@@ -87,6 +89,9 @@ class Stretch:
                 f"{self} was entered {entered} and left {left}: no replay sets both of its events.",
                 "Put the whole block on one side of the capture.",
             )
+        if isinstance(self._end, HostEvent) and not self.captured and torch.cuda.is_initialized():
+            # The block itself has initialised CUDA, and what it issued there is still running.
+            torch.cuda.current_stream().synchronize()
         self._end.record()
         self.is_left = True
 
@@ -214,7 +219,8 @@ class TimedBlock:
 
     def __del__(self) -> None:
         # Nobody can leave it any more.
-        for stretch in (held for stack in self._open.values() for held in stack if held is not None):
+        stacks = getattr(self, "_open", {}).values()  # Dynamo makes objects without `__init__`
+        for stretch in (held for stack in stacks for held in stack if held is not None):
             self._left(stretch, True)
             if not stretch.is_told:
                 warnings.warn(

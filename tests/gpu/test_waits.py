@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -80,3 +82,23 @@ def test_an_error_of_a_timer_leaves_the_capture_whole() -> None:
     graph.replay()
     assert timer.elapsed_time() > 0
     assert x.tolist() == [2.0] * 8
+
+
+def test_a_timer_does_not_initialise_cuda() -> None:
+    code = f"""
+import torch
+from lightning_cudagraph import EventTimer, Profiler
+timer, seen = EventTimer(), []
+with Profiler(lambda name, elapsed_ms: seen.append(name)) as profiler, timer, profiler.time("host"):
+    torch.ones(8)
+assert timer.elapsed_time() > 0 and seen == ["host"]
+assert not torch.cuda.is_initialized()
+with timer:
+    torch.ones(8, device="cuda")
+    torch.cuda._sleep({LONG_CYCLES})
+assert torch.cuda.is_initialized() and timer.elapsed_time() > 5
+with timer:
+    torch.cuda._sleep({LONG_CYCLES})
+assert 5 < timer.elapsed_time() < 1000
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
