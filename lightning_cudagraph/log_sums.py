@@ -97,14 +97,15 @@ class Slot:
         if self.count is not None and self.metric.cumulated_batch_size is self.count:
             self.metric.cumulated_batch_size = self.count.clone()
 
-    def updated(self, value: Tensor) -> None:
-        """After a replay: what a call of `_ResultMetric.update` leaves behind, but for the sums.
+    def updated(self, value: Tensor, replays: int) -> None:
+        """After replays: what as many calls of `_ResultMetric.update` leave behind, but for the sums.
 
         Args:
-            value: a copy of what was logged.
+            value: a copy of what was logged in the last one.
+            replays: how many.
         """
         state, meta = self._state, self.metric.meta
-        state["_update_count"] += 1
+        state["_update_count"] += replays
         state["_computed"] = None
         state["has_reset"] = False
         if meta.on_step:

@@ -120,11 +120,20 @@ class LoggedStep:
                 found |= {f"{label} (call {index})": value for label, value in event.tensors().items()}
         return found
 
-    def hand_over(self, trainer: pl.Trainer) -> Tensor | None:
+    @property
+    def can_wait(self) -> bool:
+        """Whether the graph has done all that must be done in each step.
+
+        What is left is to hand over the values of the last replay, before anybody looks at them.
+        """
+        return self._is_last and not self._others and (self._sums.live or not self._events)
+
+    def hand_over(self, trainer: pl.Trainer, replays: int = 1) -> Tensor | None:
         """Call the metrics and log the values of the last replay, as the step itself would have.
 
         Args:
             trainer: whose results and logger connector take them.
+            replays: how many there were since this was last called; more than one if it could wait.
 
         Returns:
             A copy of the loss, if there is one.
@@ -135,7 +144,7 @@ class LoggedStep:
             values.update(zip(indices, packed.clone().unbind(), strict=True))
         if self._events:
             if self._sums.live:
-                self._book(trainer, values)
+                self._book(trainer, values, replays)
             else:
                 self._log_again(trainer, list(enumerate(self._events)), values)
         if self._is_last:
@@ -144,11 +153,11 @@ class LoggedStep:
             return values.get(_LOSS)
         return self._loss.clone()
 
-    def _book(self, trainer: pl.Trainer, values: dict[_Key, Any]) -> None:
+    def _book(self, trainer: pl.Trainer, values: dict[_Key, Any], replays: int) -> None:
         """Note on Lightning's objects what the graph has added up."""
         for slot, index, log in self._added:
             if slot.is_held():
-                slot.updated(values[index])
+                slot.updated(values[index], replays)
             else:
                 # A hook has logged the same name on the host, in the middle of the replay.
                 _log(trainer, log, values[index], entered=True)

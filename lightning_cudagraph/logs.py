@@ -77,6 +77,10 @@ class Logs:
         self._numbers = LoggedNumbers()
         self._sums = RunningSums()
         self._places: dict[Hashable, SumsOfPlace] = {}
+        # The step of the last replays whose values nobody has asked for, and how many there were.
+        self._waiting: LoggedStep | None = None
+        self._waits_at: Hashable = None
+        self._replays = 0
         # Of the capture that is under way, which is the first of several of one step, or a later one.
         self._slots: dict[str, Slot] = {}
         self._is_first_take = True
@@ -130,10 +134,36 @@ class Logs:
 
     def before_replay(self, place: Hashable) -> None:
         """Bring what has been added up so far to where the graphs of this place add to it."""
+        if self._waiting is not None:
+            if self._waits_at == place:
+                return  # nobody has looked since the replay before
+            self.settle()
         if sums := self._places.get(place):
             # In the first batch of an epoch, Lightning begins anew at its first log, name by name.
             goes_on = self._trainer._logger_connector._first_loop_iter is False
             sums.adopt(self._results, goes_on)
+
+    def put_off(self, place: Hashable, logged: LoggedStep) -> None:
+        """After a replay: hand its values over when somebody asks, if that can wait.
+
+        They stay in the graph's memory until then. The next replay of this place takes their place, as
+        the next step would have done; before any other step, they are handed over.
+        """
+        if logged.can_wait:
+            self._replays = self._replays + 1 if self._waiting is not None else 1
+            self._waiting, self._waits_at = logged, place
+        else:
+            self.settle()
+            logged.hand_over(self._trainer)
+
+    def settle(self) -> None:
+        """Hand over what has been put off."""
+        if (logged := self._waiting) is not None:
+            self._waiting = None
+            results = self._results
+            batch_size = results.batch_size  # perhaps of another batch by now
+            logged.hand_over(self._trainer, self._replays)
+            results.batch_size = batch_size
 
     def close(self) -> None:
         """Leave Lightning's results with tensors of their own."""

@@ -38,6 +38,7 @@ from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.optimizer_part import OptimizerPart
+from lightning_cudagraph.plain_replay import PlainReplay
 from lightning_cudagraph.profilers import around_replays, profiler_notes
 from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
 from lightning_cudagraph.run_times import RunTimes
@@ -177,13 +178,33 @@ class GraphedTraining:
             lambda: self._clock.copying() if self._clock.is_due(self._steps_before()) else None,
         )
         replace_method(strategy, "batch_to_device", self._transfer, self._patches)
+        logs = self._recorder.logs
         self._advance = QuickAdvance(
             self._trainer,
             self._module,
             lambda: self._phase is Phase.CAPTURED,
-            self._transfer.suspect,
+            self._transfer,
+            PlainReplay(
+                self._trainer,
+                self._engine,
+                self._part,
+                self._hooks,
+                self._metrics,
+                logs,
+                self._clock,
+                self._account_plain,
+            ),
+            logs,
         )
         replace_method(loop, "advance", self._advance, self._patches)
+        metrics = loop._results.metrics
+
+        def settled_metrics(on_step: bool) -> Any:
+            logs.settle()
+            return metrics(on_step)
+
+        # What Lightning, and whoever asks the trainer for its metrics, takes them from.
+        replace_method(loop._results, "metrics", settled_metrics, self._patches)
 
     def close(self) -> None:
         """Leave the seat: put everything back, and let go of graphs and their memory."""
@@ -306,6 +327,7 @@ class GraphedTraining:
         self._hooks.watch(closure, self._part.optimizer.optimizer)
         place = (closure.drops_gradients, body.has_optimizer)
         logs = self._recorder.logs
+        logs.settle()
         steps_before = self._steps_before()
 
         def run_eagerly() -> None:
@@ -408,13 +430,25 @@ class GraphedTraining:
         assert loss is not None
         result.loss = loss
         closure._result = result
+        self._account(outputs)
+        return loss
+
+    def _account(self, outputs: StepOutputs) -> None:
+        """After a replay: do what the host does after any, but for the logs."""
         self._count_zero_grads(outputs.zero_grads)
         for attribute in outputs.recomputed:
             attribute.hand_over()
         self._metrics.count_references()
         if outputs.after_backward:
             self._hooks.run_after_backward()
-        return loss
+
+    def _account_plain(self, outputs: StepOutputs, has_optimizer: bool) -> None:
+        """After a replay that did not come through `_optimizer_step` or `_call_closure`."""
+        self._account(outputs)
+        is_next_due = self._clock.is_due(self._steps_before() + has_optimizer)
+        self._clock.ended(outputs.marks, self._step_number(), is_next_due)
+        if has_optimizer:
+            self._times.pace.tick(self._phase)
 
     def _count_zero_grads(self, number: int) -> None:
         """Count the drops of gradients that a replay has done, as Lightning counts its own."""

@@ -125,7 +125,7 @@ class OptimizerPart:
         Raises:
             UnsupportedError: if it cannot be captured as the user asked for.
         """
-        if scaler_of(self._trainer) is not (self.scaler.scaler if self.scaler is not None else None):
+        if not self._has_scaler():
             self.scaler = self._prepared_scaler()
             self._forget("the trainer has another gradient scaler")
         if optimizer is self.optimizer.optimizer:
@@ -135,6 +135,13 @@ class OptimizerPart:
         if has_graphs:
             self._forget("the trainer has another optimizer")
             self.prepare(optimizer)
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Whether `adopt` would find nothing new in an optimizer that is about to step."""
+        return optimizer is self.optimizer.optimizer and self._has_scaler()
+
+    def _has_scaler(self) -> bool:
+        return scaler_of(self._trainer) is (self.scaler.scaler if self.scaler is not None else None)
 
     @contextmanager
     def arithmetic(self, optimizer: Optimizer, capturing: bool) -> Iterator[None]:

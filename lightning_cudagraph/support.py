@@ -167,7 +167,10 @@ def check_private_names(trainer: pl.Trainer, module: pl.LightningModule) -> None
         ),
         "fit_loop.epoch_loop._results": (
             loop._results,
-            ("log", "reset", "update_metrics", "_extract_batch_size", "batch", "batch_size"),
+            (
+                *("log", "reset", "metrics", "update_metrics", "_extract_batch_size"),
+                *("batch", "batch_size", "dataloader_idx"),
+            ),
         ),
         "fit_loop.epoch_loop._results[...]": (_ResultMetric(_Metadata("", ""), True), RESULT_NAMES),
         "lightning_module": (module, ("_current_fx_name", TO_TENSOR)),

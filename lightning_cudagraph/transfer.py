@@ -50,8 +50,8 @@ class BatchTransfer:
         self._static = static
         self._copying = copying
         self._unseen: bool | None = None
-        # The static batch that was handed on last, and how Lightning would move what is in it.
-        self._handed: tuple[Any, Callable[[], Any]] | None = None
+        # The static batch that was handed on last, and what Lightning would have moved.
+        self._handed: tuple[Any, Any, Any, Any] | None = None
 
     def suspect(self) -> None:
         """Something other than training steps has happened, and can have changed who sees batches."""
@@ -65,21 +65,38 @@ class BatchTransfer:
         static = self._static()
         if static is None or self._trainer.state.stage is not RunningStage.TRAINING:
             return self._original(batch, *args, **kwargs)
+        given = self.straight(batch, *args, **kwargs)
+        if given is not None:
+            return given
+        if (copying := self._copying()) is None:
+            return self._original(batch, *args, **kwargs)
+        with copying:
+            return self._original(batch, *args, **kwargs)
+
+    def straight(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Copy a batch of the training loop into the static buffers, if nobody else sees it.
+
+        Args:
+            batch: as the loader has it.
+            *args: what else Lightning gives to `batch_to_device`.
+            **kwargs: what else Lightning gives to `batch_to_device`.
+
+        Returns:
+            The static batch, or None if nothing was copied.
+        """
+        if (static := self._static()) is None:
+            return None
         if self._unseen is None:
             self._unseen = self._is_unseen()
-        copying = self._copying()
-        if copying is None:
-            return self._move(static, batch, *args, **kwargs)
-        with copying:
-            return self._move(static, batch, *args, **kwargs)
-
-    def _move(self, static: StaticBatch, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The batch of a training step that may be a replay."""
         tensors = static.tensors_of(batch, "cpu") if self._unseen else None
         if tensors is None:
-            return self._original(batch, *args, **kwargs)
-        static.fill(tensors)
-        self._handed = static.batch, lambda: self._original(batch, *args, **kwargs)
+            return None
+        if (copying := self._copying()) is None:
+            static.fill(tensors)
+        else:
+            with copying:
+                static.fill(tensors)
+        self._handed = static.batch, batch, args, kwargs
         return static.batch
 
     def own(self, batch: Any) -> Any:
@@ -93,8 +110,8 @@ class BatchTransfer:
         """
         if self._handed is None or batch is not self._handed[0]:
             return batch
-        _, move = self._handed
-        return move()
+        _, batch, args, kwargs = self._handed
+        return self._original(batch, *args, **kwargs)
 
     def _is_unseen(self) -> bool:
         by_lightning = getattr(self._original, "__func__", None) is Strategy.batch_to_device

@@ -48,8 +48,8 @@ class GraphsBySignature(Generic[T]):
         self._graphs: dict[Signature, _Graphs[T]] = {}
         self._latest: Signature | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self._graphs)
+    def __len__(self) -> int:
+        return len(self._graphs)
 
     def get(self, signature: Signature, place: Place) -> CapturedStep[T] | None:
         """The graph for steps of this place on such batches, if there is one."""

@@ -227,6 +227,11 @@ class CarriedTensors:
         self._moving: set[tuple[int, str]] = set()
         self._carried: list[_Carried] = []
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any attribute is carried."""
+        return bool(self._carried)
+
     def watch(self) -> None:
         """Note what the attributes hold before a warm-up step, or before a capture."""
         seen: dict[tuple[int, str], tuple[_Form, list[ref[Tensor]]]] = {}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mo
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.holds import CAN_COUNT, HandedOut, Holds
 from lightning_cudagraph.capture.static import StaticBatch
-from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Phase, Step, StepCounts
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Phase, Place, Step, StepCounts
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.capture.writes import storage_id, whole
@@ -118,7 +118,57 @@ class StepEngine(Generic[T]):
         # Copies of the gradients, because somebody keeps them; or because nobody could tell.
         self._hands_out = not CAN_COUNT
         self._handed: HandedOut | None = None  # in the step at hand
+        # Graphs that were replayed last as `again` does it, by their places.
+        self._plain: dict[Place, CapturedStep[T]] = {}
         self.counts = StepCounts()
+
+    def again(
+        self,
+        batch: Any,
+        place: Place,
+        refresh: Callable[[], None],
+        timed: bool,
+        upcoming: Callable[[T], None],
+    ) -> T | None:
+        """Do one more step of a kind that was a replay before, if a replay is all there is to do.
+
+        Args:
+            batch: what it is done on.
+            place: which kind of step it is.
+            refresh: called before the replay, as in `step`.
+            timed: as in `Step`.
+            upcoming: as in `Step`.
+
+        Returns:
+            The static outputs; or None, and nothing of the step has happened: `step` will do it.
+        """
+        captured = self._plain.get(place)
+        if captured is None or self._backend.in_turn:
+            return None
+        if change := self._guards.changed():
+            self.drop(change)  # here, because parameters are looked at in turns
+            return None
+        static = captured.static
+        tensors: list[Tensor] | None = []
+        if batch is not static.batch:
+            # The clock of a timed step wants to know when this copy begins and ends.
+            device_type = self._backend.device.type
+            tensors = None if timed else static.tensors_of(batch, device_type)
+        if (
+            tensors is None
+            or self._backend.host_value_moved()
+            or self._verifier.due(captured, captured.replays, captured.is_unproved(timed))
+        ):
+            return None
+        refresh()
+        if timed:
+            upcoming(captured.upcoming(True))
+        elif tensors:
+            static.fill(tensors)
+        outputs = captured.replay(static.batch, timed=timed)
+        captured.replays += 1
+        self.counts.replayed += 1
+        return outputs
 
     def step(
         self, step: Step[T], refresh: Callable[[], None], signature: Signature | None = None
@@ -207,7 +257,19 @@ class StepEngine(Generic[T]):
 
     def _replayed(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T]:
         outputs = self._replay(captured, step, step.between if captured.has_turns else None)
+        if self._is_plain(captured):
+            self._plain[step.place] = captured
         return self._done(captured, outputs)
+
+    def _is_plain(self, captured: CapturedStep[T]) -> bool:
+        """Whether there is nothing to do around a replay but to compare, and to copy the batch."""
+        return (
+            captured.is_plain
+            and not self._hands_out
+            and not self._carried.has_any
+            and self._around_replays is nullcontext
+            and len(self._graphs) == 1
+        )
 
     def _done(self, captured: CapturedStep[T], outputs: T) -> tuple[Phase, T]:
         if self._handed is not None:
@@ -305,6 +367,7 @@ class StepEngine(Generic[T]):
 
     def _forget(self) -> None:
         """Let go of the graphs and of what was learned in warm-up; it begins anew."""
+        self._plain.clear()
         self._graphs.release()
         self._guards.drop()
         self._warm_ups.forget()
@@ -329,6 +392,7 @@ class StepEngine(Generic[T]):
         """Another engine's graphs in the same pool come now: bring gradients where none writes."""
         if self._backend.in_turn:
             return  # none comes before the end of the step
+        self._plain.clear()
         if not self._hands_out and any(captured.is_kept() for captured in self._graphs.all()):
             self._hand_out_from_now_on()
         for captured in self._graphs.all():
@@ -350,6 +414,7 @@ class StepEngine(Generic[T]):
 
     def _eager(self, step: Step[T], reason: str) -> tuple[Phase, None]:
         self.counts.note_eager(reason)
+        self._plain.clear()
         self._carried.take_out()
         if self._handed is not None:
             self._handed.put_back()
@@ -393,6 +458,7 @@ class StepEngine(Generic[T]):
                     parameter.grad = parameter.grad.clone()
 
     def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
+        self._plain.clear()  # each is to be replayed by `step` once more, after what comes now
         self._guards.watch()
         self._carried.watch()
         if moving := self._guards.moving():

@@ -163,6 +163,11 @@ class CapturedStep(Generic[T]):
         """Whether the host has a turn in the middle of the step."""
         return bool(self._takes[0].turns)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a replay needs nothing of the host, and nobody to be asked about gradients."""
+        return not self.has_turns and self._holds is None and not self._absent
+
     @contextmanager
     def gradients_kept(self) -> Iterator[None]:
         """Afterwards, the gradients that the step drops are what they were before."""
