@@ -65,6 +65,7 @@ class QuickAdvance:
         transfer: takes batches to the device.
         replay: does a step that is plainly one more replay.
         logs: what the steps log.
+        on_change: called if there can be other hooks than before, in the middle of an epoch.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class QuickAdvance:
         transfer: BatchTransfer,
         replay: PlainReplay,
         logs: Logs,
+        on_change: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -82,6 +84,7 @@ class QuickAdvance:
         self._transfer = transfer
         self._replay = replay
         self._logs = logs
+        self._on_change = on_change
         self._loop = trainer.fit_loop.epoch_loop
         self._original: Callable[[Any], None] = self._loop.advance
         self._is_known = lightning_source.is_known()
@@ -158,7 +161,7 @@ class QuickAdvance:
         if [*map(len, self._places)] != self._sizes:
             self._looked = False
             self._settle()
-            self._transfer.suspect()
+            self._on_change()
             self._original(_Fetched(fetched, data_fetcher.done))
             return
         total: Any = progress.total

@@ -195,6 +195,7 @@ class GraphedTraining:
                 self._account_plain,
             ),
             logs,
+            self._suspect_between,
         )
         replace_method(loop, "advance", self._advance, self._patches)
         metrics = loop._results.metrics
@@ -217,10 +218,14 @@ class GraphedTraining:
 
     def suspect(self) -> None:
         """Something other than training steps has happened, and can have changed what is baked in."""
-        self._guards.suspect()
-        self._transfer.suspect()
+        self._suspect_between()
         self._advance.suspect()
         self._times.pause()
+
+    def _suspect_between(self) -> None:
+        """The same between two steps, where time goes on being measured."""
+        self._guards.suspect()
+        self._transfer.suspect()
 
     def leave(self) -> None:
         """Graphs of evaluation come now, which may write where those of training keep gradients."""

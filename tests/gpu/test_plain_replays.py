@@ -1,0 +1,3 @@
+"""On CUDA."""
+
+from tests.test_plain_replays import *  # noqa: F403
