@@ -287,7 +287,7 @@ def test_a_registry_reads_a_graph_in_one_batch(work: Work, monkeypatch: pytest.M
                     work.run()
 
     graph = work.capture(body)
-    kind = type(registry._stretches[0]._end)
+    kind = type(registry._stretches._all[0]._end)
     waits = []
     wait = kind.synchronize
     monkeypatch.setattr(kind, "synchronize", lambda event: (waits.append(event), wait(event))[1])
@@ -300,7 +300,7 @@ def test_a_registry_reads_a_graph_in_one_batch(work: Work, monkeypatch: pytest.M
         times_ms = [time_ms for _, time_ms in found]
         assert all(time_ms > 0 for time_ms in times_ms)
         assert sum(times_ms[1:]) <= times_ms[0] * 1.0001
-    assert all(event is registry._stretches[0]._end for event in waits)
+    assert all(event is registry._stretches._all[0]._end for event in waits)
 
 
 def test_a_registry_outside_of_graphs_hands_out_each_block_once(work: Work) -> None:
@@ -317,7 +317,7 @@ def test_a_registry_outside_of_graphs_hands_out_each_block_once(work: Work) -> N
         found = registry.elapsed_times()
         assert [context for context, _ in found] == [(i, "outer"), (i, "inner"), (-1, "function")]
         assert found[0][1] >= found[1][1] > 0
-    assert len(registry) == 0
+    assert registry.elapsed_times() == []
 
 
 def test_a_registry_is_cleared_for_another_capture(work: Work) -> None:
@@ -353,5 +353,5 @@ def test_copies_have_times_of_their_own(work: Work) -> None:
     registry = TimerRegistry[str]()
     with registry.time("a"):
         work.run()
-    assert len(copy.deepcopy(registry)) == 0
-    assert len(registry) == 1
+    assert copy.deepcopy(registry).elapsed_times() == []
+    assert len(registry.elapsed_times()) == 1

@@ -124,7 +124,7 @@ def test_a_graph_that_was_reset_is_not_reported(
     graph.replay()
     assert reports.take() == ALL
     graph.reset()
-    assert graph not in profiler._registries
+    assert graph not in profiler._stretches_in
     assert graph not in profiler_module._events_in
 
 
@@ -160,6 +160,18 @@ def test_outside_of_graphs(profiler: Profiler[Any], work: Work, reports: Reports
     assert reports.take() == ["outer", "inner"]
     graph.replay()
     assert reports.take() == ALL
+
+
+def test_thousands_of_blocks_in_one(
+    profiler: Profiler[Any], reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler_module, "_MOST_UNREPORTED", 100)
+    with profiler.time("epoch"):
+        for i in range(1000):
+            assert len(reports) >= i - 100
+            with profiler.time(i):
+                pass
+    assert sorted(map(str, reports.take())) == sorted(map(str, ["epoch", *range(1000)]))
 
 
 def test_waiting_comes_into_no_time(
@@ -361,11 +373,11 @@ def test_graphs_that_are_deleted_leave_nothing(
     for graph in graphs:
         graph.replay()
     del graph
-    assert len(profiler._registries) == 5
+    assert len(profiler._stretches_in) == 5
     assert len(profiler_module._events_in) == events + 5
     graphs.clear()
     gc.collect()
-    assert len(profiler._registries) == 0
+    assert len(profiler._stretches_in) == 0
     assert len(profiler_module._events_in) == events
     assert reports.take() == ALL * 5
 

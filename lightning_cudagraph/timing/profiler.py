@@ -1,13 +1,11 @@
 """A profiler for all CUDA graphs of the process, whoever captures them.
 
-It stands in for the methods of `torch.cuda.CUDAGraph` that begin and end a capture, replay and reset a
-graph; those of the emulator's graphs have the same names. Blocks that are timed during a capture belong
-to the graph that is being captured, and are reported after each of its replays.
+Blocks that are timed during a capture belong to the graph that is being captured, and are reported after
+each of its replays.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -16,11 +14,10 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
-import torch
-
-from lightning_cudagraph.capture.emulator import EmulatedGraph
 from lightning_cudagraph.errors import TimerError
-from lightning_cudagraph.timing.events import Stretch, TimedBlock, TimerRegistry
+from lightning_cudagraph.timing.blocks import TimedBlock
+from lightning_cudagraph.timing.graph_hooks import GraphHooks, GraphListener
+from lightning_cudagraph.timing.stretches import Stretch, Stretches
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,37 +26,11 @@ __all__ = ["Profiler"]
 
 Context = TypeVar("Context")
 
-_GRAPHS: tuple[type, ...] = (torch.cuda.CUDAGraph, EmulatedGraph)
 # The events in each graph, which must outlive it, and the profiler too.
 _events_in: WeakKeyDictionary[Any, list[Stretch]] = WeakKeyDictionary()
 _lock = threading.RLock()
-
-
-@dataclass(frozen=True)
-class _Patch:
-    """One method that has been replaced.
-
-    Attributes:
-        owner: the class.
-        name: the name of the method.
-        hook: what stands there now.
-        own: what stood in the class itself; None if the method was inherited.
-    """
-
-    owner: type
-    name: str
-    hook: Any
-    own: Any
-
-    def undo(self) -> bool:
-        """Put back what was there; False if somebody else has put something over the hook."""
-        if vars(self.owner).get(self.name) is not self.hook:
-            return False
-        if self.own is None:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.own)
-        return True
+# Outside of graphs each block has events of its own until it is reported.
+_MOST_UNREPORTED = 4096
 
 
 @dataclass(frozen=True)
@@ -74,7 +45,7 @@ class _Outside(threading.local):
     """The blocks outside of graphs that one thread has timed, and that have not been reported."""
 
     def __init__(self) -> None:
-        self.registry: TimerRegistry[Any] = TimerRegistry()
+        self.stretches = Stretches()
 
 
 class Profiler(Generic[Context]):
@@ -82,9 +53,10 @@ class Profiler(Generic[Context]):
 
     After each replay of a graph `dump_fn` is called for each block in it, in the order in which they
     were entered at its capture; for that the host waits until the replay has passed the last of them.
-    Blocks outside of graphs are reported in the same way when the outermost one is left, so that no
-    waiting comes into the times of others. It does not matter who captures: `torch.cuda.graph`,
-    `make_graphed_callables`, `CUDAGraphCallback`, or any library through `torch.cuda.CUDAGraph`.
+    Blocks outside of graphs are reported in the same way when the outermost one is left, or some
+    thousands have come together, so that no waiting comes into the times of others; but into that of a
+    block around a replay. It does not matter who captures: `torch.cuda.graph`, `make_graphed_callables`,
+    `CUDAGraphCallback`, or any library through `torch.cuda.CUDAGraph`.
 
     There is one at a time. Making it again with the same function gives the same object. `close`, or
     the end of its ``with`` block, switches it off: then nothing of torch is replaced any more, and
@@ -113,10 +85,10 @@ class Profiler(Generic[Context]):
 
     active: ClassVar[Profiler[Any] | None] = None
     _dump_fn: Callable[[Context, float], None]
-    _registries: WeakKeyDictionary[Any, TimerRegistry[Context]]
+    _stretches_in: WeakKeyDictionary[Any, Stretches]
     _under_way: list[_Capture]
     _outside: _Outside
-    _patches: list[_Patch]
+    _hooks: GraphHooks
 
     def __new__(cls, dump_fn: Callable[[Context, float], None]) -> Self:
         with _lock:
@@ -151,9 +123,9 @@ class Profiler(Generic[Context]):
         Graphs that have been captured are reported no longer; those to come are.
         """
         with _lock:
-            for registry in self._registries.values():
-                registry.clear()
-        self._outside.registry.clear()
+            for stretches in self._stretches_in.values():
+                stretches.clear()
+        self._outside.stretches.clear()
 
     def close(self) -> None:
         """Switch it off, and put back what was replaced. A second time does nothing."""
@@ -161,13 +133,12 @@ class Profiler(Generic[Context]):
             if Profiler.active is not self:
                 return
             Profiler.active = None
-            left = [patch for patch in reversed(self._patches) if not patch.undo()]
-            self._patches = []
-        self._registries.clear()
+            left = self._hooks.remove()
+        self._stretches_in.clear()
         self._under_way.clear()
-        self._outside.registry.clear()
+        self._outside.stretches.clear()
         if left:
-            names = ", ".join(f"`{patch.owner.__name__}.{patch.name}`" for patch in left)
+            names = ", ".join(f"`{name}`" for name in left)
             warnings.warn(
                 f"Somebody has replaced {names} since the `Profiler` did, and goes through its function,"
                 " which has to stay there; it only passes calls on from now on.",
@@ -186,17 +157,10 @@ class Profiler(Generic[Context]):
 
     def _switch_on(self, dump_fn: Callable[[Context, float], None]) -> None:
         self._dump_fn = dump_fn
-        self._registries = WeakKeyDictionary()
+        self._stretches_in = WeakKeyDictionary()
         self._under_way = []
         self._outside = _Outside()
-        self._patches = []
-        for owner in _GRAPHS:
-            for name, make_hook in _HOOKS.items():
-                # Whatever its arguments are: they are not the same in all versions of torch.
-                method = getattr(owner, name)
-                hook = functools.wraps(method)(make_hook(self, method))
-                self._patches.append(_Patch(owner, name, hook, vars(owner).get(name)))
-                setattr(owner, name, hook)
+        self._hooks = GraphHooks(GraphListener(self._begun, self._ended, self._replayed, self._emptied))
         Profiler.active = self
 
     def _graph_here(self) -> Any:
@@ -210,36 +174,38 @@ class Profiler(Generic[Context]):
 
     def _begun(self, graph: Any) -> None:
         with _lock:
-            self._registries[graph] = TimerRegistry()
+            self._stretches_in[graph] = Stretches()
             _events_in[graph] = []
             self._under_way.append(_Capture(ref(graph), get_ident()))
 
-    def _ended(self, graph: Any) -> None:
+    def _ended(self, graph: Any, failed: bool) -> None:
         with _lock:
             self._under_way = [c for c in self._under_way if c.graph() not in (None, graph)]
+        if failed:
+            self._emptied(graph)
 
     def _emptied(self, graph: Any) -> None:
         with _lock:
-            self._registries.pop(graph, None)
+            self._stretches_in.pop(graph, None)
             _events_in.pop(graph, None)
 
     def _replayed(self, graph: Any) -> None:
-        registry = self._registries.get(graph)
-        if registry is None or not len(registry) or self._is_capturing():
+        stretches = self._stretches_in.get(graph)
+        if stretches is None or not len(stretches) or self._is_capturing():
             return
-        for stretch in registry.open():
-            registry.discard(stretch)
+        for stretch in stretches.open() if stretches.is_open else ():
+            stretches.discard(stretch)
             stretch.is_told = True
             warnings.warn(
                 f"{stretch} has been entered and not left, so that it has no end: it is not reported.",
                 RuntimeWarning,
                 stacklevel=3,
             )
-        self._report(registry)
+        self._report(stretches)
 
-    def _report(self, registry: TimerRegistry[Context]) -> None:
+    def _report(self, stretches: Stretches) -> None:
         # All are read before anybody else's code runs.
-        for context, elapsed_ms in registry.elapsed_times():
+        for context, elapsed_ms in stretches.read():
             self._dump_fn(context, elapsed_ms)
 
     def _is_capturing(self) -> bool:
@@ -251,7 +217,7 @@ class Profiler(Generic[Context]):
             return None
         stretch = Stretch(context)
         if not stretch.captured:
-            self._outside.registry.add(stretch)
+            self._outside.stretches.enter(stretch)
             return stretch
         graph = self._graph_here()
         if graph is None:
@@ -263,31 +229,29 @@ class Profiler(Generic[Context]):
             )
             return None
         _events_in[graph].append(stretch)
-        self._registries[graph].add(stretch)
+        self._stretches_in[graph].enter(stretch)
         return stretch
 
     def _left(self, stretch: Stretch, failed: bool) -> None:
-        registry = stretch.home
-        if registry is None:  # `reset` has forgotten it
+        stretches = stretch.home
+        if stretches is None:  # `reset` has forgotten it
             return
-        failed = failed or Profiler.active is not self
-        if failed:
-            registry.discard(stretch)
-        elif stretch.captured:
+        if failed or Profiler.active is not self:
+            stretches.discard(stretch)
+            if not stretch.captured and not stretches.is_open:
+                stretches.clear()  # of a block that failed as a whole, nothing is reported
+            return
+        if stretch.captured:
             graph = self._graph_here()
-            if graph is not None and self._registries[graph] is not registry:
+            if graph is not None and self._stretches_in[graph] is not stretches:
                 # A step is captured in parts, of which a later one holds the end.
                 _events_in[graph].append(stretch)
-                registry = self._registries[graph]
-                registry.take_over(stretch)
-            registry.leave(stretch)
-        else:
-            registry.leave(stretch)
-        if not stretch.captured and not registry.open():
-            if failed:
-                registry.clear()
-            elif not self._is_capturing():
-                self._report(registry)
+                stretches = self._stretches_in[graph]
+            stretches.leave(stretch)
+            return
+        stretches.leave(stretch)
+        if (not stretches.is_open or len(stretches) > _MOST_UNREPORTED) and not self._is_capturing():
+            self._report(stretches)
 
 
 class _ProfiledBlock(TimedBlock):
@@ -303,51 +267,6 @@ class _ProfiledBlock(TimedBlock):
 
     def _left(self, stretch: Stretch, failed: bool) -> None:
         self._profiler._left(stretch, failed)
-
-
-def _begins(profiler: Profiler[Any], method: Any) -> Any:
-    def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(graph, *args, **kwargs)
-        if Profiler.active is profiler:
-            profiler._begun(graph)
-        return result
-
-    return capture_begin
-
-
-def _ends(profiler: Profiler[Any], method: Any) -> Any:
-    def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(graph, *args, **kwargs)
-        except BaseException:
-            profiler._emptied(graph)  # there is no graph
-            raise
-        finally:
-            profiler._ended(graph)
-
-    return capture_end
-
-
-def _replays(profiler: Profiler[Any], method: Any) -> Any:
-    def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(graph, *args, **kwargs)
-        if Profiler.active is profiler:
-            profiler._replayed(graph)
-        return result
-
-    return replay
-
-
-def _resets(profiler: Profiler[Any], method: Any) -> Any:
-    def reset(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(graph, *args, **kwargs)
-        profiler._emptied(graph)
-        return result
-
-    return reset
-
-
-_HOOKS = {"capture_begin": _begins, "capture_end": _ends, "replay": _replays, "reset": _resets}
 
 
 def _name(function: Any) -> str:

@@ -1,0 +1,118 @@
+"""Blocks of code that can be timed: context managers and decorators."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from threading import get_ident
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
+
+from lightning_cudagraph.errors import TimerError
+from lightning_cudagraph.timing.stretches import Stretch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["TimedBlock"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TimedBlock:
+    """What can be entered, nested and repeatedly, in any thread, and put on functions.
+
+    `_entered` and `_left` say what becomes of each stretch.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[Stretch | None]] = {}  # by thread, from the outside
+
+    def _entered(self) -> Stretch | None:
+        """Make the stretch that begins now; None for nothing to be timed."""
+        raise NotImplementedError
+
+    def _left(self, stretch: Stretch, failed: bool) -> None:
+        """A stretch has been left; by an exception, or one of its events could not be recorded."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        stretch = self._entered()
+        stack = self._open.setdefault(get_ident(), [])
+        stack.append(stretch)
+        if stretch is not None:
+            try:
+                stretch.begin()
+            except BaseException:
+                stack.pop()
+                self._left(stretch, True)
+                raise
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        thread = get_ident()
+        stack = self._open.get(thread)
+        if not stack:
+            raise TimerError(
+                "A block was left that has not been entered in this thread.",
+                "Enter and leave it in one thread, best by `with`.",
+            )
+        stretch = stack.pop()
+        if not stack:
+            del self._open[thread]
+        if stretch is None:
+            return
+        failed = error is not None
+        try:
+            if not failed:
+                stretch.end()
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            self._left(stretch, failed)
+
+    def __del__(self) -> None:
+        # Nobody can leave it any more.
+        stacks = getattr(self, "_open", {}).values()  # Dynamo makes objects without `__init__`
+        for stretch in (held for stack in stacks for held in stack if held is not None):
+            self._left(stretch, True)
+            if not stretch.is_told:
+                warnings.warn(
+                    f"{stretch} was entered and never left: it has no time.", RuntimeWarning, 2
+                )
+
+    @overload
+    def __call__(self) -> Self: ...
+
+    @overload
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]: ...
+
+    def __call__(self, function: Callable[P, R] | None = None) -> Self | Callable[P, R]:
+        """Time all calls of a function; without one, the same as the object itself.
+
+        Args:
+            function: the function, which returns when its work has been issued: no generator, no
+                coroutine.
+
+        Returns:
+            The function that is timed, or `self`.
+        """
+        if function is None:
+            return self
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_kind(function) for is_kind in kinds):
+            raise TimerError(
+                f"`{function.__qualname__}` returns before its work begins, so that calls of it have no"
+                " time.",
+                "Put a `with` block around the work inside of it.",
+            )
+
+        @functools.wraps(function)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return timed
