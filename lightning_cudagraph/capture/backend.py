@@ -18,6 +18,7 @@ from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSent
 from lightning_cudagraph.capture.parts import Between, CudaParts
 from lightning_cudagraph.capture.position import position_of
 from lightning_cudagraph.capture.sentry import HostReads, Location, location_of
+from lightning_cudagraph.capture.side_streams import SideStream
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
 __all__ = ["Backend", "CudaBackend", "Event", "Graph"]
@@ -170,7 +171,8 @@ class CudaBackend:
         self.device = device
         self.in_turn = False
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self._side_stream = torch.cuda.Stream(device)
+        self._side = SideStream(device)
+        self._side_stream = self._side.stream
         # Each stream that is marked has one beside it: what waits for one would hold up the other.
         self._timing_streams = {self._side_stream: torch.cuda.Stream(device)}
         self._pool = torch.cuda.graph_pool_handle()
@@ -188,6 +190,7 @@ class CudaBackend:
         self._side_stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._side_stream):
+                self._side.keep_workspaces()
                 yield
         finally:
             current.wait_stream(self._side_stream)
@@ -197,6 +200,8 @@ class CudaBackend:
         # A cycle collected in the middle of a capture may free what CUDA may not free then.
         gc.collect()
         torch.cuda.empty_cache()
+        with torch.cuda.stream(self._side_stream):
+            self._side.keep_workspaces()
         if not self._live:
             # A pool that all graphs have left cannot be entered again (an assertion in torch 2.11).
             self._pool = torch.cuda.graph_pool_handle()
