@@ -1,0 +1,265 @@
+"""The times of a window as plain text: the parts of a step, and its layers as a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
+from lightning_cudagraph.timing.windows import Times, WindowSummary
+
+__all__ = [
+    "Layer",
+    "layer_table",
+    "layers_of",
+    "parts_table",
+    "shortened",
+    "window_text",
+]
+
+_NAME_WIDTH = 40
+_BAR_WIDTH = 24
+# The parts of a step, in their order. Gap and copy come before it, and the reduction of gradients runs
+# beside the backward pass, so these are no part of its time.
+_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
+_BESIDE = {
+    "gap": "since the step before: the device waits for the host",
+    "copy": "of the batch, before the step",
+    "all_reduce": "of gradients, beside the backward pass",
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A timed layer and its place among the others.
+
+    Attributes:
+        name: as `named_modules` gives it.
+        parent: the timed layer whose member it is by its name, or None.
+        depth: how many timed layers it is a member of.
+        has_members: whether the time of other timed layers is contained in its own.
+        forward: its times in the forward pass, or None if it has none.
+        backward: those in the backward pass.
+    """
+
+    name: str
+    parent: str | None
+    depth: int
+    has_members: bool
+    forward: Times | None
+    backward: Times | None
+
+    @property
+    def mean_ms(self) -> float:
+        """Milliseconds of both passes."""
+        return sum(times.mean_ms for times in (self.forward, self.backward) if times is not None)
+
+    @property
+    def share(self) -> float:
+        """The part of the step that both passes take."""
+        return sum(times.share for times in (self.forward, self.backward) if times is not None)
+
+    @property
+    def own_name(self) -> str:
+        """What its name adds to that of its parent."""
+        return self.name if self.parent is None else self.name[len(self.parent) + 1 :]
+
+
+def layers_of(summary: WindowSummary) -> list[Layer]:
+    """The timed layers as a tree: each before its members, in the order of the model."""
+    names = dict.fromkeys(
+        tag.removeprefix(prefix)
+        for tag in summary.tags
+        for prefix in (FORWARD_TAG, BACKWARD_TAG)
+        if tag.startswith(prefix) and tag in summary.times
+    )
+    parents: dict[str, str | None] = {}
+    members: dict[str | None, list[str]] = {}
+    for name in names:
+        parent = name.rpartition(".")[0]
+        while parent and parent not in names:
+            parent = parent.rpartition(".")[0]
+        parents[name] = parent or None
+        members.setdefault(parents[name], []).append(name)
+    layers: list[Layer] = []
+    # A stack and not recursion: names may be as deep as they like.
+    waiting = [(name, 0) for name in reversed(members.get(None, []))]
+    while waiting:
+        name, depth = waiting.pop()
+        layers.append(
+            Layer(
+                name,
+                parents[name],
+                depth,
+                name in members,
+                summary.get(FORWARD_TAG + name),
+                summary.get(BACKWARD_TAG + name),
+            )
+        )
+        waiting += [(member, depth + 1) for member in reversed(members.get(name, []))]
+    return layers
+
+
+def shortened(name: str, width: int) -> str:
+    """A name in at most `width` characters; what is too much is left out in the middle."""
+    if len(name) <= width:
+        return name
+    if width <= 3:
+        return "..."[:width]
+    tail = (width - 3 + 1) // 2
+    return f"{name[: width - 3 - tail]}...{name[len(name) - tail :]}"
+
+
+def _number(value_ms: float | None) -> str:
+    return "-" if value_ms is None else f"{value_ms:.3f}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _bar(forward: float, backward: float) -> str:
+    """Both passes behind one another; the whole width is the whole step."""
+    end = min(forward + backward, 1.0)
+    marks = round(end * _BAR_WIDTH)
+    first = min(round(min(forward, 1.0) * _BAR_WIDTH), marks)
+    return "#" * first + "=" * (marks - first)
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Rows with columns of one width; those in `left` begin at one place, others end at one."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def parts_table(summary: WindowSummary) -> list[str]:
+    """The parts of a step, which add up to it, and what is outside of it.
+
+    Returns:
+        Lines; none if no part of the step was timed.
+    """
+    rows = [
+        (f"  {part}", times) for part in _PARTS if (times := summary.get(STEP_TAG + part)) is not None
+    ]
+    if not rows or summary.step is None:
+        return []
+    step = summary.step
+    lines: list[tuple[str, ...]] = [
+        ("step", "p05 ms", "p50 ms", "p95 ms", "max ms", "mean ms", "share", "")
+    ]
+
+    def add(name: str, times: Times, note: str = "") -> None:
+        numbers = (times.p05_ms, times.p50_ms, times.p95_ms, times.max_ms, times.mean_ms)
+        lines.append((name, *map(_number, numbers), _percent(times.share), note))
+
+    for name, times in rows:
+        add(name, times, _bar(times.share, 0.0))
+    add("  whole", step)
+    for part, what in _BESIDE.items():
+        if (times := summary.get(STEP_TAG + part)) is not None:
+            add(f"  {part}", times, f"({what})")
+    return _aligned(lines, left=(0, 7))
+
+
+def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
+    """The layers as a tree, with their times.
+
+    Args:
+        summary: the times.
+        max_layers: how many are shown; of more, the slowest, with what contains them.
+
+    Returns:
+        Lines; none if no layer was timed.
+    """
+    layers = layers_of(summary)
+    if not layers:
+        return []
+    by_name = {layer.name: layer for layer in layers}
+    shown: set[str] = set()
+    # A container takes at least the time of its members, and comes first by itself; but one that a
+    # member is called outside of need not, and is wanted above it all the same.
+    for layer in sorted(layers, key=lambda layer: (-layer.mean_ms, layer.depth)):
+        lineage = [layer.name]
+        while (parent := by_name[lineage[-1]].parent) is not None:
+            lineage.append(parent)
+        missing = [name for name in lineage if name not in shown]
+        if len(shown) + len(missing) <= max_layers:
+            shown.update(missing)
+    rows = [
+        ("", "forward", "", "backward", "", "both", ""),
+        ("layer", "p50 ms", "p95 ms", "p50 ms", "p95 ms", "share", "# forward = backward"),
+        *(_layer_row(layer) for layer in layers if layer.name in shown),
+    ]
+    text = _aligned(rows, left=(0, 6))
+    hidden = [layer for layer in layers if layer.name not in shown]
+    if hidden:
+        slowest_ms = max(layer.mean_ms for layer in hidden)
+        text.append(f"and {len(hidden)} faster layers, none above {slowest_ms:.3f} ms in both passes")
+    return text + _sums(summary, layers)
+
+
+def _layer_row(layer: Layer) -> tuple[str, ...]:
+    indent = "  " * min(layer.depth, 8)
+    forward, backward = layer.forward, layer.backward
+    return (
+        indent + shortened(layer.own_name, max(_NAME_WIDTH - len(indent), 12)),
+        _number(None if forward is None else forward.p50_ms),
+        _number(None if forward is None else forward.p95_ms),
+        _number(None if backward is None else backward.p50_ms),
+        _number(None if backward is None else backward.p95_ms),
+        _percent(layer.share),
+        _bar(
+            0.0 if forward is None else forward.share,
+            0.0 if backward is None else backward.share,
+        ),
+    )
+
+
+def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
+    """What the table adds up to, and what is counted twice in it."""
+    lines = []
+    if any(layer.has_members for layer in layers):
+        lines.append("The time of an indented layer is contained in that of the one above it.")
+    outermost = [layer.name for layer in layers if layer.parent is None]
+    for part, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
+        whole = summary.get(STEP_TAG + part)
+        inside = summary.times_of(*(prefix + name for name in outermost))
+        if whole is None or inside is None or inside.count != whole.count:
+            continue
+        rest_ms = round(whole.mean_ms - inside.mean_ms, 3) + 0.0  # no minus before a zero
+        text = f"Mean {part}: {inside.mean_ms:.3f} ms in the outermost layers"
+        if rest_ms >= 0:
+            text += f" + {rest_ms:.3f} ms outside of them = {whole.mean_ms:.3f} ms"
+        else:
+            text += f", {whole.mean_ms:.3f} ms in all: some of them run inside of others"
+        lines.append(f"{text}.")
+    return lines
+
+
+def window_text(summary: WindowSummary, max_layers: int = 40) -> str:
+    """All of a window: the parts of the step, then its layers.
+
+    Args:
+        summary: the times.
+        max_layers: how many layers are shown.
+    """
+    if not summary.n_readings:
+        return "No step was timed."
+    steps = f"{summary.first_step} to {summary.last_step}"
+    parts = parts_table(summary)
+    layers = layer_table(summary, max_layers)
+    return "\n".join(
+        [
+            f"{summary.n_readings} timed steps, {steps}",
+            *([""] if parts else []),
+            *parts,
+            *([""] if layers else []),
+            *layers,
+        ]
+    )
