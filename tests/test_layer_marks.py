@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_cudagraph import CUDAGraphError
 from lightning_cudagraph.capture.emulator import EmulatorBackend, HostEvent
@@ -197,7 +197,8 @@ def test_linear_layers_with_weights_and_gradients_that_are_added_to() -> None:
 
     captured = Captured(model, x=torch.randn(4, 4), step=step)
     for name in ("0", "1"):
-        # The gradients of weight and bias: made once, and then added to.
+        # The gradients of weight and bias: made once, and then added to. What is called in between
+        # counts as recomputed.
         assert captured.backward(name).count("mm") >= 2
         assert captured.backward(name).count("add_") == 2
         assert captured.forward(name) == ["addmm"]
@@ -393,6 +394,37 @@ def test_recomputation_belongs_to_the_backward_pass(reentrant: bool, names: tupl
         assert whole[:3] == ["tanh", "sigmoid", "exp"]
         assert "tanh_backward" in whole
     assert step.marks.untimed == {}
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("names", [("outer", "outer.a", "outer.b"), ("outer.a", "outer.b", "before")])
+def test_recomputation_between_layers(early_stop: bool, names: tuple[str, ...]) -> None:
+    """It belongs to the layers in which it was called, and not to the one whose node asks for it."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Op(torch.tanh), Op(torch.sigmoid)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def inside(x: Tensor) -> Tensor:
+                return F.gelu(self.b(F.silu(self.a(F.elu(x)))))
+
+            with set_checkpoint_early_stop(early_stop):
+                return checkpoint(inside, x, use_reentrant=False, preserve_rng_state=False) + 1
+
+    step = Captured(Model(chain("before", "outer"), before=Op(F.softplus), outer=Outer()), names)
+    assert [op for op in step.backward("outer.b") if op != "detach"] == ["sigmoid", "sigmoid_backward"]
+    assert [op for op in step.backward("outer.a") if op != "detach"] == ["tanh", "tanh_backward"]
+    last = [] if early_stop else ["gelu"]
+    between = ["elu", "tanh", "silu", "sigmoid", *last]
+    if "outer" in names:
+        whole = [op for op in step.backward("outer") if op != "detach"]
+        assert whole[: len(between)] == between
+        backward = ["gelu", "sigmoid", "silu", "tanh", "elu"]
+        assert [op for op in whole if op.endswith("_backward")] == [f"{op}_backward" for op in backward]
+    else:
+        assert step.backward("before")[0] == "softplus_backward"
 
 
 def test_second_derivatives_are_named() -> None:

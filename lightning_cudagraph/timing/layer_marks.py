@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from lightning_cudagraph.capture.batch import flatten_batch
 from lightning_cudagraph.errors import CUDAGraphError
+from lightning_cudagraph.timing.recomputation import PRIVATE_NAMES, Recomputation
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG
 
 __all__ = ["LayerMarks", "check_autograd_names"]
@@ -38,18 +40,29 @@ _OF_PARAMETERS = 2**64 - 1
 
 def _next_number() -> int:
     """The number of the node that this thread makes next."""
-    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return torch.autograd._get_sequence_nr()
+
+
+def _engine() -> Any:
+    return torch.autograd.Variable._execution_engine
 
 
 def check_autograd_names() -> None:
     """Raise if torch has lost private names that this is built on."""
     node = torch.zeros((), requires_grad=True).clone().grad_fn
-    if not (hasattr(torch.autograd, "_get_sequence_nr") and hasattr(node, "_sequence_nr")):
-        raise CUDAGraphError(
-            f"The numbers of autograd's nodes (`_sequence_nr`) are gone from torch {torch.__version__},"
-            " and the times of layers are built on them. Use a version of torch that this package names"
-            " as supported, or pass `CUDAGraphCallback(timings=None)`."
-        )
+    places = [
+        (torch.autograd, "_get_sequence_nr"),
+        (torch.autograd.Variable, "_execution_engine"),
+        (torch._C, "_current_graph_task_id"),
+        (node, "_sequence_nr"),
+    ]
+    places += [(checkpoint, name) for name in PRIVATE_NAMES]
+    for owner, name in places:
+        if not hasattr(owner, name):
+            raise CUDAGraphError(
+                f"`{name}` of autograd is gone from torch {torch.__version__}, and the times of layers"
+                " are built on it. Use a version of torch that this package names as supported."
+            )
 
 
 @dataclass(eq=False)
@@ -88,11 +101,11 @@ class LayerMarks:
         self._stack: list[_Call] = []
         # All calls in the order in which they began, by thread, because each thread counts its nodes.
         self._calls: dict[int, list[_Call]] = {}
-        # In whose calls a layer was called in the forward pass.
-        self._outside: dict[str, _Layers] = {}
+        self._recomputation = Recomputation(lambda: self._here, self._recomputation_moved)
         # Those that the node which runs now belongs to.
         self._at_node: _Layers = _NONE
         self._watched: set[tuple[int, int]] = set()
+        self._runs: set[int] = set()
         self._made_nodes: set[str] = set()
         self._differentiated_twice = False
 
@@ -100,6 +113,7 @@ class LayerMarks:
     def followed(self) -> Iterator[None]:
         """Have hooks on the layers."""
         with ExitStack() as stack:
+            stack.enter_context(self._recomputation.noticed())
             for name, layer in self._layers.items():
                 if not isinstance(layer, torch.jit.ScriptModule):
                     for handle in self._hook(name, layer):
@@ -157,6 +171,18 @@ class LayerMarks:
         """Whether the nodes of the backward pass could be told apart."""
         return not self._differentiated_twice
 
+    @property
+    def _here(self) -> _Layers:
+        """The layers in whose calls the step is, or for which it computes."""
+        if self._stack:
+            return self._stack[-1].layers
+        recomputed = self._recomputation.layers
+        return self._at_node if recomputed is None else recomputed
+
+    def _recomputation_moved(self) -> None:
+        if self._pass == BACKWARD_TAG:
+            self._turn_to(self._here)
+
     def _turn_to(self, layers: _Layers) -> None:
         if self._pass is not None:
             self._tell(frozenset(self._pass + name for name in layers))
@@ -164,17 +190,7 @@ class LayerMarks:
     def _hook(self, name: str, layer: nn.Module) -> list[Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             around = self._stack[-1] if self._stack else None
-            if around is not None:
-                outside = around.layers
-            elif self._pass == BACKWARD_TAG:
-                # What is checkpointed is recomputed as a whole, by the node that first needs some of it:
-                # for the layers around it, and not for the one that this node belongs to.
-                outside = self._at_node & self._outside.get(name, _NONE)
-            else:
-                outside = _NONE
-            if self._pass == FORWARD_TAG:
-                self._outside[name] = self._outside.get(name, _NONE) | outside
-            call = _Call(outside | {name}, _next_number(), None, around)
+            call = _Call(self._here | {name}, _next_number(), None, around)
             self._stack.append(call)
             self._calls.setdefault(get_ident(), []).append(call)
             self._turn_to(call.layers)
@@ -184,7 +200,7 @@ class LayerMarks:
             call.ends = _next_number()
             if call.ends > call.begins:
                 self._made_nodes.add(name)
-            self._turn_to(self._stack[-1].layers if self._stack else self._at_node)
+            self._turn_to(self._here)
             self._watch_tensors(output)
 
         return [
@@ -220,10 +236,25 @@ class LayerMarks:
             for after in following:
                 self._watch(after, thread, outside)
             if self._pass == BACKWARD_TAG:
+                self._notice_end(torch._C._current_graph_task_id())
                 self._at_node = self._layers_of(number, thread, outside)
                 self._turn_to(self._at_node)
 
         node.register_prehook(about_to_run)
+
+    def _notice_end(self, run: int) -> None:
+        """Notice when a run of autograd ends, be it inside a node of another."""
+        if run in self._runs:
+            return
+        self._runs.add(run)
+        before = self._at_node
+
+        def ended() -> None:
+            self._at_node = before
+            if self._pass == BACKWARD_TAG:
+                self._turn_to(self._here)
+
+        _engine().queue_callback(ended)
 
     def _layers_of(self, number: int, thread: int, outside: _Layers) -> _Layers:
         """In whose calls a node was made."""
