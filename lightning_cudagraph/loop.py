@@ -250,7 +250,12 @@ class GraphedTraining:
     def _notes(self) -> list[str]:
         notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
         notes += [*self._verifier.notes, *self.notes, *self._metrics.notes]
-        notes += untimed_notes(self._recorder.untimed)
+        untimed = self._recorder.untimed
+        if self._settings.timings is not None and self._part.behind is not None:
+            untimed = untimed | {
+                "what comes after the backward pass": "it runs eagerly, behind the graph"
+            }
+        notes += untimed_notes(untimed)
         if self._part.scaler is not None:
             notes.append(
                 f"{int(self._part.scaler.skipped_steps)} step(s) skipped, because a gradient overflowed"

@@ -40,7 +40,7 @@ _OF_PARAMETERS = 2**64 - 1
 
 def _next_number() -> int:
     """The number of the node that this thread makes next."""
-    return torch.autograd._get_sequence_nr()
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def _engine() -> Any:
