@@ -33,8 +33,10 @@ class _MatmulInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         (operand,) = ctx.saved_tensors
+        # First, because cuBLAS warns in a thread in which nothing has called CUDA before.
+        gradient = torch.zeros_like(operand)
         _matmul(operand, ctx.pool)
-        return torch.zeros_like(operand), None
+        return gradient, None
 
 
 def _matmul(operand: Tensor, pool: torch.cuda.MemPool) -> None:
