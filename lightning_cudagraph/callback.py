@@ -15,6 +15,7 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.evaluation import GraphedEvaluation
+from lightning_cudagraph.layer_timings import LayerTimings
 from lightning_cudagraph.loop import GraphedTraining
 from lightning_cudagraph.settings import Scope, Settings
 from lightning_cudagraph.support import (
@@ -25,7 +26,6 @@ from lightning_cudagraph.support import (
     default_warmup_steps,
     make_backend,
 )
-from lightning_cudagraph.timing.layers import LayerTimings
 from lightning_cudagraph.timing.report import evaluation_report
 
 __all__ = ["CUDAGraphCallback"]
@@ -180,6 +180,14 @@ class CUDAGraphCallback(Callback):
             raise ConfigurationError(
                 f"The trainer has {len(ours)} `CUDAGraphCallback`s; expected one, since there is one"
                 " training step to capture. Remove the others."
+            )
+        beside = [callback for callback in callbacks_of(trainer) if isinstance(callback, LayerTimings)]
+        if beside and self.backend != "off":
+            raise ConfigurationError(
+                "The trainer has a `LayerTimings` beside its `CUDAGraphCallback`; in the list of"
+                " callbacks it times eager steps, and these are replays. Pass it as"
+                f" `CUDAGraphCallback(timings={beside[0]!r})`, or, to time the run without graphs, pass"
+                ' `CUDAGraphCallback(backend="off")`.'
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -40,7 +40,7 @@ from lightning_cudagraph.support import check_optimizer_part, scaler_of
 from lightning_cudagraph.timing.layers import Placement
 from lightning_cudagraph.timing.marks import Stage, StepMarks
 
-__all__ = ["HostTurn", "Recorder", "StepBody", "StepOutputs"]
+__all__ = ["HostTurn", "Recorder", "StepBody", "StepOutputs", "timed_forward", "timed_stages"]
 
 
 # A gradient, and how often it was written, or nothing.
@@ -206,7 +206,7 @@ class Recorder:
         if layers is not None:
             marks = StepMarks(self._backend, layers, body.has_optimizer, self._placement)
         if marks is not None:
-            inner._step_fn = _timed_forward(inner._step_fn, marks)
+            inner._step_fn = timed_forward(inner._step_fn, marks)
         drops = inner._zero_grad_fn is not None
         # Each call of the closure drops them once, before its backward pass.
         counts_drops = drops and not self._hooks.around_zero_grad()
@@ -255,7 +255,7 @@ class Recorder:
             logs = stack.enter_context(self.logs.recorded(place, batch, capturing))
             if marks is not None:  # before the audit, which would take its hooks for the step's
                 stack.enter_context(marks.recording())
-                stack.enter_context(_timed_stages(marks, self._trainer, self._module))
+                stack.enter_context(timed_stages(marks, self._trainer, self._module))
             if capturing:
                 audit = stack.enter_context(
                     frozen_python_audit(
@@ -373,7 +373,7 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _timed_forward(step: Callable[[], ClosureResult], marks: StepMarks) -> Callable[[], ClosureResult]:
+def timed_forward(step: Callable[[], ClosureResult], marks: StepMarks) -> Callable[[], ClosureResult]:
     def timed() -> ClosureResult:
         marks.forward_began()
         result = step()
@@ -384,7 +384,7 @@ def _timed_forward(step: Callable[[], ClosureResult], marks: StepMarks) -> Calla
 
 
 @contextmanager
-def _timed_stages(marks: StepMarks, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+def timed_stages(marks: StepMarks, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Tell the marks what of that which comes after the backward pass is clipping, or the scaler's."""
     scaler = scaler_of(trainer)
     places: list[tuple[Any, str, Stage]] = [(module, "configure_gradient_clipping", "clipping")]

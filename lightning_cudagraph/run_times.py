@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import lightning.pytorch as pl
@@ -10,9 +11,9 @@ from torch import nn
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.steps import Place, StepCounts
 from lightning_cudagraph.timing.clock import FitClock
-from lightning_cudagraph.timing.layers import LayerTimings, select_layers
+from lightning_cudagraph.timing.layers import LayerChoice, select_layers, untimed_notes
 from lightning_cudagraph.timing.lead_in import COPY_TAG, GAP_TAG
-from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
+from lightning_cudagraph.timing.report import LayerTimes, StepPace, eager_report, fit_report
 from lightning_cudagraph.timing.spans import STEP_TAG
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 
@@ -46,7 +47,7 @@ class RunTimes:
         trainer: pl.Trainer,
         module: pl.LightningModule,
         backend: Backend,
-        choice: LayerTimings | None,
+        choice: LayerChoice | None,
     ) -> None:
         self.layers: dict[str, nn.Module] = {} if choice is None else select_layers(module, choice)
         self.pace = StepPace()
@@ -101,6 +102,18 @@ class RunTimes:
         notes = [*notes, *_waits(self._times.medians_ms())]
         text = fit_report(description, counts, self.pace, self._times, notes, evaluation)
         self._tensorboard.add_text("cudagraph/report", text, step_number)
+        return text
+
+    def eager_report(self, untimed: Mapping[str, str], step_number: int) -> str:
+        """Read what is left to read, and write the report of a run without graphs.
+
+        Args:
+            untimed: what is not timed, in words, and why.
+            step_number: the last step as the trainer's loggers count it.
+        """
+        self.clock.finish()
+        text = eager_report(self._times, untimed_notes(untimed))
+        self._tensorboard.add_text("layer_timings/report", text, step_number)
         return text
 
     def close(self) -> None:

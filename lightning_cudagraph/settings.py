@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_cudagraph.timing.layers import LayerTimings
+from lightning_cudagraph.timing.layers import LayerChoice
 
 __all__ = ["Scope", "Settings"]
 
@@ -19,7 +19,7 @@ class Settings:
     scope: Scope
     warmup_steps: int
     raise_unsupported: bool
-    timings: LayerTimings | None
+    timings: LayerChoice | None
     verify_replays: int
     verify_every_n_steps: int | None
     harmless: frozenset[str] = frozenset()

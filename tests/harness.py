@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 
 BATCH_SIZE = 8
 FULL_BATCHES = 7
@@ -194,7 +194,7 @@ class _Watcher(Callback):
         return {
             callback.state_key: copy.deepcopy(self.trace.portable(callback.state_dict()))
             for callback in trainer.callbacks
-            if not isinstance(callback, (CUDAGraphCallback, _Watcher))
+            if not isinstance(callback, (CUDAGraphCallback, LayerTimings, _Watcher))
         }
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-import random
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -162,35 +160,6 @@ def test_outside_of_graphs(profiler: Profiler[Any], work: Work, reports: Reports
     assert reports.take() == ["outer", "inner"]
     graph.replay()
     assert reports.take() == ALL
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_graph_is_reported_as_the_same_code_outside(
-    profiler: Profiler[Any], work: Work, reports: Reports, seed: int
-) -> None:
-    """Blocks nested, repeated and failing at random."""
-
-    def tree(rng: random.Random, depth: int) -> None:
-        for i in range(rng.randint(0, 3)):
-            with contextlib.suppress(ZeroDivisionError), profiler.time((depth, i)):
-                work.run()
-                if depth < 3:
-                    tree(rng, depth + 1)
-                if rng.random() < 0.25:
-                    raise ZeroDivisionError
-
-    def body() -> None:
-        with profiler.time("all"):
-            tree(random.Random(seed), 0)
-
-    body()
-    outside = reports.take()
-    assert outside[0] == "all"
-    graph = work.capture(body)
-    assert reports == []
-    for _ in range(2):
-        graph.replay()
-        assert reports.take() == outside
 
 
 def test_thousands_of_blocks_in_one(

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_cudagraph.errors import ConfigurationError
 
-__all__ = ["LayerTimings", "Placement", "select_layers", "untimed_notes"]
+__all__ = ["LayerChoice", "Placement", "select_layers", "untimed_notes"]
 
 Placement = Literal["forked", "serial"]
 
@@ -23,7 +23,7 @@ _NAMES_SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerTimings:
+class LayerChoice:
     """Which layers are timed by events inside the graph, in which steps, and how.
 
     `modules`, `types` and `depth` choose together: a layer is timed if it satisfies each that is given.
@@ -61,6 +61,8 @@ class LayerTimings:
     def __post_init__(self) -> None:
         for name, example in (("modules", "blocks.*"), ("types", "Linear")):
             self._check_strings(name, getattr(self, name), example)
+            # A list could change, and has no hash.
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.depth is not None:
             self._check_whole("depth", 1)
         for name, least in (
@@ -167,7 +169,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(shown[:_NAMES_SHOWN]) + (", ..." if len(shown) > _NAMES_SHOWN else "")
 
 
-def _matched(model: nn.Module, timings: LayerTimings, named: dict[str, nn.Module]) -> set[str]:
+def _matched(model: nn.Module, timings: LayerChoice, named: dict[str, nn.Module]) -> set[str]:
     """The names that satisfy `modules`, `types` and `depth`."""
     of_model = f"of `{type(model).__qualname__}`, which has"
     chosen = set(named)
@@ -224,7 +226,7 @@ def _chosen(model: nn.Module, max_layers: int) -> set[str]:
     return chosen
 
 
-def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Module]:
+def select_layers(model: nn.Module, timings: LayerChoice) -> dict[str, nn.Module]:
     """The modules to time, by name, in the order of `named_modules`.
 
     Args:

@@ -63,8 +63,7 @@ class Profiler(Generic[Context]):
     blocks that stay in the code cost next to nothing.
 
     Not reported: replays, while a capture is under way in any thread, which waiting could break; graphs
-    whose capture has begun before the profiler was made. A block in code that `torch.compile` compiles
-    breaks it into parts.
+    whose capture has begun before the profiler was made.
 
     Args:
         dump_fn: takes the context of a block and its time in milliseconds. It is called in the thread

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from lightning_cudagraph.capture.steps import Phase, StepCounts
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading
 
-__all__ = ["LayerTimes", "StepPace", "evaluation_report", "fit_report"]
+__all__ = ["LayerTimes", "StepPace", "eager_report", "evaluation_report", "fit_report"]
 
 _WINDOW_STEPS = 200
 _SLOWEST_LAYERS = 10
@@ -181,5 +181,22 @@ def fit_report(
     if parts:
         shown = ", ".join(f"{part} {medians_ms[STEP_TAG + part]:.3f} ms" for part in parts)
         lines.append(f"  graph     {shown}")
+    lines += [f"  note      {note}" for note in notes]
+    return "\n".join(lines + [f"  {line}" for line in _layer_table(medians_ms)])
+
+
+def eager_report(times: LayerTimes, notes: list[str]) -> str:
+    """The report of a run without graphs, as plain text with aligned columns.
+
+    Args:
+        times: the times of its steps.
+        notes: what the user should know besides.
+    """
+    medians_ms = times.medians_ms()
+    lines = ["lightning_cudagraph: the times of an eager run"]
+    parts = [tag.removeprefix(STEP_TAG) for tag in medians_ms if tag.startswith(STEP_TAG)]
+    if parts:
+        shown = ", ".join(f"{part} {medians_ms[STEP_TAG + part]:.3f} ms" for part in parts)
+        lines.append(f"  step      {shown}")
     lines += [f"  note      {note}" for note in notes]
     return "\n".join(lines + [f"  {line}" for line in _layer_table(medians_ms)])

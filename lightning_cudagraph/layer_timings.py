@@ -1,0 +1,107 @@
+"""The times of layers: an argument of `CUDAGraphCallback`, and a callback of its own for eager runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_cudagraph.eager_times import EagerTimes
+from lightning_cudagraph.errors import ConfigurationError
+from lightning_cudagraph.support import callbacks_of
+from lightning_cudagraph.timing.layers import LayerChoice
+
+__all__ = ["LayerTimings"]
+
+
+class LayerTimings(LayerChoice, Callback):
+    """Times the layers of a model, in a graph or without one, with the same tags in TensorBoard.
+
+    ``CUDAGraphCallback(timings=LayerTimings(...))`` times them by events in the graph. In the list of
+    callbacks, `LayerTimings` times an ordinary run, to be compared with one that has graphs; it changes
+    no number of it. `LayerChoice` documents the arguments.
+
+    Attributes:
+        report: the report of the last run that this timed as a callback, or None before its end.
+
+    Example::
+
+        trainer = Trainer(callbacks=[LayerTimings(types=["Linear"], every_n_steps=10)])
+    """
+
+    report: str | None = None
+    _run: EagerTimes | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is bound to a trainer, so that copies and pickles work at any time."""
+        return {name: value for name, value in vars(self).items() if name != "_run"}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()  # a run that another callback's exception ended before our hooks
+        ours = [callback for callback in callbacks_of(trainer) if isinstance(callback, LayerTimings)]
+        if len(ours) > 1:
+            raise ConfigurationError(
+                f"The trainer has {len(ours)} `LayerTimings`; expected one, which may have several"
+                " `modules` and `types`. Remove the others."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close()
+        self.report = None
+        self._run = EagerTimes(trainer, pl_module, self)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.pause()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.pause()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._run is not None:
+            self._run.batch_starts()
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        if self._run is not None:
+            self._run.forward_ended(loss)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.backward_ended()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._run is not None:
+            self._run.batch_ended()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self.report = self._run.finish()
+        self._close()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.report is not None:
+            rank_zero_info(self.report)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._close()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if (run := vars(self).pop("_run", None)) is not None:
+            run.close()

@@ -1,0 +1,252 @@
+"""`LayerTimings` as a callback of its own: eager runs, with the tags of those with graphs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+
+from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, LayerTimings
+from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+from tests.test_clock import events, steps
+
+
+def run(folder: Path, accelerator: str, *callbacks: Callback, **kwargs: Any) -> Trace:
+    graph = [callback for callback in callbacks if isinstance(callback, CUDAGraphCallback)]
+    return train(
+        make(Net),
+        folder,
+        graph[0] if graph else None,
+        accelerator=accelerator,
+        callbacks=tuple(callback for callback in callbacks if callback not in graph),
+        train_loader=loader(ragged=False, batches=8),
+        logger=TensorBoardLogger(folder),
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_same_run(tmp_path: Path, accelerator: str, n: int, accumulate: int, watched: bool) -> None:
+    arguments: dict[str, Any] = {
+        "accelerator": accelerator,
+        "accumulate_grad_batches": accumulate,
+        "gradient_clip_val": 0.5,
+        "gradient_clip_algorithm": "value",
+    }
+    timings = LayerTimings(every_n_steps=n)
+    plain = train(make(Net), tmp_path / "plain", watched=watched, **arguments)
+    timed = train(make(Net), tmp_path / "timed", callbacks=(timings,), watched=watched, **arguments)
+    assert_same(plain, timed)
+    assert "features.0" in (timings.report or "")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision(tmp_path: Path, accelerator: str, precision: Any) -> None:
+    if precision == "16-mixed" and accelerator == "cpu":
+        pytest.skip("Lightning has no gradient scaler on a CPU")
+    plain = run(tmp_path / "plain", accelerator, precision=precision)
+    timed = run(tmp_path / "timed", accelerator, LayerTimings(), precision=precision)
+    assert_same(plain, timed)
+    tags = events(tmp_path / "timed").Tags()["scalars"]
+    assert ("step_ms/scaler" in tags) == (precision == "16-mixed")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_steps_and_the_tags_of_a_run_with_graphs(
+    tmp_path: Path, accelerator: str, accumulate: int
+) -> None:
+    timings = LayerTimings(every_n_steps=2)
+    arguments: dict[str, Any] = {
+        "gradient_clip_val": 0.5,
+        "gradient_clip_algorithm": "value",
+        "accumulate_grad_batches": accumulate,
+        "max_epochs": 4,
+        "checkpoint_every": 0,
+    }
+    run(tmp_path / "eager", accelerator, timings, **arguments)
+    run(tmp_path / "graph", accelerator, CUDAGraphCallback(timings=timings), **arguments)
+    eager, graph = events(tmp_path / "eager"), events(tmp_path / "graph")
+    tags = {tag for tag in eager.Tags()["scalars"] if tag.startswith(("layer_", "step_ms/"))}
+    assert tags == {tag for tag in graph.Tags()["scalars"] if tag.startswith(("layer_", "step_ms/"))}
+    assert {"step_ms/clipping", "step_ms/gap", "step_ms/copy", "layer_backward_ms/head"} <= tags
+    n_steps = 32 // accumulate
+    assert steps(eager, "step_ms/total") == list(range(0, n_steps, 2))
+    found = steps(eager, "layer_forward_ms/head")
+    assert found == [step for step in range(0, n_steps, 2) for _ in range(accumulate)]
+    assert set(steps(graph, "step_ms/total")) < set(steps(eager, "step_ms/total"))
+    text = eager.Tensors("layer_timings/report/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert (timings.report or "?") in text
+
+
+def test_the_parts_come_to_the_whole(tmp_path: Path, accelerator: str) -> None:
+    run(tmp_path, accelerator, LayerTimings())
+    found = events(tmp_path)
+    parts = [found.Scalars(f"step_ms/{part}") for part in ("forward", "backward", "optimizer")]
+    for total, *rest in zip(found.Scalars("step_ms/total"), *parts, strict=True):
+        assert sum(part.value for part in rest) == pytest.approx(total.value, rel=0.05, abs=0.05)
+
+
+class TwoNets(pl.LightningModule):
+    """Two optimizers in manual optimization; every batch has two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.one = nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.2), nn.Linear(8, 4))
+        self.other = nn.Linear(12, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for net, optimizer in zip((self.one, self.other), self.optimizers(), strict=True):
+            loss = nn.functional.cross_entropy(net(x), y)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.one, self.other)]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_manual_optimization(tmp_path: Path, accelerator: str, n: int) -> None:
+    def fit(name: str, *callbacks: Callback) -> dict[str, Tensor]:
+        module = make(TwoNets)
+        trainer = pl.Trainer(
+            max_epochs=2,
+            accelerator=accelerator,
+            devices=1,
+            callbacks=[*callbacks],
+            logger=TensorBoardLogger(tmp_path / name),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            log_every_n_steps=1,
+        )
+        pl.seed_everything(3, verbose=False)
+        trainer.fit(module, loader(ragged=False, batches=8))
+        return {**module.state_dict(), "rng": torch.get_rng_state()}
+
+    plain, timed = fit("plain"), fit("timed", LayerTimings(every_n_steps=n))
+    assert differences(plain, timed) == []
+    found = events(tmp_path / "timed")
+    for tag in ("step_ms/total", "layer_forward_ms/one.2", "layer_backward_ms/other"):
+        assert len(steps(found, tag)) == len(range(0, 16, n))
+    parts = [found.Scalars(f"step_ms/{part}") for part in ("forward", "backward", "optimizer")]
+    for total, *rest in zip(found.Scalars("step_ms/total"), *parts, strict=True):
+        assert sum(part.value for part in rest) == pytest.approx(total.value, rel=0.05, abs=0.05)
+
+
+def test_beside_a_callback_with_graphs(tmp_path: Path, accelerator: str) -> None:
+    timings = LayerTimings(modules=["head"])
+    with pytest.raises(ConfigurationError, match=r"timings=LayerTimings\(modules=\('head',\)"):
+        run(tmp_path / "both", accelerator, timings, CUDAGraphCallback())
+    run(tmp_path / "off", accelerator, timings, CUDAGraphCallback(backend="off"))
+    assert "head" in (timings.report or "")
+
+
+def test_only_one(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(ConfigurationError, match="The trainer has 2 `LayerTimings`"):
+        run(tmp_path, accelerator, LayerTimings(), LayerTimings(depth=1))
+
+
+def test_a_pattern_that_matches_nothing(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(ConfigurationError, match="matches no module of `Net`"):
+        run(tmp_path, accelerator, LayerTimings(modules=["blocks.*"]))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "end"])
+def test_an_exception_leaves_nothing_behind(tmp_path: Path, accelerator: str, where: str) -> None:
+    class Fails(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            if where == "forward" and self.trainer.global_step == 5:
+                raise ArithmeticError
+            return out
+
+        def on_after_backward(self) -> None:
+            if where == "backward" and self.trainer.global_step == 5:
+                raise ArithmeticError
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            if where == "end" and self.trainer.global_step == 5:
+                raise ArithmeticError
+
+    timings = LayerTimings()
+    trace = train(
+        make(Fails),
+        tmp_path,
+        accelerator=accelerator,
+        callbacks=(timings,),
+        logger=TensorBoardLogger(tmp_path),
+        raises=ArithmeticError,
+    )
+    assert trace.module is not None
+    assert trace.trainer is not None
+    for module in trace.module.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert "configure_gradient_clipping" not in vars(trace.module)
+    for name in ("batch_to_device", "optimizer_step"):
+        assert name not in vars(trace.trainer.strategy)
+    assert "_run" not in vars(timings)
+    found = steps(events(tmp_path), "step_ms/total")
+    assert found == list(range(len(found)))
+    assert len(found) >= 4
+
+
+def test_copies(tmp_path: Path, accelerator: str) -> None:
+    copied: list[Any] = []
+
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            copied.append(copy.deepcopy(timings))
+            copied.append(pickle.loads(pickle.dumps(timings)))
+
+    timings = LayerTimings(types=["Linear"], every_n_steps=2)
+    run(tmp_path, accelerator, timings, Copies(), limit_train_batches=2, max_epochs=1)
+    assert len(copied) == 4
+    for other in copied:
+        assert other == timings
+        assert repr(other) == repr(timings)
+        assert "_run" not in vars(other)
+    assert timings != LayerTimings(types=["Linear"])
+    assert LayerTimings(types=["Linear"]) == LayerTimings(types=("Linear",))
+    assert hash(timings) == hash(copied[0])
+
+
+# Lightning's CLI uses what newer versions of jsonargparse deprecate.
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train"])
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "trainer:\n"
+        "  callbacks:\n"
+        "    - class_path: lightning_cudagraph.LayerTimings\n"
+        "      init_args: {types: [Linear], every_n_steps: 5}\n"
+        "    - class_path: lightning_cudagraph.CUDAGraphCallback\n"
+        "      init_args: {backend: 'off', timings: {modules: [head], depth: 2}}\n"
+        "    - class_path: lightning_cudagraph.CUDAGraphCallback\n"
+        "    - class_path: lightning_cudagraph.CUDAGraphCallback\n"
+        "      init_args: {timings: null}\n"
+    )
+    cli = LightningCLI(Net, run=False, args=["--config", str(file)], seed_everything_default=3)
+    timings, *graphs = cli.trainer.callbacks[:4]  # type: ignore[attr-defined]
+    assert timings == LayerTimings(types=["Linear"], every_n_steps=5)
+    assert [graph.timings for graph in graphs] == [
+        LayerTimings(modules=["head"], depth=2),
+        LayerTimings(),
+        None,
+    ]
