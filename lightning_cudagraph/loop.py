@@ -78,7 +78,12 @@ class GraphedTraining:
         self._in_step = False
         self._phase = Phase.EAGER
         self._part = OptimizerPart(
-            trainer, module, backend, settings.scope, lambda reason: self._engine.drop(reason), _announce
+            trainer,
+            module,
+            backend,
+            settings.scope,
+            lambda reason: self._engine.drop(reason),
+            self._announce,
         )
         self._metrics = StepMetrics(module, trainer, backend, host_rules(trainer, settings.harmless))
         self._optimization = GraphedOptimization.__new__(GraphedOptimization)
@@ -131,10 +136,11 @@ class GraphedTraining:
             is_settled=self._part.is_settled,
             warmup_steps=settings.warmup_steps,
             raise_unsupported=settings.raise_unsupported,
-            announce=_announce,
+            announce=self._announce,
             narrow=self._part.put_behind,
             on_give_up=self._part.let_go,
             around_replays=around_replays(trainer),
+            on_capture=self._captured,
         )
         # Last, because it changes the optimizer: nothing after it may fail.
         self._part.prepare(trainer.optimizers[0])
@@ -261,6 +267,15 @@ class GraphedTraining:
                 f"{int(self._part.scaler.skipped_steps)} step(s) skipped, because a gradient overflowed"
             )
         return notes
+
+    def _announce(self, text: str) -> None:
+        rank_zero_info(f"lightning_cudagraph: {text}")
+        self._times.happened(text, self._step_number())
+
+    def _captured(self, step: Step[StepOutputs], capture_ms: float) -> None:
+        taken_mib = self.counts.memory_bytes / 2**20
+        text = f"Captured in {capture_ms:.0f} ms: {step.description}. {taken_mib:.1f} MiB taken so far."
+        self._times.happened(text, self._step_number())
 
     def _step_number(self) -> int:
         return self._trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -467,7 +482,3 @@ class GraphedTraining:
             zero_grad.increment_ready()
             zero_grad.increment_started()
             zero_grad.increment_completed()
-
-
-def _announce(text: str) -> None:
-    rank_zero_info(f"lightning_cudagraph: {text}")

@@ -10,12 +10,12 @@ from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.steps import Place, StepCounts
-from lightning_cudagraph.timing.clock import FitClock
+from lightning_cudagraph.timing.clock import FitClock, Sink
 from lightning_cudagraph.timing.layers import LayerChoice, select_layers, untimed_notes
 from lightning_cudagraph.timing.lead_in import COPY_TAG, GAP_TAG
 from lightning_cudagraph.timing.report import LayerTimes, StepPace, eager_report, fit_report
 from lightning_cudagraph.timing.spans import STEP_TAG
-from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
 
 __all__ = ["RunTimes"]
 
@@ -53,10 +53,13 @@ class RunTimes:
         self.pace = StepPace()
         self._every_n_steps = 0 if choice is None else choice.every_n_steps
         self._takes_in_turn = backend.graphs_per_step > 1
-        self._tensorboard = TensorBoardWriter(trainer.loggers)
+        window_steps = LayerChoice.window_steps if choice is None else choice.window_steps
+        self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps)
         self._times = LayerTimes()
         self._eager = LayerTimes()
-        self.clock = FitClock(backend, [self._times, self._tensorboard], self._every_n_steps)
+        others = other_loggers_writer(trainer.loggers, window_steps)
+        sinks: list[Sink] = [self._times, self._tensorboard, others]
+        self.clock = FitClock(backend, sinks, self._every_n_steps)
         self.eager_clock = FitClock(backend, [self._eager], min(self._every_n_steps, 1))
 
     def takes(self, place: Place, accumulate_grad_batches: int) -> tuple[bool, ...]:
@@ -79,6 +82,15 @@ class RunTimes:
         self.pace.pause()
         self.clock.pause()
         self.eager_clock.pause()
+
+    def happened(self, text: str, step_number: int) -> None:
+        """Note what became of the graphs, beside their times.
+
+        Args:
+            text: a sentence.
+            step_number: the step at hand as the trainer's loggers count it.
+        """
+        self._tensorboard.add_text("cudagraph/events", text, step_number)
 
     def report(
         self,

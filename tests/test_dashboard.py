@@ -1,389 +1,252 @@
-"""What TensorBoard and other loggers are given: records, charts and texts, and their files."""
+"""Whole runs, as TensorBoard and other loggers show them."""
 
 from __future__ import annotations
 
 import re
-import struct
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as by_tensorboard
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-from lightning_cudagraph.timing.metrics import MetricNames, MetricsWriter
-from lightning_cudagraph.timing.records import ScalarRecords
-from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout, by_layout, medians_ms
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
+from tests.harness import Net, assert_same, loader, make, train
+from tests.test_event_files import (
+    PARTS,
+    NullExperiment,
+    Tracker,
+    accumulated,
+    chart_layout,
+    points,
+    said,
+)
 
-PARTS = ("forward", "backward", "optimizer")
-
-
-def layout_of(*layers: str, optimizer: bool = True) -> SpanLayout:
-    """The spans of a step whose layers are called one after the other."""
-    n = len(layers)
-    spans = [
-        Span("step_ms/forward", "forward", ((0, n),)),
-        Span("step_ms/backward", "backward", ((n, n + 1),)),
-    ]
-    if optimizer:
-        spans.append(Span("step_ms/optimizer", "optimizer", ((n + 1, n + 2),)))
-        spans.append(Span("step_ms/total", "host", ((0, n + 2),)))
-    for i, layer in enumerate(layers):
-        spans.append(Span(f"layer_forward_ms/{layer}", "forward", ((i, i + 1),)))
-        spans.append(Span(f"layer_backward_ms/{layer}", "backward", ((i, i + 1), (n, n + 1))))
-    return SpanLayout(tuple(spans), n + 3 if optimizer else n + 2)
+LAYERS = ["features", "features.0", "features.1", "features.2", "features.3", "head"]
+# Three epochs of eight batches: warm-up takes the first three, the ragged last ones are eager.
+REPLAYED = [step for step in range(24) if step > 2 and step % 8 != 7]
 
 
-def readings_of(layout: SpanLayout, steps: range, seed: int = 0) -> list[Reading]:
-    generator = np.random.default_rng(seed)
-    offsets_ms = np.cumsum(generator.random((len(steps), layout.n_marks)), axis=1).tolist()
+class Keeps:
+    """Beside the writer under test: what it was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.readings: list[Reading] = []
+        add = TensorBoardWriter.add
+
+        def keep(writer: TensorBoardWriter, reading: Reading) -> None:
+            self.readings.append(reading)
+            add(writer, reading)
+
+        monkeypatch.setattr(TensorBoardWriter, "add", keep)
+
+
+def texts(accumulator: EventAccumulator, tag: str) -> list[tuple[int, str]]:
     return [
-        Reading(layout, step, 1.5e9 + step / 7, row) for step, row in zip(steps, offsets_ms, strict=True)
+        (event.step, event.tensor_proto.string_val[0].decode())
+        for event in accumulator.Tensors(f"{tag}/text_summary")
     ]
 
 
-def feed(writer: Any, readings: list[Reading]) -> None:
-    for reading in readings:
-        writer.add(reading)
-    writer.close()
-
-
-def accumulated(folder: str | Path) -> EventAccumulator:
-    """All that is in the event files of a folder, each record's checksums verified."""
-    sizes = {"scalars": 0, "tensors": 0, "images": 0}
-    return EventAccumulator(str(folder), size_guidance=sizes).Reload()
-
-
-def points(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float, float]]:
-    return [(event.step, event.wall_time, event.value) for event in accumulator.Scalars(tag)]
-
-
-def said(readings: list[Reading], tag: str) -> list[tuple[int, float, float]]:
-    """The points that readings make, as floats of 32 bits."""
-    return [
-        (r.step, r.walltime_s, float(np.float32(r.durations_ms[r.layout.tags.index(tag)])))
-        for r in readings
-        if tag in r.layout.tags
-    ]
-
-
-def chart_layout(accumulator: EventAccumulator) -> Layout:
-    """The custom scalars that TensorBoard shows: the last that were written."""
-    tensor = accumulator.Tensors("custom_scalars__config__")[-1].tensor_proto
-    return Layout.FromString(tensor.string_val[0])
-
-
-# What is written, byte for byte.
-
-
-def test_records_are_what_protocol_buffers_read() -> None:
-    tags = ["step_ms/total", "layer_forward_ms/é", *(f"x/{'y' * i}" for i in range(0, 400, 7))]
-    steps = np.array([0, 1, 127, 128, 16_384, 10**9, 2**41])
-    generator = np.random.default_rng(1)
-    values = generator.standard_normal((len(steps), len(tags))) * 10.0 ** generator.integers(-9, 9)
-    walltimes_s = generator.random(len(steps)) * 1e10
-    rows = ScalarRecords(tags).serialised(steps, walltimes_s, values)
-    for row, step, walltime_s, expected in zip(rows, steps, walltimes_s, values, strict=True):
-        record = row.tobytes()
-        length, length_crc = struct.unpack("<QI", record[:12])
-        assert len(record) == 12 + length + 4
-        assert length_crc == by_tensorboard(record[:8])
-        assert struct.unpack("<I", record[-4:])[0] == by_tensorboard(record[12:-4])
-        event = Event.FromString(record[12:-4])
-        assert (event.step, event.wall_time) == (step, walltime_s)
-        assert [value.tag for value in event.summary.value] == tags
-        assert [value.simple_value for value in event.summary.value] == [
-            float(np.float32(value)) for value in expected
+def test_a_run_in_tensorboard(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value of every replay, in the file of the module's own."""
+    kept = Keeps(monkeypatch)
+    logger = TensorBoardLogger(tmp_path / "graph")
+    callback = CUDAGraphCallback()
+    graph = train(make(Net), tmp_path / "graph", callback, accelerator=accelerator, logger=logger)
+    train(
+        make(Net),
+        tmp_path / "plain",
+        accelerator=accelerator,
+        logger=TensorBoardLogger(tmp_path / "plain"),
+    )
+    assert graph.counts.replayed == len(REPLAYED) == len(kept.readings)
+    (folder,) = {path.parent for path in (tmp_path / "graph").rglob("events*")}
+    assert len(list(folder.glob("events*"))) == 1
+    accumulator = accumulated(folder)
+    tags = {tag for reading in kept.readings for tag in reading.layout.tags}
+    expected = {f"step_ms/{part}" for part in (*PARTS, "total")}
+    expected |= {f"layer_{way}_ms/{layer}" for layer in LAYERS for way in ("forward", "backward")}
+    assert expected <= tags
+    for tag in tags:
+        assert points(accumulator, tag) == said(kept.readings, tag), tag
+    for tag in expected:
+        assert [step for step, _, _ in points(accumulator, tag)] == REPLAYED, tag
+    # What Lightning has written stands between them, as in the plain run.
+    plain = accumulated(next((tmp_path / "plain").rglob("events*")).parent)
+    for tag in plain.Tags()["scalars"]:
+        assert [(s, v) for s, _, v in points(accumulator, tag)] == [
+            (s, v) for s, _, v in points(plain, tag)
         ]
+    ours = {tag for tag in accumulator.Tags()["scalars"] if tag not in plain.Tags()["scalars"]}
+    assert ours == tags | {f"step_band_ms/{p}" for p in ("p05", "p50", "p95")}
+    (category,) = chart_layout(accumulator).category
+    lines = [regex for chart in category.chart for regex in chart.multiline.tag]
+    assert all(any(re.match(regex, tag) for tag in tags) for regex in lines)
+    assert len(category.chart) == 4
+    ((step, report),) = texts(accumulator, "cudagraph/report")
+    assert step == graph.final["global_step"]
+    assert callback.report is not None
+    assert callback.report in report
 
 
-def test_all_values_among_those_of_others(tmp_path: Path) -> None:
+def test_captures_are_told(tmp_path: Path, accelerator: str) -> None:
+    class Widens(Net):
+        """Changes what is baked in, in the second epoch."""
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.features[3].p = 0.5
+
     logger = TensorBoardLogger(tmp_path)
-    writer = TensorBoardWriter([logger])
-    whole, part = layout_of("a", "a.0", "b"), layout_of("a", "a.0", "b", optimizer=False)
-    readings = []
-    # Windows of accumulation: several readings of one step, of two layouts.
-    for step in range(200):
-        readings += readings_of(part, range(step, step + 1), 3 * step)
-        readings += readings_of(whole, range(step, step + 1), 3 * step + 1)
-    for reading in readings:
-        writer.add(reading)
-        logger.log_metrics({"loss": reading.step / 3}, reading.step)
-        if reading.step == 100:
-            logger.experiment.flush()
-    writer.close()
-    logger.finalize("success")
-    assert len(list(Path(logger.log_dir).glob("events*"))) == 1
+    trace = train(make(Widens), tmp_path, CUDAGraphCallback(), accelerator=accelerator, logger=logger)
+    assert trace.counts.captures == 2
+    (reason,) = trace.counts.recaptures
+    told = texts(accumulated(logger.log_dir), "cudagraph/events")
+    assert [step for step, _ in told] == [3, 8, 11]
+    first, stale, second = (text for _, text in told)
+    for text in (first, second):
+        assert re.search(r"Captured in \d+ ms: a step on `batch\[0\]` \(8, 12\) float32, `batch", text)
+        assert re.search(r"[\d.]+ MiB taken so far", text)
+    assert "captured anew" in stale
+    assert reason in stale
+
+
+@pytest.mark.parametrize("batches", [2, 4])
+def test_a_point_for_each_batch_of_a_window(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    kept = Keeps(monkeypatch)
+    logger = TensorBoardLogger(tmp_path)
+    trace = train(
+        make(Net),
+        tmp_path,
+        CUDAGraphCallback(),
+        accelerator=accelerator,
+        logger=logger,
+        accumulate_grad_batches=batches,
+        max_epochs=6,
+    )
+    assert trace.counts.replayed == len(kept.readings) > 10
     accumulator = accumulated(logger.log_dir)
-    for tag in whole.tags:
-        assert points(accumulator, tag) == said(readings, tag), tag
-    assert [step for step, _, _ in points(accumulator, "loss")] == [r.step for r in readings]
+    for tag in {tag for reading in kept.readings for tag in reading.layout.tags}:
+        assert points(accumulator, tag) == said(kept.readings, tag), tag
+    of_batches = [step for step, _, _ in points(accumulator, "layer_forward_ms/head")]
+    of_optimizer = [step for step, _, _ in points(accumulator, "step_ms/optimizer")]
+    assert of_batches == sorted(of_batches)
+    assert max(of_batches.count(step) for step in of_batches) == batches
+    assert len(set(of_optimizer)) == len(of_optimizer), "the optimizer's time is there once a step"
+    # As those of Lightning's own values, whose x is the number of steps before.
+    loss = [step for step, _, _ in points(accumulator, "loss_step")]
+    assert set(of_batches) <= set(loss)
 
 
-def _records_of(logger: TensorBoardLogger) -> Any:
-    return logger.experiment.file_writer.event_writer._async_writer._writer
+def test_two_fits_in_one_folder(tmp_path: Path, accelerator: str) -> None:
+    for _ in range(2):
+        logger = TensorBoardLogger(tmp_path, version=0)
+        train(make(Net), tmp_path / "x", CUDAGraphCallback(), accelerator=accelerator, logger=logger)
+    files = sorted(Path(logger.log_dir).glob("events*"))
+    assert len(files) == 2
+    for file in files:
+        accumulator = accumulated(file)
+        assert [step for step, _, _ in points(accumulator, "step_ms/total")] == REPLAYED
+        assert len(chart_layout(accumulator).category) == 1
+    whole = accumulated(logger.log_dir)
+    assert len(points(whole, "step_ms/total")) == 2 * len(REPLAYED)
 
 
-def test_one_event_a_step_and_nothing_left_patched(tmp_path: Path) -> None:
+def test_one_trainer_that_fits_twice(tmp_path: Path, accelerator: str) -> None:
     logger = TensorBoardLogger(tmp_path)
-    records = _records_of(logger)
-    writer = TensorBoardWriter([logger])
-    for reading in readings_of(layout_of("a"), range(70)):
-        writer.add(reading)
-    assert "write" in vars(records)
-    writer.close()
-    assert "write" not in vars(records)
-    logger.finalize("success")
-    (file,) = Path(logger.log_dir).glob("events*")
-    events = [e for e in LegacyEventFileLoader(str(file)).Load() if len(e.summary.value) > 1]
-    assert [event.step for event in events] == list(range(70))
+
+    def fit(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        trainer.fit(*args, **kwargs)
+        trainer.fit_loop.epoch_progress.reset()
+        trainer.fit(*args, **kwargs)
+
+    callback = CUDAGraphCallback()
+    trace = train(make(Net), tmp_path, callback, accelerator=accelerator, logger=logger, fit=fit)
+    assert trace.counts.replayed > 10
+    whole = accumulated(logger.log_dir)
+    assert len(points(whole, "step_ms/total")) > len(REPLAYED)
+    assert len(texts(whole, "cudagraph/report")) == 2
 
 
-def test_the_owner_closes_the_writer_in_the_middle(tmp_path: Path) -> None:
-    """It makes another file then, as it does for the values of others."""
-    logger = TensorBoardLogger(tmp_path)
-    writer = TensorBoardWriter([logger])
-    readings = readings_of(layout_of("a", "b"), range(200))
-    for reading in readings:
-        writer.add(reading)
-        if reading.step in (64, 130):
-            writer.flush()
-            logger.experiment.close()
-    writer.close()
-    logger.finalize("success")
-    files = sorted(Path(logger.log_dir).glob("events*"), key=lambda path: int(path.name.split(".")[-1]))
-    assert len(files) == 3
-    parts = [accumulated(file) for file in files]
-    for tag in readings[0].layout.tags:
-        assert [point for part in parts for point in points(part, tag)] == said(readings, tag), tag
+class WithoutExperiment(TensorBoardLogger):
+    @property
+    def experiment(self) -> Any:
+        raise AttributeError("no experiment")
 
 
-def test_a_writer_that_is_built_differently(tmp_path: Path) -> None:
-    class Plain:
-        """As tensorboardX: the public methods are the same, and nothing else."""
+@pytest.mark.parametrize("kind", [WithoutExperiment, NullExperiment])
+def test_a_run_whose_logger_has_no_writer(tmp_path: Path, accelerator: str, kind: Any) -> None:
+    """It gets nothing, which is said once, and the run is the same."""
 
-        def __init__(self) -> None:
-            self.scalars: list[tuple[str, float, int, float | None]] = []
-            self.charts: list[Any] = []
+    class Mute(kind):
+        """Lightning's own values are dropped, and times cannot be written."""
 
-        def add_scalar(self, tag: str, value: float, step: int, walltime: Any = None) -> None:
-            self.scalars.append((tag, value, step, walltime))
-
-        def add_custom_scalars(self, layout: Any) -> None:
-            self.charts.append(layout)
-
-        def flush(self) -> None:
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             pass
 
-    class Other(TensorBoardLogger):
-        @property
-        def experiment(self) -> Any:
-            return plain
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+            pass
 
-    plain = Plain()
-    writer = TensorBoardWriter([Other(tmp_path)])
-    readings = readings_of(layout_of("a"), range(70))
-    for reading in readings:
-        writer.add(reading)
-    writer.close()
-    for tag in readings[0].layout.tags:
-        found = [(step, walltime, value) for t, value, step, walltime in plain.scalars if t == tag]
-        assert found == [
-            (r.step, r.walltime_s, float(r.durations_ms[r.layout.tags.index(tag)])) for r in readings
-        ]
-    assert len(plain.charts) == 1
+        def log_graph(self, *args: Any, **kwargs: Any) -> None:
+            pass
 
+        def save(self) -> None:
+            pass
 
-class NoExperiment(TensorBoardLogger):
-    @property
-    def experiment(self) -> Any:
-        raise OSError(28, "No space left on device")
+        def finalize(self, status: str) -> None:
+            pass
 
+    def run(name: str, callback: CUDAGraphCallback | None) -> Any:
+        folder = tmp_path / name
+        logger = Mute(folder)
+        return train(make(Net), folder, callback, accelerator=accelerator, logger=logger)
 
-class NullExperiment(TensorBoardLogger):
-    @property
-    def experiment(self) -> Any:
-        return None
+    with pytest.warns(UserWarning, match="Mute` could not write times") as caught:
+        graph = run("graph", CUDAGraphCallback())
+    assert len([w for w in caught if "could not write" in str(w.message)]) == 1
+    assert graph.counts.replayed == len(REPLAYED)
+    assert_same(run("plain", None), graph)
 
 
-@pytest.mark.parametrize("kind", [NoExperiment, NullExperiment])
-def test_a_logger_that_cannot_be_written_to_is_said_once(tmp_path: Path, kind: Any) -> None:
-    working = TensorBoardLogger(tmp_path)
-    writer = TensorBoardWriter([kind(tmp_path), working])
-    readings = readings_of(layout_of("a"), range(200))
-    with pytest.warns(UserWarning, match=f"`{kind.__name__}` could not write times: ") as caught:
-        feed(writer, readings)
-    assert len(caught) == 1
-    working.finalize("success")
-    assert len(points(accumulated(working.log_dir), "step_ms/total")) == 200
+@pytest.mark.parametrize("kwargs", [{"logger": False}, {"fast_dev_run": 12}], ids=["none", "dummy"])
+def test_a_run_without_loggers(tmp_path: Path, accelerator: str, kwargs: Any) -> None:
+    def run(name: str, callback: CUDAGraphCallback | None) -> Any:
+        return train(
+            make(Net),
+            tmp_path / name,
+            callback,
+            accelerator=accelerator,
+            train_loader=loader(batches=12),
+            **kwargs,
+        )
+
+    graph = run("graph", CUDAGraphCallback())
+    assert graph.counts.replayed > 8
+    assert_same(run("plain", None), graph)
+    assert not list(tmp_path.rglob("events*"))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_disk_that_is_full_is_said_once(tmp_path: Path) -> None:
-    """TensorBoard's thread dies of it, and tells whoever writes next."""
-    logger = TensorBoardLogger(tmp_path)
-    file = _records_of(logger)._writer
-    writer = TensorBoardWriter([logger])
-    readings = readings_of(layout_of("a"), range(300))
+def test_a_run_with_a_tracker_and_a_csv(tmp_path: Path, accelerator: str) -> None:
+    """The tracker gets medians; the file of rows is what it is without."""
 
-    def full(data: bytes) -> None:
-        raise OSError(28, "No space left on device")
+    def run(name: str, callback: CUDAGraphCallback | None) -> tuple[Any, Tracker]:
+        folder, tracker = tmp_path / name, Tracker()
+        loggers = [CSVLogger(folder, flush_logs_every_n_steps=1), tracker]
+        return train(make(Net), folder, callback, accelerator=accelerator, logger=loggers), tracker
 
-    for reading in readings[:100]:
-        writer.add(reading)
-    logger.experiment.flush()
-    file.write = full
-    writer.flush()
-    logger.experiment.file_writer.event_writer._async_writer._worker.join()
-    with pytest.warns(UserWarning, match="No space left on device") as caught:
-        feed(writer, readings[100:])
-    assert len([w for w in caught if "lightning_cudagraph" in str(w.message)]) == 1
-    assert "write" not in vars(_records_of(logger))
-
-
-# Charts.
-
-
-def test_charts(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path)
-    # The user's own charts stay; those of a fit before, in the same file, do not come again.
-    logger.experiment.add_custom_scalars({"mine": {"loss": ["Multiline", ["loss", "val_loss"]]}})
-    layers = ["stem", *(f"blocks.{i}" for i in range(12)), "blocks.3.inner", "head"]
-    layout = layout_of(*layers)
-    for fit in range(2):
-        writer = TensorBoardWriter([logger], window_steps=50)
-        for reading in readings_of(layout, range(fit * 120, fit * 120 + 120), fit):
-            writer.add(reading)
-        writer.close()
-    logger.finalize("success")
-    accumulator = accumulated(logger.log_dir)
-    tags = accumulator.Tags()["scalars"]
-    mine, ours = chart_layout(accumulator).category
-    assert (mine.title, ours.title) == ("mine", "CUDA graph")
-    assert list(mine.chart[0].multiline.tag) == ["loss", "val_loss"]
-    band, parts, forward, backward = ours.chart
-    (series,) = band.margin.series
-    assert (series.lower, series.value, series.upper) == tuple(
-        f"step_band_ms/{p}" for p in ("p05", "p50", "p95")
-    )
-    assert {series.lower, series.value, series.upper} <= set(tags)
-    matched = {tag for tag in tags if re.match(parts.multiline.tag[0], tag)}
-    assert matched == {f"step_ms/{part}" for part in PARTS}
-    for chart, prefix in ((forward, "layer_forward_ms/"), (backward, "layer_backward_ms/")):
-        lines = [[tag for tag in tags if re.match(regex, tag)] for regex in chart.multiline.tag]
-        assert [len(line) for line in lines] == [1, 1, 1, 1], "each line is one layer"
-        assert all(line[0].startswith(prefix) for line in lines)
-        assert [f"{prefix}blocks.3"] not in lines, "a container would hide its members"
-
-
-def test_the_band_is_that_of_the_steps(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path)
-    writer = TensorBoardWriter([logger], window_steps=40)
-    whole, part = layout_of("a"), layout_of("a", optimizer=False)
-    readings = readings_of(whole, range(100))
-    for reading in readings:
-        writer.add(readings_of(part, range(reading.step, reading.step + 1), reading.step)[0])
-        writer.add(reading)
-    writer.close()
-    logger.finalize("success")
-    accumulator = accumulated(logger.log_dir)
-    totals_ms = [value for _, _, value in said(readings, "step_ms/total")]
-    windows = [totals_ms[:40], totals_ms[40:80], totals_ms[80:]]
-    for name, percent in (("p05", 5), ("p50", 50), ("p95", 95)):
-        found = points(accumulator, f"step_band_ms/{name}")
-        assert [step for step, _, _ in found] == [39, 79, 99]
-        expected = [np.percentile(window, percent) for window in windows]
-        assert [value for _, _, value in found] == pytest.approx(expected, rel=1e-6)
-
-
-def test_slowest_layers_are_those(tmp_path: Path) -> None:
-    spans = tuple(Span(f"layer_forward_ms/{i}", "forward", ((0, i + 1),)) for i in range(9))
-    layout = SpanLayout(spans, 10)
-    logger = TensorBoardLogger(tmp_path)
-    writer = TensorBoardWriter([logger])
-    writer.add(Reading(layout, 0, time.time(), [float(i) for i in range(10)]))
-    writer.close()
-    logger.finalize("success")
-    (ours,) = chart_layout(accumulated(logger.log_dir)).category
-    (chart,) = (chart for chart in ours.chart if "forward" in chart.title)
-    assert [re.sub(r"\W", "", tag[-2:]) for tag in chart.multiline.tag] == ["5", "6", "7", "8"]
-
-
-# Readings as arrays.
-
-
-def test_medians_over_layouts() -> None:
-    whole, part = layout_of("a", "b"), layout_of("a", optimizer=False)
-    readings = [*readings_of(whole, range(7)), *readings_of(part, range(7, 12), 5)]
-    found = medians_ms(by_layout(readings))
-    assert list(found) == list(whole.tags)
-    for tag in whole.tags:
-        times_ms = [r.durations_ms[r.layout.tags.index(tag)] for r in readings if tag in r.layout.tags]
-        assert found[tag] == pytest.approx(np.median(times_ms))
-
-
-# Other loggers.
-
-
-class Tracker(Logger):
-    """A logger that keeps what it is given, and has no writer."""
-
-    name = "tracker"
-    version = 0
-
-    def __init__(self, fails_after: int = 10**9) -> None:
-        super().__init__()
-        self.seen: list[tuple[dict[str, float], int | None]] = []
-        self.fails_after = fails_after
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        if len(self.seen) >= self.fails_after:
-            raise ConnectionError("the tracker is away")
-        self.seen.append((metrics, step))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
-def test_names_that_trackers_allow() -> None:
-    names = MetricNames()
-    tags = [
-        "step_ms/total",
-        "layer_forward_ms/blocks.0.mlp",
-        "layer_forward_ms/blocks_0_mlp",
-        "layer_forward_ms/Blocks.0.mlp",
-        "layer_forward_ms/ünïcode (1): x@y",
-    ]
-    found = [names.of(tag) for tag in tags]
-    assert found == [
-        "step_ms/total",
-        "layer_forward_ms/blocks_0_mlp",
-        "layer_forward_ms/blocks_0_mlp_2",
-        "layer_forward_ms/Blocks_0_mlp_3",
-        "layer_forward_ms/_n_code__1___x_y",
-    ]
-    assert [names.of(tag) for tag in tags] == found
-
-
-def test_other_loggers_are_given_medians() -> None:
-    working, failing = Tracker(), Tracker(fails_after=1)
-    writer = MetricsWriter([failing, working], window_steps=50)
-    readings = readings_of(layout_of("blocks.0"), range(120))
-    with pytest.warns(UserWarning, match="`Tracker` could not take times: ConnectionError") as caught:
-        feed(writer, readings)
-    assert len(caught) == 1
-    assert len(failing.seen) == 1
-    assert [step for _, step in working.seen] == [49, 99, 119]
-    for (values, _), window in zip(
-        working.seen, (readings[:50], readings[50:100], readings[100:]), strict=True
-    ):
-        times_ms = [r.durations_ms[4] for r in window]
-        assert window[0].layout.tags[4] == "layer_forward_ms/blocks.0"
-        assert values["layer_forward_ms/blocks_0"] == pytest.approx(np.median(times_ms))
+    plain, plainly_seen = run("plain", None)
+    graph, seen = run("graph", CUDAGraphCallback(timings=LayerTimings(window_steps=10)))
+    assert_same(plain, graph)
+    assert plain.csv
+    ours = [(values, step) for values, step in seen.seen if "step_ms/total" in values]
+    assert [entry for entry in seen.seen if entry not in ours] == plainly_seen.seen
+    assert [step for _, step in ours] == [REPLAYED[9], REPLAYED[-1]]
+    for values, _ in ours:
+        assert {f"layer_forward_ms/{layer.replace('.', '_')}" for layer in LAYERS} <= set(values)
+        assert all(re.fullmatch(r"[a-zA-Z0-9_]+/[a-zA-Z0-9_]+", name) for name in values)
+        assert all(0 <= value < 10_000 for value in values.values())

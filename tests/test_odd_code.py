@@ -585,7 +585,7 @@ def test_under_a_profiler(tmp_path: Path, accelerator: str) -> None:
 
 
 def test_pictures_beside_the_times(tmp_path: Path, accelerator: str) -> None:
-    """A long record is left to TensorBoard's own checksum."""
+    """Records of others go through TensorBoard's own hands."""
 
     class Draws(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -595,11 +595,9 @@ def test_pictures_beside_the_times(tmp_path: Path, accelerator: str) -> None:
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from lightning_cudagraph.timing import crc32c
-
     logger = TensorBoardLogger(tmp_path / "tb")
     train(make(Draws), tmp_path, CUDAGraphCallback(), accelerator=accelerator, logger=logger)
     accumulator = EventAccumulator(logger.log_dir)
     accumulator.Reload()
     assert accumulator.Images("noise")[0].width == 128
-    assert len(crc32c._TABLES._rows) < 20_000
+    assert accumulator.Scalars("step_ms/total")

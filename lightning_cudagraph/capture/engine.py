@@ -80,6 +80,7 @@ class StepEngine(Generic[T]):
         narrow: told why a step could not be captured; whether less of it will be captured from now on.
         on_give_up: called when the run goes on without graphs.
         around_replays: what is entered around each replay.
+        on_capture: told of each capture that succeeded: of what, and how many milliseconds it took.
         what: what its steps are, as the beginning of a sentence.
         max_signatures: batches of how many signatures have graphs. Those of others run eagerly.
     """
@@ -97,6 +98,7 @@ class StepEngine(Generic[T]):
         narrow: Callable[[UnsupportedError], bool],
         on_give_up: Callable[[], None],
         around_replays: Callable[[], AbstractContextManager[object]] = nullcontext,
+        on_capture: Callable[[Step[T], float], None] | None = None,
         what: str = "Training",
         max_signatures: int = 1,
     ) -> None:
@@ -111,6 +113,7 @@ class StepEngine(Generic[T]):
         self._narrow = narrow
         self._on_give_up = on_give_up
         self._around_replays = around_replays
+        self._on_capture = on_capture
         self._what = what
         self._graphs: GraphsBySignature[T] = GraphsBySignature(backend.device.type, max_signatures)
         self._short_captures = 0  # in a row
@@ -492,7 +495,10 @@ class StepEngine(Generic[T]):
             captured.release()
             raise
         self._guards.take()
+        capture_ms = (time.perf_counter() - started_s) * 1e3
         self.counts.captures += 1
-        self.counts.capture_ms += (time.perf_counter() - started_s) * 1e3
+        self.counts.capture_ms += capture_ms
         self.counts.memory_bytes = self._backend.graph_bytes()
+        if self._on_capture is not None:
+            self._on_capture(step, capture_ms)
         return captured

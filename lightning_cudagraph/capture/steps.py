@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
+from lightning_cudagraph.capture.batch import flatten_batch
 from lightning_cudagraph.capture.graph import Cut
 
 __all__ = ["MAKES_GRADIENTS", "Phase", "Place", "Step", "StepCounts"]
@@ -18,6 +19,7 @@ __all__ = ["MAKES_GRADIENTS", "Phase", "Place", "Step", "StepCounts"]
 T = TypeVar("T")
 
 _MAX_REASONS = 12
+_TENSORS_SHOWN = 4
 
 
 class Phase(Enum):
@@ -117,3 +119,17 @@ class Step(Generic[T]):
     timed: bool = False
     upcoming: Callable[[T], None] = _nothing
     copying: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def description(self) -> str:
+        """In words, what a graph of it is for."""
+        tensors = [
+            f"`{path}` {tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+            for path, leaf in flatten_batch(self.batch)
+            if isinstance(leaf, Tensor)
+        ]
+        shown = tensors[:_TENSORS_SHOWN] + ["..."] * (len(tensors) > _TENSORS_SHOWN)
+        drops, has_optimizer = self.place
+        first = "" if drops else ", adding to gradients"
+        last = "" if has_optimizer else ", without the optimizer's step"
+        return f"a step on {', '.join(shown) or 'a batch without tensors'}{first}{last}"

@@ -1,3 +1,3 @@
-"""What TensorBoard and other loggers are given."""
+"""Whole runs, as TensorBoard and other loggers show them."""
 
 from tests.test_dashboard import *  # noqa: F403

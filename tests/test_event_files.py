@@ -1,0 +1,389 @@
+"""What writers make of readings: records and charts in event files, medians for trackers."""
+
+from __future__ import annotations
+
+import re
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as by_tensorboard
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+from lightning_cudagraph.timing.metrics import MetricNames, MetricsWriter
+from lightning_cudagraph.timing.records import ScalarRecords
+from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout, by_layout, medians_ms
+from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
+
+PARTS = ("forward", "backward", "optimizer")
+
+
+def layout_of(*layers: str, optimizer: bool = True) -> SpanLayout:
+    """The spans of a step whose layers are called one after the other."""
+    n = len(layers)
+    spans = [
+        Span("step_ms/forward", "forward", ((0, n),)),
+        Span("step_ms/backward", "backward", ((n, n + 1),)),
+    ]
+    if optimizer:
+        spans.append(Span("step_ms/optimizer", "optimizer", ((n + 1, n + 2),)))
+        spans.append(Span("step_ms/total", "host", ((0, n + 2),)))
+    for i, layer in enumerate(layers):
+        spans.append(Span(f"layer_forward_ms/{layer}", "forward", ((i, i + 1),)))
+        spans.append(Span(f"layer_backward_ms/{layer}", "backward", ((i, i + 1), (n, n + 1))))
+    return SpanLayout(tuple(spans), n + 3 if optimizer else n + 2)
+
+
+def readings_of(layout: SpanLayout, steps: range, seed: int = 0) -> list[Reading]:
+    generator = np.random.default_rng(seed)
+    offsets_ms = np.cumsum(generator.random((len(steps), layout.n_marks)), axis=1).tolist()
+    return [
+        Reading(layout, step, 1.5e9 + step / 7, row) for step, row in zip(steps, offsets_ms, strict=True)
+    ]
+
+
+def feed(writer: Any, readings: list[Reading]) -> None:
+    for reading in readings:
+        writer.add(reading)
+    writer.close()
+
+
+def accumulated(folder: str | Path) -> EventAccumulator:
+    """All that is in the event files of a folder, each record's checksums verified."""
+    sizes = {"scalars": 0, "tensors": 0, "images": 0}
+    return EventAccumulator(str(folder), size_guidance=sizes).Reload()
+
+
+def points(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float, float]]:
+    return [(event.step, event.wall_time, event.value) for event in accumulator.Scalars(tag)]
+
+
+def said(readings: list[Reading], tag: str) -> list[tuple[int, float, float]]:
+    """The points that readings make, as floats of 32 bits."""
+    return [
+        (r.step, r.walltime_s, float(np.float32(r.durations_ms[r.layout.tags.index(tag)])))
+        for r in readings
+        if tag in r.layout.tags
+    ]
+
+
+def chart_layout(accumulator: EventAccumulator) -> Layout:
+    """The custom scalars that TensorBoard shows: the last that were written."""
+    tensor = accumulator.Tensors("custom_scalars__config__")[-1].tensor_proto
+    return Layout.FromString(tensor.string_val[0])
+
+
+# What is written, byte for byte.
+
+
+def test_records_are_what_protocol_buffers_read() -> None:
+    tags = ["step_ms/total", "layer_forward_ms/é", *(f"x/{'y' * i}" for i in range(0, 400, 7))]
+    steps = np.array([0, 1, 127, 128, 16_384, 10**9, 2**41])
+    generator = np.random.default_rng(1)
+    values = generator.standard_normal((len(steps), len(tags))) * 10.0 ** generator.integers(-9, 9)
+    walltimes_s = generator.random(len(steps)) * 1e10
+    rows = ScalarRecords(tags).serialised(steps, walltimes_s, values)
+    for row, step, walltime_s, expected in zip(rows, steps, walltimes_s, values, strict=True):
+        record = row.tobytes()
+        length, length_crc = struct.unpack("<QI", record[:12])
+        assert len(record) == 12 + length + 4
+        assert length_crc == by_tensorboard(record[:8])
+        assert struct.unpack("<I", record[-4:])[0] == by_tensorboard(record[12:-4])
+        event = Event.FromString(record[12:-4])
+        assert (event.step, event.wall_time) == (step, walltime_s)
+        assert [value.tag for value in event.summary.value] == tags
+        assert [value.simple_value for value in event.summary.value] == [
+            float(np.float32(value)) for value in expected
+        ]
+
+
+def test_all_values_among_those_of_others(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    writer = TensorBoardWriter([logger])
+    whole, part = layout_of("a", "a.0", "b"), layout_of("a", "a.0", "b", optimizer=False)
+    readings = []
+    # Windows of accumulation: several readings of one step, of two layouts.
+    for step in range(200):
+        readings += readings_of(part, range(step, step + 1), 3 * step)
+        readings += readings_of(whole, range(step, step + 1), 3 * step + 1)
+    for reading in readings:
+        writer.add(reading)
+        logger.log_metrics({"loss": reading.step / 3}, reading.step)
+        if reading.step == 100:
+            logger.experiment.flush()
+    writer.close()
+    logger.finalize("success")
+    assert len(list(Path(logger.log_dir).glob("events*"))) == 1
+    accumulator = accumulated(logger.log_dir)
+    for tag in whole.tags:
+        assert points(accumulator, tag) == said(readings, tag), tag
+    assert [step for step, _, _ in points(accumulator, "loss")] == [r.step for r in readings]
+
+
+def _records_of(logger: TensorBoardLogger) -> Any:
+    return logger.experiment.file_writer.event_writer._async_writer._writer
+
+
+def test_one_event_a_step_and_nothing_left_patched(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    records = _records_of(logger)
+    writer = TensorBoardWriter([logger])
+    for reading in readings_of(layout_of("a"), range(70)):
+        writer.add(reading)
+    assert "write" in vars(records)
+    writer.close()
+    assert "write" not in vars(records)
+    logger.finalize("success")
+    (file,) = Path(logger.log_dir).glob("events*")
+    events = [e for e in LegacyEventFileLoader(str(file)).Load() if len(e.summary.value) > 1]
+    assert [event.step for event in events] == list(range(70))
+
+
+def test_the_owner_closes_the_writer_in_the_middle(tmp_path: Path) -> None:
+    """It makes another file then, as it does for the values of others."""
+    logger = TensorBoardLogger(tmp_path)
+    writer = TensorBoardWriter([logger])
+    readings = readings_of(layout_of("a", "b"), range(200))
+    for reading in readings:
+        writer.add(reading)
+        if reading.step in (64, 130):
+            writer.flush()
+            logger.experiment.close()
+    writer.close()
+    logger.finalize("success")
+    files = sorted(Path(logger.log_dir).glob("events*"), key=lambda path: int(path.name.split(".")[-1]))
+    assert len(files) == 3
+    parts = [accumulated(file) for file in files]
+    for tag in readings[0].layout.tags:
+        assert [point for part in parts for point in points(part, tag)] == said(readings, tag), tag
+
+
+def test_a_writer_that_is_built_differently(tmp_path: Path) -> None:
+    class Plain:
+        """As tensorboardX: the public methods are the same, and nothing else."""
+
+        def __init__(self) -> None:
+            self.scalars: list[tuple[str, float, int, float | None]] = []
+            self.charts: list[Any] = []
+
+        def add_scalar(self, tag: str, value: float, step: int, walltime: Any = None) -> None:
+            self.scalars.append((tag, value, step, walltime))
+
+        def add_custom_scalars(self, layout: Any) -> None:
+            self.charts.append(layout)
+
+        def flush(self) -> None:
+            pass
+
+    class Other(TensorBoardLogger):
+        @property
+        def experiment(self) -> Any:
+            return plain
+
+    plain = Plain()
+    writer = TensorBoardWriter([Other(tmp_path)])
+    readings = readings_of(layout_of("a"), range(70))
+    for reading in readings:
+        writer.add(reading)
+    writer.close()
+    for tag in readings[0].layout.tags:
+        found = [(step, walltime, value) for t, value, step, walltime in plain.scalars if t == tag]
+        assert found == [
+            (r.step, r.walltime_s, float(r.durations_ms[r.layout.tags.index(tag)])) for r in readings
+        ]
+    assert len(plain.charts) == 1
+
+
+class NoExperiment(TensorBoardLogger):
+    @property
+    def experiment(self) -> Any:
+        raise OSError(28, "No space left on device")
+
+
+class NullExperiment(TensorBoardLogger):
+    @property
+    def experiment(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("kind", [NoExperiment, NullExperiment])
+def test_a_logger_that_cannot_be_written_to_is_said_once(tmp_path: Path, kind: Any) -> None:
+    working = TensorBoardLogger(tmp_path)
+    writer = TensorBoardWriter([kind(tmp_path), working])
+    readings = readings_of(layout_of("a"), range(200))
+    with pytest.warns(UserWarning, match=f"`{kind.__name__}` could not write times: ") as caught:
+        feed(writer, readings)
+    assert len(caught) == 1
+    working.finalize("success")
+    assert len(points(accumulated(working.log_dir), "step_ms/total")) == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_is_full_is_said_once(tmp_path: Path) -> None:
+    """TensorBoard's thread dies of it, and tells whoever writes next."""
+    logger = TensorBoardLogger(tmp_path)
+    file = _records_of(logger)._writer
+    writer = TensorBoardWriter([logger])
+    readings = readings_of(layout_of("a"), range(300))
+
+    def full(data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    for reading in readings[:100]:
+        writer.add(reading)
+    logger.experiment.flush()
+    file.write = full
+    writer.flush()
+    logger.experiment.file_writer.event_writer._async_writer._worker.join()
+    with pytest.warns(UserWarning, match="No space left on device") as caught:
+        feed(writer, readings[100:])
+    assert len([w for w in caught if "lightning_cudagraph" in str(w.message)]) == 1
+    assert "write" not in vars(_records_of(logger))
+
+
+# Charts.
+
+
+def test_charts(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    # The user's own charts stay; those of a fit before, in the same file, do not come again.
+    logger.experiment.add_custom_scalars({"mine": {"loss": ["Multiline", ["loss", "val_loss"]]}})
+    layers = ["stem", *(f"blocks.{i}" for i in range(12)), "blocks.3.inner", "head"]
+    layout = layout_of(*layers)
+    for fit in range(2):
+        writer = TensorBoardWriter([logger], window_steps=50)
+        for reading in readings_of(layout, range(fit * 120, fit * 120 + 120), fit):
+            writer.add(reading)
+        writer.close()
+    logger.finalize("success")
+    accumulator = accumulated(logger.log_dir)
+    tags = accumulator.Tags()["scalars"]
+    mine, ours = chart_layout(accumulator).category
+    assert (mine.title, ours.title) == ("mine", "CUDA graph")
+    assert list(mine.chart[0].multiline.tag) == ["loss", "val_loss"]
+    band, parts, forward, backward = ours.chart
+    (series,) = band.margin.series
+    assert (series.lower, series.value, series.upper) == tuple(
+        f"step_band_ms/{p}" for p in ("p05", "p50", "p95")
+    )
+    assert {series.lower, series.value, series.upper} <= set(tags)
+    matched = {tag for tag in tags if re.match(parts.multiline.tag[0], tag)}
+    assert matched == {f"step_ms/{part}" for part in PARTS}
+    for chart, prefix in ((forward, "layer_forward_ms/"), (backward, "layer_backward_ms/")):
+        lines = [[tag for tag in tags if re.match(regex, tag)] for regex in chart.multiline.tag]
+        assert [len(line) for line in lines] == [1, 1, 1, 1], "each line is one layer"
+        assert all(line[0].startswith(prefix) for line in lines)
+        assert [f"{prefix}blocks.3"] not in lines, "a container would hide its members"
+
+
+def test_the_band_is_that_of_the_steps(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    writer = TensorBoardWriter([logger], window_steps=40)
+    whole, part = layout_of("a"), layout_of("a", optimizer=False)
+    readings = readings_of(whole, range(100))
+    for reading in readings:
+        writer.add(readings_of(part, range(reading.step, reading.step + 1), reading.step)[0])
+        writer.add(reading)
+    writer.close()
+    logger.finalize("success")
+    accumulator = accumulated(logger.log_dir)
+    totals_ms = [value for _, _, value in said(readings, "step_ms/total")]
+    windows = [totals_ms[:40], totals_ms[40:80], totals_ms[80:]]
+    for name, percent in (("p05", 5), ("p50", 50), ("p95", 95)):
+        found = points(accumulator, f"step_band_ms/{name}")
+        assert [step for step, _, _ in found] == [39, 79, 99]
+        expected = [np.percentile(window, percent) for window in windows]
+        assert [value for _, _, value in found] == pytest.approx(expected, rel=1e-6)
+
+
+def test_slowest_layers_are_those(tmp_path: Path) -> None:
+    spans = tuple(Span(f"layer_forward_ms/{i}", "forward", ((0, i + 1),)) for i in range(9))
+    layout = SpanLayout(spans, 10)
+    logger = TensorBoardLogger(tmp_path)
+    writer = TensorBoardWriter([logger])
+    writer.add(Reading(layout, 0, time.time(), [float(i) for i in range(10)]))
+    writer.close()
+    logger.finalize("success")
+    (ours,) = chart_layout(accumulated(logger.log_dir)).category
+    (chart,) = (chart for chart in ours.chart if "forward" in chart.title)
+    assert [re.sub(r"\W", "", tag[-2:]) for tag in chart.multiline.tag] == ["5", "6", "7", "8"]
+
+
+# Readings as arrays.
+
+
+def test_medians_over_layouts() -> None:
+    whole, part = layout_of("a", "b"), layout_of("a", optimizer=False)
+    readings = [*readings_of(whole, range(7)), *readings_of(part, range(7, 12), 5)]
+    found = medians_ms(by_layout(readings))
+    assert list(found) == list(whole.tags)
+    for tag in whole.tags:
+        times_ms = [r.durations_ms[r.layout.tags.index(tag)] for r in readings if tag in r.layout.tags]
+        assert found[tag] == pytest.approx(np.median(times_ms))
+
+
+# Other loggers.
+
+
+class Tracker(Logger):
+    """A logger that keeps what it is given, and has no writer."""
+
+    name = "tracker"
+    version = 0
+
+    def __init__(self, fails_after: int = 10**9) -> None:
+        super().__init__()
+        self.seen: list[tuple[dict[str, float], int | None]] = []
+        self.fails_after = fails_after
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if len(self.seen) >= self.fails_after:
+            raise ConnectionError("the tracker is away")
+        self.seen.append((metrics, step))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_names_that_trackers_allow() -> None:
+    names = MetricNames()
+    tags = [
+        "step_ms/total",
+        "layer_forward_ms/blocks.0.mlp",
+        "layer_forward_ms/blocks_0_mlp",
+        "layer_forward_ms/Blocks.0.mlp",
+        "layer_forward_ms/ünïcode (1): x@y",
+    ]
+    found = [names.of(tag) for tag in tags]
+    assert found == [
+        "step_ms/total",
+        "layer_forward_ms/blocks_0_mlp",
+        "layer_forward_ms/blocks_0_mlp_2",
+        "layer_forward_ms/Blocks_0_mlp_3",
+        "layer_forward_ms/_n_code__1___x_y",
+    ]
+    assert [names.of(tag) for tag in tags] == found
+
+
+def test_other_loggers_are_given_medians() -> None:
+    working, failing = Tracker(), Tracker(fails_after=1)
+    writer = MetricsWriter([failing, working], window_steps=50)
+    readings = readings_of(layout_of("blocks.0"), range(120))
+    with pytest.warns(UserWarning, match="`Tracker` could not take times: ConnectionError") as caught:
+        feed(writer, readings)
+    assert len(caught) == 1
+    assert len(failing.seen) == 1
+    assert [step for _, step in working.seen] == [49, 99, 119]
+    for (values, _), window in zip(
+        working.seen, (readings[:50], readings[50:100], readings[100:]), strict=True
+    ):
+        times_ms = [r.durations_ms[4] for r in window]
+        assert window[0].layout.tags[4] == "layer_forward_ms/blocks.0"
+        assert values["layer_forward_ms/blocks_0"] == pytest.approx(np.median(times_ms))
