@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,37 @@ class Captured:
     @property
     def kinds(self) -> list[str]:
         return [launch.kind for launch in self.launches]
+
+    def ran(self, replayed: Replayed, kernels_of_ops: Mapping[str, set[str]]) -> list[int]:
+        """Which of the launches the activities of a replay come from.
+
+        All, if there are as many. Else those, in the order of the graph, of which the op is known to run
+        what was seen: a launch can ask for nothing, such as a copy of no bytes.
+
+        Args:
+            replayed: the replay.
+            kernels_of_ops: the names of what ops run on the device.
+
+        Returns:
+            Numbers of launches, one for each activity; empty if the replay is not of this capture.
+        """
+        if self.kinds == replayed.kinds:
+            return list(range(len(self.launches)))
+        found: list[int] = []
+        launches = iter(enumerate(self.launches))
+        for activity in replayed.activities:
+            for number, launch in launches:
+                if launch.kind == activity.kind and activity.name in kernels_of_ops.get(launch.op, ()):
+                    found.append(number)
+                    break
+            else:
+                return []
+        return found
+
+    def only(self, numbers: list[int]) -> Captured:
+        """The same without the other launches."""
+        launches = tuple(self.launches[number] for number in numbers)
+        return Captured(launches, tuple(bisect_left(numbers, mark) for mark in self.marks))
 
 
 @dataclass(frozen=True)

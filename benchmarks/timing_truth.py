@@ -34,7 +34,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.fits import ON_GPU, environment, pinned, synchronize
-from benchmarks.kineto import Captured, Replayed, Trace, annotated
+from benchmarks.kineto import Captured, Launch, Replayed, Trace, annotated
 from benchmarks.models import MODELS, WIDE_MLP, Workload, leaf_names
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading, SpanLayout
@@ -311,21 +311,31 @@ def _plan(watched: Watched, truth: Truth) -> Captured | None:
     return plan
 
 
-def _mapped(watched: Watched, plan: Captured, truth: Truth) -> list[tuple[Replayed, Reading]]:
-    """The profiled replays whose kernels are those of the capture, each with its reading."""
+def _mapped(
+    watched: Watched, plan: Captured, truth: Truth
+) -> tuple[Captured, list[tuple[Replayed, Reading]]]:
+    """What of the capture runs on the device, and the profiled replays of it, with their readings."""
     replays = watched.replays.replays()
     readings = watched.readings[watched.profiled.first : watched.profiled.last]
-    if len(replays) != len(readings):
+    if not replays or len(replays) != len(readings):
         truth.problems.append(f"{len(replays)} launches of graphs for {len(readings)} readings")
-        return []
-    fit = [pair for pair in zip(replays, readings, strict=True) if pair[0].kinds == plan.kinds]
-    if len(fit) < len(replays):
-        odd = next(replay for replay in replays if replay.kinds != plan.kinds)
+        return plan, []
+    numbers = plan.ran(replays[0], watched.capture.kernels_of_ops())
+    if nothing := [launch for n, launch in enumerate(plan.launches) if n not in numbers]:
+        seen = len(replays[0].activities)
         truth.problems.append(
-            f"{len(replays) - len(fit)} of {len(replays)} replays are not the launches of the capture:"
-            f" {len(odd.kinds)} kernels, copies and fills for {len(plan.kinds)} launches"
+            f"{seen} kernels, copies and fills for {len(plan.launches)} launches of the capture"
+            + (f"; nothing ran for {_named(nothing)}" if numbers else ", which cannot be told apart")
         )
-    return fit
+    ran = plan.only(numbers)
+    alike = [pair for pair in zip(replays, readings, strict=True) if pair[0].kinds == ran.kinds]
+    if numbers and len(alike) < len(replays):
+        truth.problems.append(f"{len(replays) - len(alike)} of {len(replays)} replays differ")
+    return ran, alike
+
+
+def _named(launches: list[Launch]) -> str:
+    return ", ".join(f"a {launch.kind} of {launch.op!r}" for launch in launches[:5])
 
 
 def _positions(layout: SpanLayout, plan: Captured) -> Iterator[tuple[int, str, list[tuple[int, int]]]]:
@@ -345,7 +355,10 @@ def compare(name: str, watched: Watched, leaves: set[str]) -> Truth:
     """
     truth = Truth(name, step_us=min(watched.before.step_us, watched.after.step_us))
     plan = _plan(watched, truth)
-    if plan is None or not (pairs := _mapped(watched, plan, truth)):
+    if plan is None:
+        return truth
+    plan, pairs = _mapped(watched, plan, truth)
+    if not pairs:
         return truth
     truth.n_kernels = len(plan.launches)
     truth.replay_us = statistics.median(replay.total_us for replay, _ in pairs)

@@ -186,9 +186,26 @@ def test_what_cannot_be_mapped_is_said() -> None:
     assert "two captures of the step differ" in differ
     (fewer,) = problems(profiled=Phase(0, 2))
     assert fewer == "3 launches of graphs for 2 readings"
-    kernels = [event for event in replay_trace(3) if event["name"] != "kernel of aten::relu"]
-    (other,) = problems(replays=Trace(kernels))
-    assert other.startswith("3 of 3 replays are not the launches of the capture: 4 kernels")
+    (none,) = problems(replays=Trace([]))
+    assert none == "0 launches of graphs for 3 readings"
+
+
+def test_a_launch_for_which_nothing_runs_is_left_out() -> None:
+    whole = watched()
+    kernels = [event for event in replay_trace(3) if event["name"] != "kernel of aten::mse_loss"]
+    whole.replays = Trace(kernels)
+    truth = compare("net", whole, {"net.0"})
+    assert truth.problems[0].startswith("4 kernels, copies and fills for 5 launches of the capture")
+    assert truth.problems[0].endswith("nothing ran for a kernel of 'aten::mse_loss'")
+    rows = {row.tag: row for row in truth.rows}
+    assert rows["layer_forward_ms/net.0"].kernels == 2
+    assert rows["layer_backward_ms/net"].kernels == 1
+    # That before the hole takes what would have been its time.
+    assert rows["layer_backward_ms/net"].busy_us == 40
+    whole.replays = Trace([event | {"name": event["name"].replace("addmm", "x")} for event in kernels])
+    truth = compare("net", whole, {"net.0"})
+    assert truth.rows == []
+    assert truth.problems[0].endswith("which cannot be told apart")
 
 
 def test_kernels_that_the_op_has_not_eagerly_are_counted() -> None:
