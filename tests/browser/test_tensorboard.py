@@ -71,9 +71,23 @@ def test_scalars(page: Any, report: dict[str, str], picture: Callable[[str], Non
         page.get_by_text(group, exact=True).first.wait_for()
     page.goto(f"{report['address']}?filtered#scalars&tagFilter={quote(FILTER)}")
     for tag in TAGS:
-        page.get_by_text(f"tag: {tag}", exact=True).wait_for()
+        page.get_by_text(tag, exact=True).first.wait_for()
     page.wait_for_load_state("networkidle")
     picture("scalars")
+
+
+def test_custom_scalars(page: Any, report: dict[str, str], picture: Callable[[str], None]) -> None:
+    page.goto(f"{report['address']}#custom_scalars")
+    page.get_by_text("CUDA graph", exact=True).first.wait_for()
+    for chart, title in (
+        ("margin", "step: p05, p50, p95 [ms]"),
+        ("multi-line", "parts of the step [ms]"),
+        ("multi-line", "slowest layers, forward [ms]"),
+        ("multi-line", "slowest layers, backward [ms]"),
+    ):
+        card = page.locator(f"tf-custom-scalar-{chart}-chart-card", has_text=title)
+        card.get_by_text(re.compile(r"Matches \([1-9]")).wait_for()
+    picture("custom_scalars")
 
 
 def test_text(page: Any, report: dict[str, str], picture: Callable[[str], None]) -> None:
