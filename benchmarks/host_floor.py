@@ -201,28 +201,30 @@ def line_us(values: int, around: Surroundings, callback: CUDAGraphCallback | Non
 
 
 def handing_over_us(values: int, steps: int) -> float:
-    """Microseconds of host time that one step's values take, before its replay and after it."""
+    """Microseconds of host time that one step's values take, before its replay and after it.
+
+    In steps whose values nobody looks at, as all but one in `log_every_n_steps` are.
+    """
     times_s: list[float] = []
-    before, after = Logs.before_replay, LoggedStep.hand_over
+    before, after = Logs.before_replay, Logs.put_off
 
     def timed_before(self: Logs, place: Any) -> None:
         started_s = time.perf_counter()
         before(self, place)
         times_s.append(time.perf_counter() - started_s)
 
-    def timed_after(self: LoggedStep, trainer: pl.Trainer) -> Tensor | None:
+    def timed_after(self: Logs, place: Any, logged: LoggedStep) -> None:
         started_s = time.perf_counter()
-        loss = after(self, trainer)
+        after(self, place, logged)
         times_s[-1] += time.perf_counter() - started_s
-        return loss
 
     Logs.before_replay = timed_before  # type: ignore[method-assign]
-    LoggedStep.hand_over = timed_after  # type: ignore[method-assign]
+    Logs.put_off = timed_after  # type: ignore[method-assign]
     try:
         line_us(values, Surroundings(), CUDAGraphCallback(timings=None), steps)
     finally:
         Logs.before_replay = before  # type: ignore[method-assign]
-        LoggedStep.hand_over = after  # type: ignore[method-assign]
+        Logs.put_off = after  # type: ignore[method-assign]
     return statistics.median(times_s[-steps:]) * 1e6
 
 

@@ -27,11 +27,10 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cudagraph import lightning_source
-from lightning_cudagraph.capture.batch import copied_leaf, map_leaves
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.logs import Logs
-from lightning_cudagraph.plain_replay import PlainReplay
+from lightning_cudagraph.plain_replay import NOT_PLAIN, PlainReplay
 from lightning_cudagraph.support import callbacks_of, is_overridden
 from lightning_cudagraph.transfer import TRANSFER, BatchTransfer
 
@@ -219,19 +218,14 @@ class QuickAdvance:
         trainer, loop = self._trainer, self._loop
         window = trainer.accumulate_grad_batches
         place = (batch_idx % window == 0, is_last or (batch_idx + 1) % window == 0)
-        outputs = self._replay(batch, place)
-        if outputs is None:
+        output = self._replay(batch, place, self._ends)
+        if output is NOT_PLAIN:
             self._settle()
             kwargs: OrderedDict[str, Any] = OrderedDict(batch=batch)
             if self._takes_batch_idx:
                 kwargs["batch_idx"] = batch_idx
-            return loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
-        if not self._ends:
-            self._logs.put_off(place, outputs.logs)
-            return None
-        # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
-        extra = map_leaves(outputs.extra, copied_leaf)
-        return {"loss": outputs.logs.hand_over(trainer), **extra}
+            output = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+        return output
 
     def _shows_metrics(self) -> bool:
         """Whether loggers may be due; the connector knows exactly."""

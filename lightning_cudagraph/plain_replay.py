@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
 
+from lightning_cudagraph.capture.batch import copied_leaf, map_leaves
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.closures import GraphedOptimization
@@ -24,7 +25,9 @@ from lightning_cudagraph.optimizer_part import OptimizerPart
 from lightning_cudagraph.recording import StepOutputs
 from lightning_cudagraph.timing.clock import FitClock
 
-__all__ = ["PlainReplay"]
+__all__ = ["NOT_PLAIN", "PlainReplay"]
+
+NOT_PLAIN = object()
 
 # Of the optimization; what somebody else has put in the place of one would be called.
 _METHODS = ("run", "_make_closure", "_optimizer_step")
@@ -83,15 +86,17 @@ class PlainReplay:
             and not self._hooks.after_backward
         )
 
-    def __call__(self, batch: Any, place: Place) -> StepOutputs | None:
+    def __call__(self, batch: Any, place: Place, wanted: bool) -> Any:
         """Do a step by a replay.
 
         Args:
             batch: what it is done on.
             place: whether it drops gradients, and whether the optimizer takes its step.
+            wanted: somebody is given the step's outputs.
 
         Returns:
-            The static outputs, whose logs have not been handed over; or None, and nothing has happened.
+            The outputs as callbacks are given them, or None if they are not wanted. `NOT_PLAIN`, if
+            nothing has happened.
         """
         steps, part = place[1], self._part
         optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
@@ -100,7 +105,7 @@ class PlainReplay:
             or optimization._skip_backward
             or not part.is_of(self._trainer.strategy.optimizers[0])
         ):
-            return None
+            return NOT_PLAIN
         timed = self._clock.is_due(optimization.optim_progress.optimizer_steps)
         progress = optimization.optim_progress.optimizer.step
         total, current = progress.total, progress.current
@@ -112,12 +117,19 @@ class PlainReplay:
             if steps:
                 total.ready -= 1
                 current.ready -= 1
-            return None
+            return NOT_PLAIN
+        given: Any = None
+        if wanted:
+            # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
+            extra = map_leaves(outputs.extra, copied_leaf)
+            given = {"loss": outputs.logs.hand_over(self._trainer), **extra}
+        else:
+            self._logs.put_off(place, outputs.logs)
         self._account(outputs, steps)
         if steps:
             total.completed += 1
             current.completed += 1
-        return outputs
+        return given
 
     def _upcoming(self, outputs: StepOutputs) -> None:
         self._clock.upcoming(outputs.marks)

@@ -24,6 +24,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
+from torchmetrics import MeanSquaredError
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings, lightning_source
 from lightning_cudagraph.capture.engine import StepEngine
@@ -504,6 +506,45 @@ def test_nothing_is_logged(
     assert (runs.plain_replays > 20) is (build is Silent)
     plain, graph = (trace.module for trace in runs.traces)
     assert not differences(plain.mean, graph.mean)  # type: ignore[union-attr]
+
+
+class Measures(Net):
+    """Metrics whose states are in the graph; one is logged as an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(4, average="micro")
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        self.accuracy(found["logits"], batch[1])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.error.update(found["logits"].amax(-1), batch[1].float())
+        return found
+
+
+class Metering(Sized):
+    """Looks at the states of metrics too."""
+
+    def look(self) -> Any:
+        found = super().look()
+        module = self.trainer.lightning_module
+        for name in ("accuracy", "error"):
+            metric = getattr(module, name)
+            state = {k: v.clone() for k, v in metric.metric_state.items()}
+            found[name] = (state, metric._update_count, metric._computed)
+        return found
+
+
+@pytest.mark.parametrize("looks", LOOKS)
+def test_metrics(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, looks: str) -> None:
+    runs = Both(tmp_path, accelerator, monkeypatch, lambda: Metering(LOOKS[looks]), build=Measures)
+    assert runs.plain_replays > 20
+    plain, graph = (trace.module for trace in runs.traces)
+    assert plain is not None
+    assert graph is not None
+    assert not differences(plain.error.compute(), graph.error.compute())
 
 
 def test_tensorboard_gets_the_same(

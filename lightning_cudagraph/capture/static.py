@@ -165,6 +165,7 @@ class StaticBatch:
 
         self.batch = map_leaves(example, static)
         self._buffers = list(buffers.values())
+        self._differentiable = any(buffer.requires_grad for buffer in self._buffers)
         self.copy_from(example)
         self._pattern = _Pattern(example)
 
@@ -206,6 +207,12 @@ class StaticBatch:
         """Copy tensors, as `tensors_of` gives them, into the static buffers."""
         if len(tensors) != len(self._buffers):  # before anything is copied
             raise ValueError(f"{len(tensors)} tensors for {len(self._buffers)} static buffers")
-        with torch.no_grad():
-            for buffer, source in zip(self._buffers, tensors, strict=True):
-                buffer.copy_(source, non_blocking=True)
+        if self._differentiable:
+            with torch.no_grad():
+                self._copy(tensors)
+        else:  # neither these nor those of the same signature
+            self._copy(tensors)
+
+    def _copy(self, tensors: list[Tensor]) -> None:
+        for buffer, source in zip(self._buffers, tensors, strict=True):
+            buffer.copy_(source, non_blocking=True)
