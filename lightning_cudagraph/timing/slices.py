@@ -1,0 +1,92 @@
+"""A reading as slices of time in rows, of which those of one row contain one another or are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Lane, Reading
+
+__all__ = ["LANES", "TICKS_PER_MS", "Slice", "slices_of", "step_end"]
+
+# From top to bottom.
+LANES: tuple[Lane, ...] = ("host", "copy", "forward", "backward", "optimizer", "communication")
+
+# Time in whole numbers, so that what ends at a mark and what begins there do so at one time, however
+# it is written. A tick is 125 ns, finer than events are, and an eighth of a microsecond, which is the
+# unit of trace files, is a number that floating point holds exactly.
+TICKS_PER_MS = 8000
+
+_PREFIXES = (FORWARD_TAG, BACKWARD_TAG, STEP_TAG)
+_TOTAL = f"{STEP_TAG}total"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One call of a layer, or one stretch of another part of the step.
+
+    Attributes:
+        tag: of the span.
+        name: the layer, or the part of the step.
+        lane: where it is drawn.
+        row: the row of the lane: 0, or more for what overlaps another slice and is not contained in it.
+        depth: how many slices of the row contain it.
+        begin: in ticks after the first mark of the step.
+        end: likewise; not before `begin`.
+    """
+
+    tag: str
+    name: str
+    lane: Lane
+    row: int
+    depth: int
+    begin: int
+    end: int
+
+
+def _name(tag: str) -> str:
+    prefix = next((prefix for prefix in _PREFIXES if tag.startswith(prefix)), "")
+    return tag[len(prefix) :]
+
+
+def slices_of(reading: Reading) -> list[Slice]:
+    """The slices of a step, lane by lane; the step as a whole is none of them.
+
+    Args:
+        reading: the step.
+    """
+    ticks = [round(offset_ms * TICKS_PER_MS) for offset_ms in reading.offsets_ms]
+    by_lane: dict[Lane, list[tuple[int, int, str]]] = {lane: [] for lane in LANES}
+    for span in reading.layout.spans:
+        if span.tag != _TOTAL:
+            by_lane[span.lane] += [
+                (ticks[begin], max(ticks[begin], ticks[end]), span.tag) for begin, end in span.calls
+            ]
+    return [one for lane, stretches in by_lane.items() for one in _stacked(lane, stretches)]
+
+
+def _stacked(lane: Lane, stretches: Iterable[tuple[int, int, str]]) -> list[Slice]:
+    def outermost_first(stretch: tuple[int, int, str]) -> tuple[int, int, bool, int]:
+        begin, end, tag = stretch
+        # Of two that take the same time, the container is the one with the shorter path.
+        return begin, -end, not tag.startswith(STEP_TAG), tag.count(".")
+
+    rows: list[list[int]] = []  # the ends of the slices that are open in each row
+    slices = []
+    for begin, end, tag in sorted(stretches, key=outermost_first):
+        for row, open_ends in enumerate(rows):  # noqa: B007
+            while open_ends and open_ends[-1] <= begin:
+                open_ends.pop()
+            if not open_ends or end <= open_ends[-1]:
+                break
+        else:
+            row, open_ends = len(rows), []
+            rows.append(open_ends)
+        slices.append(Slice(tag, _name(tag), lane, row, len(open_ends), begin, end))
+        open_ends.append(end)
+    return slices
+
+
+def step_end(reading: Reading) -> int:
+    """When the last mark of a step was passed, in ticks after its first."""
+    return max((round(offset_ms * TICKS_PER_MS) for offset_ms in reading.offsets_ms), default=0)

@@ -1,0 +1,189 @@
+"""Timed steps as a trace file, to be opened in Perfetto (https://ui.perfetto.dev) or Chrome."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_cudagraph.timing.lead_in import GAP_TAG
+from lightning_cudagraph.timing.slices import LANES, TICKS_PER_MS, Slice, slices_of, step_end
+from lightning_cudagraph.timing.spans import STEP_TAG, Reading
+
+__all__ = ["TraceWriter", "trace_of", "write_trace"]
+
+_TICKS_PER_US = TICKS_PER_MS // 1000
+_LANE_NAMES = {
+    "host": "gap: waiting for the host",
+    "copy": "copy of the batch",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "communication": "communication",
+}
+# Threads of the file. Each lane has room for rows of slices that overlap.
+_STEPS_THREAD = 1
+_THREADS_PER_LANE = 100
+
+
+def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int = 0) -> dict[str, Any]:
+    """A trace in the format of Chrome's trace viewer.
+
+    Steps that follow one another directly are laid out by the gaps between them; others by the time at
+    which they were read.
+
+    Args:
+        readings: in the order of their steps.
+        title: of the process that is shown.
+        rank: of the process, which tells traces apart that are opened together.
+
+    Returns:
+        What is written as JSON. Times are microseconds; slices of one thread contain one another or
+        are apart.
+    """
+    events: list[dict[str, Any]] = []
+    threads: dict[int, str] = {_STEPS_THREAD: "steps"}
+    origins = _origins(readings)
+    for reading, origin in zip(readings, origins, strict=True):
+        times_ms = dict(zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True))
+        parts_ms = {
+            tag.removeprefix(STEP_TAG): round(value_ms, 4)
+            for tag, value_ms in times_ms.items()
+            if tag.startswith(STEP_TAG)
+        }
+        whole = {"pid": rank, "tid": _STEPS_THREAD, "ts": origin / _TICKS_PER_US}
+        events.append(
+            whole
+            | {"ph": "X", "name": f"step {reading.step}", "cat": "step"}
+            | {"dur": step_end(reading) / _TICKS_PER_US, "args": {"step": reading.step, "ms": parts_ms}}
+        )
+        counted_ms = {part: parts_ms[part] for part in ("total", "gap") if part in parts_ms}
+        if counted_ms:
+            events.append(whole | {"ph": "C", "name": "step ms", "args": counted_ms})
+        for one in slices_of(reading):
+            thread = _thread(one)
+            threads.setdefault(thread, _LANE_NAMES[one.lane] + (f" ({one.row + 1})" if one.row else ""))
+            events.append(
+                {
+                    "ph": "X",
+                    "name": one.name,
+                    "cat": one.lane,
+                    "pid": rank,
+                    "tid": thread,
+                    "ts": (origin + one.begin) / _TICKS_PER_US,
+                    "dur": (one.end - one.begin) / _TICKS_PER_US,
+                    "args": {"step": reading.step, "all calls ms": round(times_ms[one.tag], 4)},
+                }
+            )
+    about = [("process_name", {"name": title}), ("process_sort_index", {"sort_index": rank})]
+    named: list[dict[str, Any]] = [
+        {"ph": "M", "name": name, "pid": rank, "tid": 0, "args": args} for name, args in about
+    ]
+    for thread, thread_name in sorted(threads.items()):
+        for name, args in (
+            ("thread_name", {"name": thread_name}),
+            ("thread_sort_index", {"sort_index": thread}),
+        ):
+            named.append({"ph": "M", "name": name, "pid": rank, "tid": thread, "args": args})
+    return {"traceEvents": named + events, "displayTimeUnit": "ms"}
+
+
+def _thread(one: Slice) -> int:
+    return _THREADS_PER_LANE * (LANES.index(one.lane) + 1) + min(one.row, _THREADS_PER_LANE - 1)
+
+
+def _origins(readings: Sequence[Reading]) -> list[int]:
+    """Where each step begins, in ticks; nothing lies before 0."""
+    origins: list[int] = []
+    previous: Reading | None = None
+    for reading in readings:
+        lead_ticks = -min((round(ms * TICKS_PER_MS) for ms in reading.offsets_ms), default=0)
+        if previous is None:
+            origins.append(lead_ticks)
+        else:
+            origin = origins[-1] + step_end(previous) + lead_ticks
+            if GAP_TAG not in reading.layout.tags or reading.step - previous.step > 1:
+                apart_ticks = round((reading.walltime_s - previous.walltime_s) * 1000 * TICKS_PER_MS)
+                origin = max(origin, origins[-1] + apart_ticks)
+            origins.append(origin)
+        previous = reading
+    return origins
+
+
+def write_trace(
+    path: str | Path, readings: Sequence[Reading], title: str = "CUDA graph", rank: int = 0
+) -> None:
+    """Write a trace file; one that is there is replaced when the new one is complete.
+
+    Args:
+        path: the file, in a folder that is there.
+        readings: in the order of their steps.
+        title: of the process that is shown.
+        rank: of the process.
+
+    Raises:
+        OSError: if it cannot be written; nothing is left of it then.
+    """
+    path = Path(path)
+    text = json.dumps(trace_of(readings, title, rank), separators=(",", ":"))
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # `mkstemp` lets nobody else read.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+class TraceWriter:
+    """Keeps the last timed steps, and writes them as a trace file at the end.
+
+    Args:
+        path: the file. Its folder is made if need be.
+        n_readings: how many are kept.
+        title: of the process that is shown.
+        rank: of the process.
+    """
+
+    def __init__(
+        self, path: str | Path, n_readings: int, title: str = "CUDA graph", rank: int = 0
+    ) -> None:
+        self._path = Path(path)
+        self._readings: deque[Reading] = deque(maxlen=n_readings)
+        self._title = title
+        self._rank = rank
+
+    def add(self, reading: Reading) -> None:
+        """Take what a step's marks said."""
+        self._readings.append(reading)
+
+    def pause(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Write the file. If that fails, it is said, and nothing else happens."""
+        readings = list(self._readings)
+        self._readings.clear()
+        if not readings:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_trace(self._path, readings, self._title, self._rank)
+        except OSError as error:
+            warnings.warn(
+                f"The trace of the last {len(readings)} timed steps was not written: {error}. Make room"
+                f" or another folder for {str(self._path)!r}, or pass `LayerTimings(trace_steps=0)`."
+                " Training is not concerned.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
