@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import struct
 import time
@@ -15,11 +16,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as by_tensorboard
+from tensorboard.context import RequestContext
+from tensorboard.data import server_ingester
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.util import grpc_util
 
 from lightning_cudagraph.timing.metrics import MetricNames, MetricsWriter
 from lightning_cudagraph.timing.records import ScalarRecords
-from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout, by_layout, medians_ms
+from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 
 PARTS = ("forward", "backward", "optimizer")
@@ -248,6 +252,68 @@ def test_a_disk_that_is_full_is_said_once(tmp_path: Path) -> None:
     assert "write" not in vars(_records_of(logger))
 
 
+def test_a_long_run_has_fewer_points_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_cudagraph.timing.tensorboard.writer._BYTES_BEFORE_THINNING", 40_000)
+    logger = TensorBoardLogger(tmp_path)
+    whole, part = layout_of("a", "b"), layout_of("a", "b", optimizer=False)
+    writer = TensorBoardWriter([logger], window_steps=500)
+    readings = []
+    for step in range(2000):
+        readings += readings_of(part, range(step, step + 1), step)
+        readings += readings_of(whole, range(step, step + 1), step)
+    feed(writer, readings)
+    logger.finalize("success")
+    accumulator = accumulated(logger.log_dir)
+    told = accumulator.Tensors("cudagraph/events/text_summary")
+    begins = [event.step for event in told]
+    assert len(begins) >= 3
+    expected = [
+        reading
+        for reading in readings
+        if reading.step % 2 ** sum(reading.step > begin for begin in begins) == 0
+    ]
+    assert points(accumulator, "layer_forward_ms/a") == said(expected, "layer_forward_ms/a")
+    for nth, event in enumerate(told):
+        text = event.tensor_proto.string_val[0].decode()
+        assert f"a multiple of {2 ** (nth + 1)};" in text
+    # The bands are those of all steps.
+    assert [step for step, _, _ in points(accumulator, "step_band_ms/p50")] == [499, 999, 1499, 1999]
+
+
+# It closes neither its process nor its folder.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_data_server_reads_them_too(tmp_path: Path) -> None:
+    """TensorBoard reads with a program of its own where it can, which parses events by itself."""
+    logger = TensorBoardLogger(tmp_path)
+    readings = readings_of(layout_of("a"), range(300))
+    feed(TensorBoardWriter([logger]), readings)
+    logger.finalize("success")
+    try:
+        binary = server_ingester.get_server_binary()
+    except server_ingester.NoDataServerError as error:
+        pytest.skip(str(error))
+    ingester = server_ingester.SubprocessServerDataIngester(
+        server_binary=binary,
+        logdir=str(tmp_path),
+        reload_interval=0,
+        channel_creds_type=grpc_util.ChannelCredsType.LOCAL,
+    )
+    ingester.start()
+    found: dict[str, Any] = {}
+    give_up_at_s = time.monotonic() + 30
+    while not found and time.monotonic() < give_up_at_s:
+        runs = ingester.data_provider.read_scalars(
+            RequestContext(), experiment_id="", plugin_name="scalars", downsample=1000
+        )
+        found = next(iter(runs.values()), {})
+    for tag in readings[0].layout.tags:
+        server = [(datum.step, datum.wall_time, datum.value) for datum in found[tag]]
+        assert server == said(readings, tag)
+    ingester._stdin_handle.close()  # ends it
+    del ingester
+    gc.collect()
+
+
 # Charts.
 
 
@@ -314,19 +380,6 @@ def test_slowest_layers_are_those(tmp_path: Path) -> None:
     (ours,) = chart_layout(accumulated(logger.log_dir)).category
     (chart,) = (chart for chart in ours.chart if "forward" in chart.title)
     assert [re.sub(r"\W", "", tag[-2:]) for tag in chart.multiline.tag] == ["5", "6", "7", "8"]
-
-
-# Readings as arrays.
-
-
-def test_medians_over_layouts() -> None:
-    whole, part = layout_of("a", "b"), layout_of("a", optimizer=False)
-    readings = [*readings_of(whole, range(7)), *readings_of(part, range(7, 12), 5)]
-    found = medians_ms(by_layout(readings))
-    assert list(found) == list(whole.tags)
-    for tag in whole.tags:
-        times_ms = [r.durations_ms[r.layout.tags.index(tag)] for r in readings if tag in r.layout.tags]
-        assert found[tag] == pytest.approx(np.median(times_ms))
 
 
 # Other loggers.

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
-from lightning_cudagraph.timing.spans import Reading, by_layout, medians_ms
+from lightning_cudagraph.timing.spans import Reading
+from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["MetricNames", "MetricsWriter", "TakesMetrics"]
 
@@ -78,7 +79,9 @@ class MetricsWriter:
         readings, self._readings = self._readings, []
         if not readings or not self._loggers:
             return
-        values_ms = {self._names.of(tag): ms for tag, ms in medians_ms(by_layout(readings)).items()}
+        values_ms = {
+            self._names.of(tag): times.p50_ms for tag, times in WindowSummary(readings).times.items()
+        }
         self._loggers = [
             logger for logger in self._loggers if self._hand(logger, values_ms, readings[-1])
         ]

@@ -25,7 +25,6 @@ __all__ = [
     "Span",
     "SpanLayout",
     "by_layout",
-    "medians_ms",
 ]
 
 FORWARD_TAG = "layer_forward_ms/"
@@ -150,23 +149,3 @@ def by_layout(readings: Sequence[Reading]) -> list[Readings]:
         )
         for layout, found in places.items()
     ]
-
-
-def medians_ms(gathered: Sequence[Readings]) -> dict[str, float]:
-    """The median time of each span, by tag, in the order of the layouts."""
-    present: dict[str, list[tuple[int, int]]] = {}
-    for index, readings in enumerate(gathered):
-        for column, tag in enumerate(readings.layout.tags):
-            present.setdefault(tag, []).append((index, column))
-    found = dict.fromkeys(present, 0.0)
-    # Spans that are in the same layouts, all at once.
-    alike: dict[tuple[int, ...], list[str]] = {}
-    for tag, places in present.items():
-        alike.setdefault(tuple(index for index, _ in places), []).append(tag)
-    for indices, tags in alike.items():
-        rows = [
-            gathered[index].durations_ms[:, [present[tag][nth][1] for tag in tags]]
-            for nth, index in enumerate(indices)
-        ]
-        found.update(zip(tags, np.median(np.concatenate(rows), axis=0).tolist(), strict=True))
-    return found

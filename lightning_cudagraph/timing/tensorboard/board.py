@@ -40,6 +40,11 @@ class Rows:
             self._finished = self._serialised()
         return Finished(b"".join(self._finished[skip:]))
 
+    @property
+    def n_bytes(self) -> int:
+        """Of all records, if any writer took them as such."""
+        return sum(map(len, self._finished or ()))
+
     def write_by_value(self, writer: Any, begin: int, end: int | None) -> None:
         """The public way, which makes an event of each value."""
         for reading in self._readings[begin:end]:

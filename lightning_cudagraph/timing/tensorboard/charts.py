@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Readings
 from lightning_cudagraph.timing.tensorboard.board import innards
+from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["BAND_TAG", "CATEGORY", "Band", "StepBand", "add_charts", "charts"]
 
@@ -93,15 +94,16 @@ def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
     return [tag for tag in innermost if tag in chosen]
 
 
-def charts(times_ms: Mapping[str, float]) -> dict[str, dict[str, list[str | list[str]]]]:
+def charts(summary: WindowSummary) -> dict[str, dict[str, list[str | list[str]]]]:
     """The custom scalars, as `SummaryWriter.add_custom_scalars` takes them.
 
     TensorBoard merges those of several runs by their titles, and shows equal charts once: so they are
     the same for runs alike.
 
     Args:
-        times_ms: of each span, by tag, in the order of the model.
+        summary: of the first steps; tells which layers are slow.
     """
+    times_ms = {tag: summary[tag].p50_ms for tag in summary.tags}
     # The tags of lines are regular expressions, which have to match at the beginning.
     found: dict[str, list[str | list[str]]] = {
         "step: p05, p50, p95 [ms]": ["Margin", [f"{BAND_TAG}p50", f"{BAND_TAG}p05", f"{BAND_TAG}p95"]],

@@ -17,9 +17,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_cudagraph.timing.metrics import MetricsWriter
 from lightning_cudagraph.timing.records import ScalarRecords
-from lightning_cudagraph.timing.spans import Reading, by_layout, medians_ms
+from lightning_cudagraph.timing.spans import Reading, by_layout
 from lightning_cudagraph.timing.tensorboard.board import Board, Rows
 from lightning_cudagraph.timing.tensorboard.charts import Band, StepBand, add_charts, charts
+from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["TensorBoardWriter", "other_loggers_writer"]
 
@@ -27,6 +28,9 @@ _MOST_READINGS_PER_FLUSH = 64
 # Fewer of large ones, so that writing them fits into the time that the device takes for a step.
 _VALUES_PER_FLUSH = 8192
 _SECONDS_BETWEEN_FLUSHES = 5.0
+# What is shown is a thousand points of each curve. A step of half a millisecond would fill a disk with
+# them in a day; so each time that this much has been written, every other step is left out from then on.
+_BYTES_BEFORE_THINNING = 256 * 2**20
 # So many steps tell which layers are slow.
 _READINGS_FOR_CHARTS = 16
 
@@ -36,7 +40,7 @@ class TensorBoardWriter:
 
     There is a point for each replay that was timed, at the trainer's step. With accumulation, each
     batch is one: several points share a step, as those of `self.log` do, and the optimizer's time is in
-    the last of them.
+    the last of them. A long run has fewer points later on, and says so in ``cudagraph/events``.
 
     Args:
         loggers: the trainer's loggers; those for TensorBoard are written to.
@@ -50,6 +54,8 @@ class TensorBoardWriter:
         self._readings: list[Reading] = []
         self._flush_at_readings = _MOST_READINGS_PER_FLUSH
         self._flush_at_s = 0.0
+        self._written_bytes = 0
+        self._every_n_steps = 1
         self._records: dict[tuple[str, ...], ScalarRecords] = {}
         self._band = StepBand(window_steps)
         # The first readings, until the charts are written that show the slowest layers of them.
@@ -83,14 +89,32 @@ class TensorBoardWriter:
         )
         gathered = by_layout(readings)
         bands = self._band.add(gathered)
-        rows = Rows(readings, gathered, self._records)
+        if self._every_n_steps > 1:
+            shown = [reading for reading in readings if reading.step % self._every_n_steps == 0]
+            rows = Rows(shown, by_layout(shown), self._records)
+        else:
+            rows = Rows(readings, gathered, self._records)
         for board in self._boards:
             board.write(rows)
         self._add_bands(bands)
+        self._written_bytes += rows.n_bytes
+        if self._written_bytes >= _BYTES_BEFORE_THINNING:
+            self._thin(last.step)
         if self._first is not None:
             self._first += readings
             if len(self._first) >= _READINGS_FOR_CHARTS:
                 self._add_charts()
+
+    def _thin(self, step: int) -> None:
+        self._written_bytes = 0
+        self._every_n_steps *= 2
+        self.add_text(
+            "cudagraph/events",
+            f"{_BYTES_BEFORE_THINNING // 2**20} MiB of times are written. From here on, the curves have"
+            f" the steps whose number is a multiple of {self._every_n_steps}; bands and tables have all"
+            " that are timed. `LayerTimings(every_n_steps=...)` times fewer.",
+            step,
+        )
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Write a text in a fixed-width font.
@@ -134,7 +158,7 @@ class TensorBoardWriter:
         first, self._first = self._first, None
         if not first:
             return
-        ours = charts(medians_ms(by_layout(first)))
+        ours = charts(WindowSummary(first))
         for board in self._boards:
             board.attempt(lambda writer: add_charts(writer, ours))
 
