@@ -22,12 +22,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cudagraph import lightning_source
 from lightning_cudagraph.capture.stand_ins import StandIn
+from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.logs import Logs
 from lightning_cudagraph.plain_replay import NOT_PLAIN, PlainReplay
@@ -129,7 +130,7 @@ class QuickAdvance:
             and type(loop) is _TrainingEpochLoop
             and vars(loop).keys().isdisjoint(_AROUND)
             and type(vars(trainer)["profiler"]) is PassThroughProfiler
-            and trainer.world_size == 1
+            and isinstance(strategy, SingleDeviceStrategy)
             and not strategy.handles_gradient_accumulation
             and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
             and module.automatic_optimization
@@ -217,7 +218,7 @@ class QuickAdvance:
         """The step itself; returns what callbacks are given of it, if there are any."""
         trainer, loop = self._trainer, self._loop
         window = trainer.accumulate_grad_batches
-        place = (batch_idx % window == 0, is_last or (batch_idx + 1) % window == 0)
+        place = Place(batch_idx % window == 0, is_last or (batch_idx + 1) % window == 0)
         output = self._replay(batch, place, self._ends)
         if output is NOT_PLAIN:
             self._settle()

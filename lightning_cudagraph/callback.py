@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -13,17 +14,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.distributed import Distributed
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.evaluation import GraphedEvaluation
 from lightning_cudagraph.layer_timings import LayerTimings
 from lightning_cudagraph.loop import GraphedTraining
 from lightning_cudagraph.settings import Scope, Settings
 from lightning_cudagraph.support import (
+    DEFAULT_WARMUP_STEPS,
     BackendName,
     Stage,
     callbacks_of,
     check_run,
-    default_warmup_steps,
     make_backend,
 )
 from lightning_cudagraph.timing.report import evaluation_report
@@ -155,13 +157,14 @@ class CUDAGraphCallback(Callback):
         self.evaluation_counts: StepCounts | None = None
         self._training: GraphedTraining | None = None
         self._evaluation: GraphedEvaluation | None = None
+        self._processes: Distributed | None = None
         self._no_evaluation: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._description = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is bound to a trainer, so that copies and pickles work at any time."""
-        bound = ("_training", "_evaluation", "_no_evaluation", "_backend")
+        bound = ("_training", "_evaluation", "_processes", "_no_evaluation", "_backend")
         return {**self.__dict__, **dict.fromkeys(bound)}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -193,21 +196,23 @@ class CUDAGraphCallback(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close()
         self.report = self.counts = self.evaluation_counts = None
+        self._processes = Distributed(trainer)
         if self.backend == "off":
+            self._processes.compare(self._arguments())
             return
         try:
-            check_run(trainer, pl_module)
-            backend = self._backend_for(trainer)
-            self._training = GraphedTraining(trainer, pl_module, backend, self._settings(trainer))
+            self._training = self._graphed(trainer, pl_module, self._processes)
         except UnsupportedError as error:
             if self.on_unsupported == "raise":
                 raise
+            self._processes = None
             self.report = f"lightning_cudagraph: all steps eager. {error.reason}"
             rank_zero_warn(f"{self.report} {error.remedy}")
             return
         self._training.install()
+        self._processes.install()
         self.counts = self._training.counts
-        for line in (backend.description, *self._training.notes):
+        for line in (self._description, *self._training.notes):
             rank_zero_info(f"lightning_cudagraph: {line}")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -251,6 +256,8 @@ class CUDAGraphCallback(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        if self._processes is not None:
+            self._processes.fail(exception)
         self._close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -288,6 +295,34 @@ class CUDAGraphCallback(Callback):
             self._training.leave()
         self._evaluation.start()
 
+    def _graphed(
+        self, trainer: pl.Trainer, module: pl.LightningModule, processes: Distributed
+    ) -> GraphedTraining:
+        """The training of a run, if all its processes can have graphs, and shall have the same."""
+        settings = self._settings(trainer)
+        training: GraphedTraining | None = None
+        refused: UnsupportedError | None = None
+        try:
+            check_run(trainer, module)
+            backend = self._backend_for(trainer)
+            training = GraphedTraining(trainer, module, backend, settings, processes.agreement)
+        except UnsupportedError as error:
+            refused = error
+        try:
+            processes.compare(self._arguments(), refused)
+        except BaseException:
+            if training is not None:
+                training.close()
+            raise
+        if refused is not None:
+            raise refused
+        assert training is not None
+        return training
+
+    def _arguments(self) -> dict[str, Any]:
+        names = inspect.signature(CUDAGraphCallback).parameters
+        return {name: getattr(self, name) for name in names}
+
     def _backend_for(self, trainer: pl.Trainer) -> Backend:
         """The one backend of a run, whose graphs share their memory."""
         if self._backend is None:
@@ -298,7 +333,7 @@ class CUDAGraphCallback(Callback):
     def _settings(self, trainer: pl.Trainer) -> Settings:
         return Settings(
             self.scope,
-            self.warmup_steps or default_warmup_steps(trainer.world_size),
+            self.warmup_steps or DEFAULT_WARMUP_STEPS,
             self.on_unsupported == "raise",
             self.timings,
             self.verify_replays,
@@ -309,8 +344,11 @@ class CUDAGraphCallback(Callback):
     def _close(self) -> None:
         training, self._training = self._training, None
         evaluation, self._evaluation = self._evaluation, None
+        processes, self._processes = self._processes, None
         self._no_evaluation = self._backend = None
-        with ExitStack() as stack:  # both, also where one of them fails
+        with ExitStack() as stack:  # all, also where one of them fails; graphs before process groups
+            if processes is not None:
+                stack.callback(processes.close)
             if evaluation is not None:
                 stack.callback(evaluation.close)
             if training is not None:

@@ -15,6 +15,7 @@ __all__ = [
     "CaptureError",
     "ConfigurationError",
     "HookError",
+    "PeerError",
     "TimerError",
     "UnsupportedError",
     "VerificationError",
@@ -105,6 +106,10 @@ class TimerError(CUDAGraphError):
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(f"{reason} {remedy}")
+
+
+class PeerError(CUDAGraphError):
+    """Another process of the run has failed, or does something else; this one cannot go on alone."""
 
 
 class BatchError(UnsupportedError):

@@ -31,7 +31,7 @@ from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
 from lightning_cudagraph.capture.stand_ins import replace_method
-from lightning_cudagraph.capture.steps import Phase, Step, StepCounts
+from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.hooks import undisturbed
@@ -50,7 +50,7 @@ __all__ = ["GraphedEvaluation"]
 # A graph for each batch signature, as long as there are few: full batches, the last one, by dataloader.
 _MAX_SIGNATURES = 8
 # The step drops no gradients that matter, and none is added to them: one kind of step.
-_PLACE = (True, False)
+_PLACE = Place(drops=True, steps=False)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.advance import QuickAdvance
+from lightning_cudagraph.capture.agreement import Agreement
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import copied_leaf, map_leaves
 from lightning_cudagraph.capture.carried import CarriedTensors
@@ -27,7 +28,7 @@ from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import detach_recomputed
 from lightning_cudagraph.capture.stand_ins import replace_method
-from lightning_cudagraph.capture.steps import Phase, Step, StepCounts
+from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import HookError, UnsupportedError
@@ -41,6 +42,7 @@ from lightning_cudagraph.optimizer_part import OptimizerPart
 from lightning_cudagraph.plain_replay import PlainReplay
 from lightning_cudagraph.profilers import around_replays, profiler_notes
 from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
+from lightning_cudagraph.replicas import Replicas
 from lightning_cudagraph.run_times import RunTimes
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import check_private_names
@@ -58,6 +60,7 @@ class GraphedTraining:
         module: the module that it trains.
         backend: where steps are captured.
         settings: what the user asked for.
+        agreement: with the other processes of the run, or None if there are none.
 
     Raises:
         UnsupportedError: if the optimizer can be captured in no form that was asked for.
@@ -65,7 +68,12 @@ class GraphedTraining:
     """
 
     def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, backend: Backend, settings: Settings
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        settings: Settings,
+        agreement: Agreement | None = None,
     ) -> None:
         check_private_names(trainer, module)
         self._trainer = trainer
@@ -75,6 +83,7 @@ class GraphedTraining:
         self._times = RunTimes(trainer, module, backend, settings.timings)
         self._clock = self._times.clock
         self._patches = ExitStack()
+        self._replicas = Replicas(trainer.strategy)
         self._in_step = False
         self._phase = Phase.EAGER
         self._part = OptimizerPart(
@@ -127,13 +136,14 @@ class GraphedTraining:
             settings.verify_replays,
             settings.verify_every_n_steps,
             lambda: self._part.optimizer.learning_rates(),
+            agreement,
         )
         self._engine: StepEngine[StepOutputs] = StepEngine(
             backend=backend,
             guards=self._guards,
             carried=carried,
             verifier=self._verifier,
-            is_settled=self._part.is_settled,
+            is_settled=lambda: self._part.is_settled() and self._replicas.is_settled(),
             warmup_steps=settings.warmup_steps,
             raise_unsupported=settings.raise_unsupported,
             announce=self._announce,
@@ -141,6 +151,7 @@ class GraphedTraining:
             on_give_up=self._part.let_go,
             around_replays=around_replays(trainer),
             on_capture=self._captured,
+            agreement=agreement,
         )
         # Last, because it changes the optimizer: nothing after it may fail.
         self._part.prepare(trainer.optimizers[0])
@@ -159,6 +170,7 @@ class GraphedTraining:
         """Take the seat."""
         loop = self._trainer.fit_loop.epoch_loop
         strategy = self._trainer.strategy
+        self._patches.enter_context(self._replicas.unobserved())
         original = loop.automatic_optimization
         graphed = self._optimization
         graphed.__dict__.update(original.__dict__)
@@ -312,7 +324,7 @@ class GraphedTraining:
             lambda inner: self._eager_step(optimizer, inner, model, **kwargs),
             self._part.optimizer,
             lambda capturing: self._part.arithmetic(optimizer, capturing),
-            has_optimizer=True,
+            self._place(closure, steps=True),
         )
         outputs = self._step(
             closure, body, lambda: returned.append(self._run(optimizer, closure, model, kwargs))
@@ -332,10 +344,14 @@ class GraphedTraining:
                 return eagerly()
         # The optimizer steps behind the graph, or not at all on this batch.
         optimizer = EagerOptimizer(self._part.optimizer.optimizer)
-        body = StepBody(lambda inner: inner(), optimizer, self._no_arithmetic, has_optimizer=False)
+        place = self._place(closure, steps=False)
+        body = StepBody(lambda inner: inner(), optimizer, self._no_arithmetic, place)
         loss: list[Tensor | None] = []
         outputs = self._step(closure, body, lambda: loss.append(eagerly()))
         return loss[0] if outputs is None else outputs
+
+    def _place(self, closure: GraphClosure, steps: bool) -> Place:
+        return Place(closure.drops_gradients, steps, self._replicas.syncs)
 
     def _use_own_batch(self, closure: GraphClosure) -> None:
         """Before an eager step: what it keeps of its batch stays as it is, also where graphs go on."""
@@ -350,7 +366,7 @@ class GraphedTraining:
     def _step(self, closure: GraphClosure, body: StepBody, run: Callable[[], object]) -> Tensor | None:
         """Take a batch through its phase; returns the loss if it was replayed."""
         self._hooks.watch(closure, self._part.optimizer.optimizer)
-        place = (closure.drops_gradients, body.has_optimizer)
+        place = body.place
         logs = self._recorder.logs
         logs.settle()
         steps_before = self._steps_before()
@@ -359,6 +375,7 @@ class GraphedTraining:
             detach_recomputed(self._module)
             with logs.noted():
                 run()
+            self._replicas.ran(place)
 
         def refresh() -> None:
             body.optimizer.refresh()
@@ -378,6 +395,7 @@ class GraphedTraining:
             transaction=self._undone,
             parameters=lambda: self._part.parameters(place),
             place=place,
+            unlike_others=self._replicas.unlike_others(place),
             in_window=self._trainer.accumulate_grad_batches > 1,
             kept=lambda: self._part.behind is not None or not undisturbed(self._trainer, self._module),
             learning=self._learning,
@@ -391,6 +409,7 @@ class GraphedTraining:
         if self._phase is not Phase.CAPTURED or self._verifier.checked != checked:
             self._clock.interrupted()
         if outputs is not None:
+            self._replicas.replayed(place)
             loss = self._take_outputs(outputs, closure)
             is_next_due = self._clock.is_due(steps_before + body.has_optimizer)
             self._clock.ended(outputs.marks, self._step_number(), is_next_due)
@@ -427,6 +446,7 @@ class GraphedTraining:
         with ExitStack() as stack:
             stack.enter_context(self._recorder.undone())
             stack.enter_context(self._part.undone())
+            stack.enter_context(self._replicas.undone())
             self._metrics.prepare()
             yield
 

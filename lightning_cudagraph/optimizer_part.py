@@ -174,8 +174,7 @@ class OptimizerPart:
                 if parameter.grad is not None
             },
         }
-        _, has_optimizer = place
-        if not has_optimizer:
+        if not place.steps:
             return state
         if self.scaler is not None:
             state |= self.scaler.tensors()
@@ -190,8 +189,7 @@ class OptimizerPart:
         stepped = self.optimizer.parameters
         known = {id(parameter) for parameter in stepped}
         others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in known]
-        drops, _ = place
-        return (stepped, others) if drops else ([], stepped + others)
+        return (stepped, others) if place.drops else ([], stepped + others)
 
     def cheap_state(self) -> dict[str, Any]:
         """What a capture freezes and can be compared before every replay, by name."""

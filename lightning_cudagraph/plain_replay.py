@@ -68,7 +68,7 @@ class PlainReplay:
         self._clock = clock
         self._account = account
         self._refreshes = {
-            (drops, steps): partial(self._refresh, (drops, steps))
+            Place(drops, steps): partial(self._refresh, Place(drops, steps))
             for drops in (False, True)
             for steps in (False, True)
         }
@@ -98,7 +98,7 @@ class PlainReplay:
             The outputs as callbacks are given them, or None if they are not wanted. `NOT_PLAIN`, if
             nothing has happened.
         """
-        steps, part = place[1], self._part
+        steps, part = place.steps, self._part
         optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
         if (
             part.behind is not None
@@ -135,7 +135,7 @@ class PlainReplay:
         self._clock.upcoming(outputs.marks)
 
     def _refresh(self, place: Place) -> None:
-        if place[1]:
+        if place.steps:
             self._part.optimizer.refresh()
         self._metrics.adopt()
         self._logs.before_replay(place)

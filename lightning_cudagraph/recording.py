@@ -26,6 +26,7 @@ from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
 from lightning_cudagraph.capture.stand_ins import in_place
+from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.capture.structure import Identity
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
@@ -117,13 +118,18 @@ class StepBody:
         run: does it, with the closure that it is given.
         optimizer: the optimizer, as far as it is in the graph.
         arithmetic: entered around it, told whether a capture is under way.
-        has_optimizer: the optimizer's step is part of it.
+        place: in the window of batches whose gradients are accumulated.
     """
 
     run: Callable[[GraphClosure], object]
     optimizer: EagerOptimizer
     arithmetic: Callable[[bool], AbstractContextManager[None]]
-    has_optimizer: bool
+    place: Place
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the optimizer's step is part of it."""
+        return self.place.steps
 
 
 class Recorder:
@@ -211,7 +217,7 @@ class Recorder:
         # Each call of the closure drops them once, before its backward pass.
         counts_drops = drops and not self._hooks.around_zero_grad()
         uncounted = 0
-        place = (drops, body.has_optimizer)
+        place = body.place
 
         def call(own: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
             nonlocal uncounted

@@ -72,7 +72,7 @@ class RunTimes:
         if self._every_n_steps == 0:
             return (False,)
         # Replayed twice in a row if every step is timed, or in the middle of a window, all of which is.
-        in_the_middle = place == (False, False) and accumulate_grad_batches > 3
+        in_the_middle = not (place.drops or place.steps) and accumulate_grad_batches > 3
         in_turn = self._takes_in_turn and (self._every_n_steps == 1 or in_the_middle)
         timed = (True, True) if in_turn else (True,)
         return timed if self._every_n_steps == 1 else (False, *timed)

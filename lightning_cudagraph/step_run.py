@@ -24,7 +24,7 @@ from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.gradients import GradientHabits
 from lightning_cudagraph.capture.guards import Guards
-from lightning_cudagraph.capture.steps import Step, StepCounts
+from lightning_cudagraph.capture.steps import Place, Step, StepCounts
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import BatchError, UnsupportedError
@@ -183,7 +183,7 @@ class StepRun:
             state=lambda: recorder.state(habits),
             transaction=recorder.undone,
             parameters=habits.parameters,
-            place=(True, habits.finds_gradients()),
+            place=Place(True, habits.finds_gradients()),
             in_window=False,  # one capture of each place, and so one place for its gradients anyway
             kept=lambda: True,
         )

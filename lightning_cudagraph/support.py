@@ -13,11 +13,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric
 from torch.amp import GradScaler
 from torch.cuda.amp import GradScaler as CudaGradScaler
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
@@ -30,6 +31,7 @@ from lightning_cudagraph.logged_step import TO_TENSOR
 from lightning_cudagraph.timing.layer_marks import check_autograd_names
 
 __all__ = [
+    "DEFAULT_WARMUP_STEPS",
     "BackendName",
     "Stage",
     "callbacks_of",
@@ -37,7 +39,6 @@ __all__ = [
     "check_optimizer_part",
     "check_private_names",
     "check_run",
-    "default_warmup_steps",
     "described_hook",
     "is_overridden",
     "make_backend",
@@ -48,25 +49,33 @@ BackendName = Literal["auto", "cuda", "emulator", "off"]
 # Evaluations, as the names of their steps and hooks have them.
 Stage = Literal["validation", "test", "predict"]
 
+# Training steps before a capture: they settle lazily made state, library handles and the allocator.
+DEFAULT_WARMUP_STEPS = 3
+
 # Methods of a strategy that are called in steps, or with their batches.
 _STEP_METHODS = (
     *("training_step", "validation_step", "test_step", "predict_step", "post_training_step"),
     *("pre_backward", "backward", "post_backward", "optimizer_step", "batch_to_device", "reduce"),
 )
 
+# Arguments of `DistributedDataParallel` that a graph takes for granted.
+_DDP_ARGUMENTS = frozenset(
+    {
+        *("bucket_cap_mb", "broadcast_buffers", "forward_sync_buffers", "check_reduction", "init_sync"),
+        *("gradient_as_bucket_view", "static_graph", "find_unused_parameters", "dim"),
+    }
+)
+# Those that keep nothing from step to step.
+_COMM_HOOKS = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
+_COMM_WRAPPERS = (default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper)
+
 # Hooks of callbacks that may do anything with the gradients, before the optimizer's step uses them
 # (plugins/precision/precision.py). They run on the host, and the optimizer behind them.
 _CALLBACK_HOOKS_BEHIND = ("on_after_backward", "on_before_optimizer_step")
-
-
-def default_warmup_steps(world_size: int) -> int:
-    """Training steps before a capture: 3, or 11 where processes work together.
-
-    Three settle lazily made state, library handles and the allocator. DistributedDataParallel
-    collects statistics in its first ten iterations, with events that no capture can hold
-    (torch/nn/parallel/distributed.py, `_set_ddp_runtime_logging_sample_rate`).
-    """
-    return 11 if world_size > 1 else 3
 
 
 def make_backend(name: BackendName, device: torch.device) -> Backend:
@@ -144,6 +153,11 @@ def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Sta
         needed["_evaluation_loop"] = (trainer._evaluation_loop, ("_results",))
     _check_names(needed)
     _check_placement(trainer)
+    if isinstance(trainer.strategy, DDPStrategy):
+        raise UnsupportedError(
+            f"Evaluation on {trainer.world_size} device(s) with `DDPStrategy` is not captured yet.",
+            "Leave out `evaluation=True`.",
+        )
     _check_precision(trainer)
     _check_batches(module, f"{stage}_step")
     _check_modules(module)
@@ -156,7 +170,13 @@ def check_private_names(trainer: pl.Trainer, module: pl.LightningModule) -> None
     """Lightning's private names that are relied on, tested before any of them is touched."""
     loop = trainer.fit_loop.epoch_loop
     needed: _Names = {
-        "fit_loop.epoch_loop": (loop, ("automatic_optimization", "_results", "_batches_that_stepped")),
+        "fit_loop.epoch_loop": (
+            loop,
+            (
+                *("automatic_optimization", "_results", "_batches_that_stepped"),
+                *("batch_progress", "_broadcast_sigterm_tensor"),
+            ),
+        ),
         "fit_loop.epoch_loop.automatic_optimization": (
             loop.automatic_optimization,
             ("_make_closure", "_skip_backward", "optim_progress"),
@@ -173,6 +193,10 @@ def check_private_names(trainer: pl.Trainer, module: pl.LightningModule) -> None
             ),
         ),
         "fit_loop.epoch_loop._results[...]": (_ResultMetric(_Metadata("", ""), True), RESULT_NAMES),
+        "_signal_connector": (
+            trainer._signal_connector,
+            ("received_sigterm", "_sigterm_notifier_fn"),
+        ),
         "lightning_module": (module, ("_current_fx_name", TO_TENSOR)),
         "call": (call, ("_call_callback_hooks", "_call_lightning_module_hook")),
     }
@@ -193,20 +217,65 @@ def _check_names(needed: _Names) -> None:
 
 def _check_placement(trainer: pl.Trainer) -> None:
     strategy = trainer.strategy
-    if trainer.world_size > 1 or not isinstance(strategy, SingleDeviceStrategy):
+    if isinstance(strategy, SingleDeviceStrategy):
+        base: type = SingleDeviceStrategy
+    elif isinstance(strategy, DDPStrategy):
+        base = DDPStrategy
+        _check_ddp(strategy)
+    else:
         raise UnsupportedError(
             f"The strategy is `{type(strategy).__qualname__}` on {trainer.world_size} device(s);"
-            " captured so far are runs on a single device.",
-            "Pass `Trainer(devices=1)`.",
+            " captured so far are runs on a single device, and `DDPStrategy` on several.",
+            'Pass `Trainer(devices=1)`, or `strategy="ddp"`.',
         )
     for name in _STEP_METHODS:
         ours = type(getattr(strategy, name)) is StandIn
-        if ours or not is_overridden(name, strategy, SingleDeviceStrategy):
+        if ours or not is_overridden(name, strategy, base):
             continue
         raise UnsupportedError(
             f"{described_hook(strategy, name)} is not Lightning's own; it takes part in steps, and what"
             " it reads from the strategy is not watched.",
-            "Move it to the module, or pass Lightning's `SingleDeviceStrategy`.",
+            f"Move it to the module, or pass Lightning's `{base.__qualname__}`.",
+        )
+
+
+def _check_ddp(strategy: DDPStrategy) -> None:
+    arguments: dict[str, Any] = strategy._ddp_kwargs
+    if arguments.get("find_unused_parameters"):
+        raise UnsupportedError(
+            "`DDPStrategy(find_unused_parameters=True)` reads on the host, in every backward pass, which"
+            " parameters took part.",
+            'Pass `strategy="ddp"`, and let all parameters take part in every step; freeze others with'
+            " `requires_grad_(False)`.",
+        )
+    if arguments.get("static_graph") and strategy.root_device.type == "cpu":
+        raise UnsupportedError(
+            "`DDPStrategy(static_graph=True)` keeps a table on the host and reads it in every backward"
+            " pass; the CPU emulator cannot tell it from tensors of the step, as a GPU can.",
+            "Leave it out on a CPU.",
+        )
+    if unknown := sorted(arguments.keys() - _DDP_ARGUMENTS):
+        raise UnsupportedError(
+            f"`DDPStrategy({unknown[0]}=...)` is not known to come out the same from a graph; known are"
+            f" {', '.join(sorted(_DDP_ARGUMENTS))}.",
+            "Leave it out.",
+        )
+    for name, value, known in (
+        ("ddp_comm_hook", strategy._ddp_comm_hook, _COMM_HOOKS),
+        ("ddp_comm_wrapper", strategy._ddp_comm_wrapper, _COMM_WRAPPERS),
+    ):
+        if value is not None and value not in known:
+            raise UnsupportedError(
+                f"`DDPStrategy({name}={getattr(value, '__qualname__', value)})` runs Python in every"
+                " backward pass, and may keep something from step to step.",
+                "Use one of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, such as"
+                " `bf16_compress_hook`.",
+            )
+    backend = strategy.process_group_backend
+    if strategy.root_device.type == "cuda" and backend != "nccl":
+        raise UnsupportedError(
+            f"The process group uses {backend}, which averages gradients on the host.",
+            'Leave out `DDPStrategy(process_group_backend=...)`: it is "nccl" on GPUs.',
         )
 
 

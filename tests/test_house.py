@@ -37,11 +37,13 @@ FLOORS = [
         "metric_trials",
         "metrics",
         "profilers",
+        "replicas",
         "settings",
         "support",
     ],
     [
         "advance",
+        "distributed",
         "manual",
         "optimizer_part",
         "plain_replay",

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cudagraph import BatchError, ConfigurationError, CUDAGraphCallback, UnsupportedError
-from lightning_cudagraph.support import check_run, default_warmup_steps
+from lightning_cudagraph.support import check_run
 from tests.harness import Net, assert_same, loader, make, train
 from tests.rows import refused
 
@@ -233,15 +234,35 @@ def test_a_backend_of_another_device(tmp_path: Path, accelerator: str) -> None:
         train(make(Net), tmp_path, CUDAGraphCallback(backend=other), accelerator=accelerator)
 
 
-def test_several_devices_are_refused() -> None:
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
-    with pytest.raises(UnsupportedError, match=r"`DDPStrategy` on 2 device\(s\)"):
+def _powersgd(state: Any, bucket: Any) -> Any:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (FSDPStrategy(), "`FSDPStrategy` on .*; captured so far are runs on a single device, and"),
+        (DDPStrategy(find_unused_parameters=True), "which parameters took part"),
+        (DDPStrategy(static_graph=True), "static_graph=True.*CPU emulator"),
+        (
+            DDPStrategy(mixed_precision=object()),
+            r"`DDPStrategy\(mixed_precision=\.\.\.\)`",
+        ),
+        (
+            DDPStrategy(ddp_comm_hook=_powersgd),
+            "ddp_comm_hook=_powersgd.*bf16_compress_hook",
+        ),
+    ],
+    ids=["FSDP", "unused parameters", "static graph", "mixed precision", "comm hook"],
+)
+def test_strategies_that_are_refused(strategy: Any, message: str) -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False)
+    trainer._accelerator_connector.strategy = strategy
+    if isinstance(strategy, DDPStrategy):
+        strategy.cluster_environment = LightningEnvironment()
+        strategy.parallel_devices = [torch.device("cpu")]
+    with pytest.raises(UnsupportedError, match=message):
         check_run(trainer, Net())
-
-
-def test_warmup_steps_of_many_processes() -> None:
-    assert default_warmup_steps(1) == 3
-    assert default_warmup_steps(2) == 11
 
 
 @dataclass

@@ -110,5 +110,4 @@ class GraphsBySignature(Generic[T]):
 
     def maker(self, step: Step[T], signature: Signature) -> CapturedStep[T] | NotYet | None:
         """The graph whose gradients a step adds to, if it adds to those of another step."""
-        drops, _ = step.place
-        return None if drops else self.get(signature, MAKES_GRADIENTS) or NOT_YET
+        return None if step.place.drops else self.get(signature, MAKES_GRADIENTS) or NOT_YET

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_cudagraph.capture.backend import Graph
+from lightning_cudagraph.capture.collectives import is_collective, returned_unrun, wait_for
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.parts import Between
 from lightning_cudagraph.capture.sentry import HostReads, Sentry, forbid, user_location
@@ -99,6 +100,8 @@ class _Op:
     def run(self) -> None:
         with torch.set_grad_enabled(self.grad_mode), torch._C._AutoDispatchBelowAutograd():
             results = self.func(*self.args, **self.kwargs)
+            if self.func.namespace == "c10d":
+                wait_for(results)
         for target, value in zip(self.results, _tensors_of(results), strict=True):
             if target is not None:
                 target.copy_(value)
@@ -144,18 +147,20 @@ class _Recorder(Sentry):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_generator(func)
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)  # ranges of its time line, which no graph holds
+        collective = is_collective(func)
         inputs = _tensors_of((args, kwargs))
         self._undo.before(inputs)
         frozen_args, frozen_kwargs = tree_map_only(Tensor, _address, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = returned_unrun(func, args) if collective else func(*args, **kwargs)
         outputs = _tensors_of(result)
         self._undo.after(outputs)
         input_storages = {storage_id(t) for t in inputs}
         # A result that shares its storage with an input is a view, or the input itself.
         results = [None if storage_id(t) in input_storages else _address(t) for t in outputs]
-        is_only_a_view = (
-            outputs and not func._schema.is_mutable and all(target is None for target in results)
-        )
+        writes = func._schema.is_mutable or collective
+        is_only_a_view = outputs and not writes and all(target is None for target in results)
         if not is_only_a_view:
             self._graph.add(_Op(func, frozen_args, frozen_kwargs, results))
         if torch.Tag.nondeterministic_seeded in func.tags:

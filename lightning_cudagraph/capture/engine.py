@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from lightning_cudagraph.capture.agreement import Agreement, Intent
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
@@ -65,6 +66,28 @@ def _only_in_the_capture(raised: str) -> UnsupportedError:
     )
 
 
+def _of_ranks(told: Iterable[str | None]) -> str:
+    """What processes have said, with their ranks."""
+    return "; ".join(f"{said} (rank {rank})" for rank, said in enumerate(told) if said)
+
+
+def _portable(error: UnsupportedError) -> tuple[str, str, bool]:
+    return error.reason, error.remedy, error.in_optimizer
+
+
+def _failure_of_ranks(told: Iterable[tuple[str, str, bool] | None]) -> UnsupportedError | None:
+    """The first error that a process has met, for those that have not met it."""
+    for rank, error in enumerate(told):
+        if error is not None:
+            reason, remedy, in_optimizer = error
+            return UnsupportedError(f"On rank {rank}: {reason}", remedy, in_optimizer=in_optimizer)
+    return None
+
+
+# What to do with a batch; why, if it runs eagerly; its signature; and its graph, if it has one.
+_Plan = tuple[Intent, str, Signature | None, CapturedStep[T] | None]
+
+
 class StepEngine(Generic[T]):
     """Takes the batches of a run through their phases.
 
@@ -83,6 +106,7 @@ class StepEngine(Generic[T]):
         on_capture: told of each capture that succeeded: of what, and how many milliseconds it took.
         what: what its steps are, as the beginning of a sentence.
         max_signatures: batches of how many signatures have graphs. Those of others run eagerly.
+        agreement: with the other processes of the run, or None if there are none.
     """
 
     def __init__(
@@ -101,7 +125,9 @@ class StepEngine(Generic[T]):
         on_capture: Callable[[Step[T], float], None] | None = None,
         what: str = "Training",
         max_signatures: int = 1,
+        agreement: Agreement | None = None,
     ) -> None:
+        self._agreement = agreement
         self._backend = backend
         self._guards = guards
         self._carried = carried
@@ -118,6 +144,7 @@ class StepEngine(Generic[T]):
         self._graphs: GraphsBySignature[T] = GraphsBySignature(backend.device.type, max_signatures)
         self._short_captures = 0  # in a row
         self._given_up: str | None = None
+        self._dropped = ""  # why, the last time
         # Copies of the gradients, because somebody keeps them; or because nobody could tell.
         self._hands_out = not CAN_COUNT
         self._handed: HandedOut | None = None  # in the step at hand
@@ -204,10 +231,43 @@ class StepEngine(Generic[T]):
     def _step(
         self, step: Step[T], refresh: Callable[[], None], signature: Signature | None
     ) -> tuple[Phase, T | None]:
+        plan = self._plan(step, signature)
+        if self._agreement is not None:
+            plan = self._agreed(plan, self._agreement)
+        intent, reason, signature, captured = plan
+        if intent is Intent.EAGER or intent is Intent.GIVE_UP:
+            return self._eager(step, reason)
+        assert signature is not None
+        if intent is Intent.WARM_UP:
+            return self._warm_up(step, signature)
+        refresh()
+        if intent is Intent.CAPTURE:
+            captured, reason, raised = self._try_capture(step, signature)
+            if captured is None:
+                # Out of the handler, so that the error is gone, with all that its frames hold. What the
+                # user's code has raised by itself it raises again, and leaves what it always leaves.
+                done = self._eager(step, reason)
+                if raised:
+                    self.unsupported(_only_in_the_capture(reason))
+                return done
+            self._graphs.add(signature, step, captured)
+            refresh()
+            if self._is_due(step, captured):
+                intent = Intent.VERIFY
+        assert captured is not None
+        self._graphs.use(signature)
+        if intent is Intent.VERIFY:
+            return self._verify(step, captured)
+        return self._replayed(step, captured)
+
+    def _plan(self, step: Step[T], signature: Signature | None) -> _Plan[T]:
+        """What this process would do with the batch, by itself."""
         if self._given_up is not None:
-            return self._eager(step, self._given_up)
+            return Intent.GIVE_UP, self._given_up, None, None
         if self._backend.in_turn:
-            return self._eager(step, "in the middle of another step that is replayed")
+            return Intent.EAGER, "in the middle of another step that is replayed", None, None
+        if step.unlike_others:
+            return Intent.EAGER, step.unlike_others, None, None
         if change := self._guards.changed():
             self.drop(change)
         elif self._backend.host_value_moved():
@@ -220,9 +280,9 @@ class StepEngine(Generic[T]):
         except UnsupportedError as error:
             if self._raise_unsupported:
                 raise
-            return self._eager(step, error.reason)
+            return Intent.EAGER, error.reason, None, None
         if reason := self._graphs.one_too_many(signature):
-            return self._eager(step, reason)
+            return Intent.EAGER, reason, None, None
         self._handed = HandedOut(chain(*step.parameters())) if self._hands_out else None
         captured = self._graphs.get(signature, step.place)
         if captured is not None and (change := captured.stale()):
@@ -231,32 +291,70 @@ class StepEngine(Generic[T]):
         if captured is None:
             left = self._warm_ups.left(signature, step.place)
             if left > 0 or not self._is_settled() or self._graphs.maker(step, signature) is NOT_YET:
-                return self._warm_up(step, signature)
-            refresh()
-            reason, raised = "", ""
-            try:
-                with Holds.of_captures_apart():
-                    captured = self._capture(step, signature)
-            except UnsupportedError as error:
-                self.unsupported(error)
-                reason = error.reason
-            except CUDAGraphError:
-                raise
-            except Exception as error:
-                reason = raised = f"{type(error).__name__} in the capture: {error}"
-            if captured is None:
-                # Out of the handler, so that the error is gone, with all that its frames hold. What the
-                # user's code has raised by itself it raises again, and leaves what it always leaves.
-                done = self._eager(step, reason)
-                if raised:
-                    self.unsupported(_only_in_the_capture(raised))
-                return done
-            self._graphs.add(signature, step, captured)
-        self._graphs.use(signature)
-        refresh()
-        if self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed)):
-            return self._verify(step, captured)
-        return self._replayed(step, captured)
+                return Intent.WARM_UP, "", signature, None
+            return Intent.CAPTURE, "", signature, None
+        if self._is_due(step, captured):
+            return Intent.VERIFY, "", signature, captured
+        return Intent.REPLAY, "", signature, captured
+
+    def _is_due(self, step: Step[T], captured: CapturedStep[T]) -> bool:
+        return self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))
+
+    def _agreed(self, plan: _Plan[T], agreement: Agreement) -> _Plan[T]:
+        """What this process does with the batch, since the others have plans of theirs."""
+        intent, reason, signature, captured = plan
+        lowest, highest = agreement.meet(intent)
+        if lowest is highest:
+            return plan
+        if highest is Intent.GIVE_UP:
+            given_up = agreement.tell(self._given_up)
+            if self._given_up is None:
+                self.give_up(_of_ranks(given_up))
+            return Intent.GIVE_UP, self._given_up or "", None, None
+        if highest <= Intent.VERIFY:
+            return Intent.REPLAY, reason, signature, captured
+        if highest >= Intent.CAPTURE and lowest <= Intent.VERIFY:
+            # A graph that not all processes have is none.
+            dropped = agreement.tell(None if self._graphs else self._dropped)
+            if self._graphs:
+                self.drop(_of_ranks(dropped) or "another process captures anew")
+            if captured is not None:
+                return Intent.WARM_UP, "", signature, None
+        if intent is Intent.EAGER or intent is Intent.WARM_UP:
+            return plan
+        return Intent.EAGER, "not all processes could take this step as a graph", None, None
+
+    def _try_capture(
+        self, step: Step[T], signature: Signature
+    ) -> tuple[CapturedStep[T] | None, str, bool]:
+        """The captured step; or why there is none, and whether that was an error of the user's code."""
+        captured: CapturedStep[T] | None = None
+        failure: UnsupportedError | None = None
+        raised = ""
+        try:
+            with Holds.of_captures_apart():
+                captured = self._capture(step, signature)
+        except UnsupportedError as error:
+            failure = error
+        except CUDAGraphError:
+            raise
+        except Exception as error:
+            raised = f"{type(error).__name__} in the capture: {error}"
+        if self._agreement is not None:
+            told = self._agreement.tell((failure and _portable(failure), raised))
+            reasons, texts = zip(*told, strict=True)
+            if captured is not None and (any(reasons) or any(texts)):
+                captured.release()
+                captured = None
+                self.counts.captures -= 1
+                failure = _failure_of_ranks(reasons)
+                if failure is None:
+                    return None, _of_ranks(texts), False
+        if failure is not None:
+            reason = failure.reason
+            self.unsupported(failure)
+            return None, reason, False
+        return captured, raised, bool(raised)
 
     def _replayed(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T]:
         outputs = self._replay(captured, step, step.between if captured.has_turns else None)
@@ -353,6 +451,7 @@ class StepEngine(Generic[T]):
 
     def drop(self, reason: str) -> None:
         """Let go of the graphs, because `reason`; what comes is warmed up and captured anew."""
+        self._dropped = reason
         had_graphs = bool(self._graphs)
         replays = sum(captured.replays for captured in self._graphs.all())
         self._forget()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -61,10 +61,21 @@ class StepCounts:
         self.eager[reason] += 1
 
 
-# Whether a step drops gradients, and whether the optimizer takes its step. With accumulation over
-# several batches, the first in a window drops, the last one steps, and the others do neither.
-Place = tuple[bool, bool]
-MAKES_GRADIENTS: Place = (True, False)
+class Place(NamedTuple):
+    """Where a step stands in its window of batches whose gradients are accumulated.
+
+    Attributes:
+        drops: it drops gradients; the first one does.
+        steps: the optimizer takes its step in it; in the last one it does, if it is captured too.
+        syncs: gradients are averaged over several processes in it; in the last one they are.
+    """
+
+    drops: bool
+    steps: bool
+    syncs: bool = False
+
+
+MAKES_GRADIENTS = Place(drops=True, steps=False)
 
 
 def _nothing(outputs: object) -> None:
@@ -88,8 +99,7 @@ class Step(Generic[T]):
         state: all tensors that it changes, by name, in the order of the step.
         transaction: entered around the captures; when left, all that the host did inside is undone.
         parameters: those whose gradients it drops and computes anew, and those to whose it only adds.
-        place: whether it drops gradients, and whether the optimizer takes its step: what is captured of
-            it depends on these two.
+        place: in its window; what is captured of it depends on that.
         in_window: there are steps that add to the gradients that this one makes.
         kept: whether code of the user's runs between two steps, and can keep gradients.
         beside: what else a graph of it takes for granted, by the names that the user knows: steps that
@@ -99,6 +109,8 @@ class Step(Generic[T]):
         timed: a capture with timing events is replayed.
         upcoming: before such a replay, told its static outputs: their events are about to be set anew.
         copying: entered, before such a replay, around the copy of the batch.
+        unlike_others: why it does not do what others in its place do, so that it has to run eagerly; or
+            nothing.
     """
 
     batch: Any
@@ -119,6 +131,7 @@ class Step(Generic[T]):
     timed: bool = False
     upcoming: Callable[[T], None] = _nothing
     copying: Callable[[], AbstractContextManager[None]] = nullcontext
+    unlike_others: str = ""
 
     @property
     def description(self) -> str:
@@ -129,7 +142,6 @@ class Step(Generic[T]):
             if isinstance(leaf, Tensor)
         ]
         shown = tensors[:_TENSORS_SHOWN] + ["..."] * (len(tensors) > _TENSORS_SHOWN)
-        drops, has_optimizer = self.place
-        first = "" if drops else ", adding to gradients"
-        last = "" if has_optimizer else ", without the optimizer's step"
+        first = "" if self.place.drops else ", adding to gradients"
+        last = "" if self.place.steps else ", without the optimizer's step"
         return f"a step on {', '.join(shown) or 'a batch without tensors'}{first}{last}"

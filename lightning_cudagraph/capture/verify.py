@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.capture.agreement import Agreement
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.compare import (
     distance,
@@ -85,6 +86,7 @@ class Verifier:
         every_n_steps: beyond those, check one replay in so many; None for none.
         rates: the learning rates. If none of the checks of a graph has been with others than those of
             its capture, the first replay that is gets one more check.
+        agreement: with the other processes of the run, which check the same replays.
         checked: replays that were checked.
         notes: what the user should know of the checks.
     """
@@ -93,6 +95,7 @@ class Verifier:
     replays: int
     every_n_steps: int | None
     rates: Callable[[], tuple[Any, ...]] = _no_rates
+    agreement: Agreement | None = None
     checked: int = 0
     notes: list[str] = field(default_factory=list)
     _histories: WeakKeyDictionary[object, _History] = field(default_factory=WeakKeyDictionary)
@@ -149,11 +152,13 @@ class Verifier:
         history = self._history(graph)
         history.had_other_rates |= self._rates() != history.captured_rates
         copy = self._copier(live)
-        if copy is None:
+        if self._somewhere(copy is None) or copy is None:
             return replay()[0] if keep else None
         try:
             return self._checked(history, live, copy, eagerly, replay, keep)
         except torch.OutOfMemoryError as error:
+            if self.agreement is not None:
+                raise  # the others are in the middle of the check
             ran_out = str(error).splitlines()[0] if str(error) else "no details"
         # Out of the handler, whose error holds the memory. Each try would cost as much as this one.
         self._ran_out = True
@@ -175,22 +180,27 @@ class Verifier:
             self._put(live, before)
             result, outputs = replay()
             found = {**outputs, **live}
-            if found.keys() != expected.values.keys():
-                raise _other_names(expected.values, found)
-            differing = names_that_differ(found, expected.values)
+            same_names = found.keys() == expected.values.keys()
+            differing = names_that_differ(found, expected.values) if same_names else []
             same_random_state = torch.equal(expected.rng_state, self.backend.rng_state())
-            if differing and same_random_state:
+            failure: VerificationError | None = None
+            if self._somewhere(bool(differing) and same_random_state):
                 first = _copied(found, copy)
                 self._put(live, before)
                 result, outputs = replay()  # the last word: what it leaves behind is what stays
                 found = {**outputs, **live}
-                differing = names_that_differ(found, expected.values)
-                note = self._excuse(history, differing, before, expected, first, found)
-                if note is None:
-                    raise verification_error(differing, expected.values, found, {*outputs})
-                self._note(note)
+                again = names_that_differ(found, expected.values) if same_names else []
+                if same_random_state and (differing or again):
+                    note = self._excuse(history, again, before, expected, first, found)
+                    if note is None:
+                        failure = verification_error(again, expected.values, found, {*outputs})
+                    else:
+                        self._note(note)
+            if not same_names:
+                failure = _other_names(expected.values, found)
             elif not same_random_state:
-                raise verification_error(differing, expected.values, found, {*outputs})
+                failure = verification_error(differing, expected.values, found, {*outputs})
+            self._raise_together(failure)
         except BaseException:
             self._put(live, before)
             raise
@@ -199,6 +209,21 @@ class Verifier:
         self.checked += 1
         history.checks += 1
         return result
+
+    def _somewhere(self, is_here: bool) -> bool:
+        """Whether something is so in any process of the run."""
+        return is_here if self.agreement is None else any(self.agreement.tell(is_here))
+
+    def _raise_together(self, failure: VerificationError | None) -> None:
+        """Raise if the check has failed in any process of the run."""
+        mine = None if failure is None else (failure.reason, failure.remedy)
+        told = [] if self.agreement is None else self.agreement.tell(mine)
+        if failure is not None:
+            raise failure
+        for rank, of_rank in enumerate(told):
+            if of_rank is not None:
+                reason, remedy = of_rank
+                raise VerificationError(f"On rank {rank}: {reason}", remedy)
 
     def _excuse(
         self,

@@ -25,6 +25,9 @@ _RUNNING_STATISTICS = frozenset(
 # This one draws from a state of cuDNN's own, which moves on with each forward pass
 # (aten/src/ATen/native/cudnn/RNN.cpp, `DropoutState`).
 _DROPOUT_STATE = ("aten::_cudnn_rnn", "dropout_state")
+# Collectives declare nothing; what they write is their first argument
+# (torch/csrc/distributed/c10d/Ops.cpp).
+_COLLECTIVES = "c10d::"
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -69,6 +72,8 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     found: list[Any] = []
     if func._schema.name in _RUNNING_STATISTICS:
         found += [t for t in args[1:] if isinstance(t, Tensor) and not t.requires_grad]
+    if func._schema.name.startswith(_COLLECTIVES):
+        found += tree_iter(args[0])
     if func._schema.is_mutable or func._schema.name == _DROPOUT_STATE[0]:
         for index, argument in enumerate(func._schema.arguments):
             known = (func._schema.name, argument.name) == _DROPOUT_STATE

@@ -1,0 +1,237 @@
+"""The processes of a run, and how they agree.
+
+Before each step they exchange a few numbers, by a group of their own that works on the CPU (gloo): a GPU
+never waits for it, and a host seldom, since it has launched the step before by then. It takes the place
+of a broadcast that Lightning does before each batch.
+
+What is said seldom goes over the store that the process group was made with: settings at the start,
+reasons, and errors. A process that fails leaves its error there. The others find it while they wait for
+one another, or, where they wait for the GPU, in a thread that looks every now and then; so they end
+with the reason in seconds, and do not wait for what will not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lightning_cudagraph.capture.agreement import Intent
+from lightning_cudagraph.errors import CUDAGraphError, PeerError
+
+__all__ = ["Ranks"]
+
+T = TypeVar("T")
+
+_FAILED = "failed"
+# How often somebody who waits looks whether another process has failed.
+_LOOK_EVERY = timedelta(seconds=1)
+_POLL_S = 0.001
+# For those who are still making ready: processes come to the start of training at about the same time.
+_START_TIMEOUT_S = 60.0
+# From the moment a process knows that another has failed, until it ends by force.
+_GRACE_S = 15.0
+# How long a process that fails, and has the store, waits for the others to read why.
+_READ_TIMEOUT_S = 3.0
+
+_runs = 0
+
+
+class Ranks:
+    """The processes of one run. Every process makes one, and calls the same methods in the same order.
+
+    Args:
+        flags: numbers of this process that are exchanged along with each plan.
+        on_flags: told the lowest and the highest of each of them.
+        abort: called in a thread when another process has failed, to end what waits for it.
+    """
+
+    def __init__(
+        self,
+        flags: Callable[[], Sequence[int]],
+        on_flags: Callable[[list[int], list[int]], None],
+        abort: Callable[[], None],
+    ) -> None:
+        global _runs
+        _runs += 1
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._flags = flags
+        self._on_flags = on_flags
+        self._abort = abort
+        store: Any = distributed_c10d._get_default_store()
+        self._store: Any = distributed_c10d.PrefixStore(f"lightning_cudagraph/{_runs}", store)
+        self._told = 0
+        self._failed: str | None = None
+        self._group: Any = None
+        self._closed = threading.Event()
+        self._watch: threading.Thread | None = None
+
+    def start(self, timeout: timedelta, watches: bool) -> None:
+        """Make ready to meet.
+
+        Args:
+            timeout: how long processes may wait for one another.
+            watches: look for failures of others in a thread, because this process can wait for its GPU.
+        """
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        options: Any = distributed_c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._options = options
+        self._n_flags = len(self._flags())
+        self._word = torch.zeros(2 + 2 * self._n_flags, dtype=torch.int64)
+        self._numbers = self._word.numpy()
+        if watches:
+            self._watch = threading.Thread(target=self._look_out, name="cudagraph-ranks", daemon=True)
+            self._watch.start()
+
+    def meet(self, intent: Intent) -> tuple[Intent, Intent]:
+        """Exchange plans and flags; see `Agreement`.
+
+        Raises:
+            PeerError: if another process has failed.
+        """
+        flags = self._flags()
+        mine = (intent, *flags)
+        self._numbers[:] = (*mine, *(-value for value in mine))
+        try:
+            self._wait(self._group.allreduce([self._word], self._options))
+        except RuntimeError as error:
+            if isinstance(error, CUDAGraphError):
+                raise
+            raise self._peer_error(f"the connection to it was lost ({error})") from error
+        values = self._numbers.tolist()
+        half = 1 + self._n_flags
+        highest, lowest = values[:half], [-value for value in values[half:]]
+        self._on_flags(lowest[1:], highest[1:])
+        return Intent(lowest[0]), Intent(highest[0])
+
+    def _wait(self, work: Any) -> None:
+        while True:
+            try:
+                work.wait(_LOOK_EVERY)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            self._look()
+
+    def tell(self, mine: T) -> list[T]:
+        """Exchange objects; see `Agreement`."""
+        return self.exchanged(mine, None)
+
+    def exchanged(self, mine: T, timeout_s: float | None = _START_TIMEOUT_S) -> list[T]:
+        """What all processes say, in the order of their ranks.
+
+        Args:
+            mine: what this one says; small, and can be pickled.
+            timeout_s: how long to wait for the others; None for ever.
+
+        Raises:
+            PeerError: if another process has failed, or does not come.
+        """
+        self._told += 1
+        keys = [f"{self._told}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], pickle.dumps(mine))
+        started_s = looked_s = time.monotonic()
+        try:
+            while not self._store.check(keys):
+                now_s = time.monotonic()
+                if now_s - looked_s > _LOOK_EVERY.total_seconds():
+                    looked_s = now_s
+                    self._look()
+                if timeout_s is not None and now_s - started_s > timeout_s:
+                    missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                    raise PeerError(
+                        f"Rank {', '.join(map(str, missing))} did not come to the start of training"
+                        f" within {timeout_s:.0f} s. Give every process the same callbacks."
+                    )
+                self._closed.wait(_POLL_S)
+            said = [pickle.loads(self._store.get(key)) for key in keys]
+        except RuntimeError as error:
+            if isinstance(error, CUDAGraphError):
+                raise
+            raise self._peer_error(f"the store is gone ({error})") from error
+        # All have read what came before this.
+        with contextlib.suppress(NotImplementedError):
+            self._store.delete_key(f"{self._told - 1}/{self.rank}")
+        return said
+
+    def fail(self, error: BaseException) -> None:
+        """This process ends with an error: let the others know."""
+        if self._closed.is_set() or isinstance(error, PeerError):
+            return
+        text = f"rank {self.rank}: {type(error).__name__}: {error}"
+        with contextlib.suppress(RuntimeError):  # the store can be gone, with the process that had it
+            self._store.set(_FAILED, text)
+            if self.rank == 0:
+                others = [f"read/{rank}" for rank in range(1, self.size)]
+                deadline_s = time.monotonic() + _READ_TIMEOUT_S
+                while time.monotonic() < deadline_s and not self._store.check(others):
+                    self._closed.wait(0.05)
+
+    def close(self) -> None:
+        """Meet no more."""
+        self._closed.set()
+        if self._watch is not None and self._watch is not threading.current_thread():
+            self._watch.join(timeout=2 * _LOOK_EVERY.total_seconds())
+        group, self._group = self._group, None
+        if group is not None and self._failed is None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _look(self) -> None:
+        if self._found():
+            raise self._peer_error("")
+
+    def _found(self) -> bool:
+        """Whether another process has left an error."""
+        if self._failed is None and self._store.check([_FAILED]):
+            self._failed = self._store.get(_FAILED).decode()
+            self._store.set(f"read/{self.rank}", "")
+        return self._failed is not None
+
+    def _peer_error(self, otherwise: str) -> PeerError:
+        """The error for what another process has met.
+
+        Args:
+            otherwise: what there is to say if it has left no word.
+        """
+        deadline_s = time.monotonic() + _READ_TIMEOUT_S
+        with contextlib.suppress(RuntimeError):
+            while not self._found() and time.monotonic() < deadline_s:
+                self._closed.wait(0.05)
+        return PeerError(
+            f"Another process of the run has failed, and rank {self.rank} ends with it:"
+            f" {self._failed or otherwise}"
+        )
+
+    def _look_out(self) -> None:
+        """In a thread: end this process with one that has failed, wherever it may be waiting."""
+        while not self._closed.wait(_LOOK_EVERY.total_seconds()):
+            try:
+                found = self._found()
+            except RuntimeError:
+                found, self._failed = True, self._failed or "the process with rank 0 has ended"
+            if found:
+                break
+        else:
+            return
+        print(
+            f"lightning_cudagraph: rank {self.rank} ends, because another process has failed:"
+            f" {self._failed}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._abort()
+        if not self._closed.wait(_GRACE_S):
+            print(f"lightning_cudagraph: rank {self.rank} ends by force", file=sys.stderr, flush=True)
+            os._exit(1)

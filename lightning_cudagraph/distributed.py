@@ -1,0 +1,172 @@
+"""The processes of one `fit`, in Lightning's terms.
+
+Which decisions need all processes, and which do not. A graph with collectives in it is launched by all
+processes or by none: so says NCCL's manual ("Using NCCL with CUDA Graphs"), and it may register buffers
+of all of them in a capture. So these are made together, before each step: replay, capture, a check of a
+replay (it does the step several times, with its collectives), warm-up of what all have dropped, and
+giving up. Each process says what it would do by itself, and:
+
+- all say the same: they do it;
+- one has to run eagerly (another shape): all do, and keep their graphs;
+- one has dropped its graphs (a guard): all drop theirs, warm up and capture anew;
+- one has given up: all do.
+
+How a capture or a check came out is told by each, so that a failure is everybody's. What stays with each
+process: the batch shapes that its own graphs are for, layers and their times, what is logged.
+
+Where Lightning broadcasts before each batch whether a SIGTERM has come, and makes the host wait for the
+GPU to read it, the signal goes along with the plans here, and all end behind the same batch.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_cudagraph.capture.agreement import Agreement
+from lightning_cudagraph.capture.ranks import Ranks
+from lightning_cudagraph.capture.stand_ins import replace_method
+from lightning_cudagraph.errors import ConfigurationError, PeerError, UnsupportedError
+
+__all__ = ["Distributed"]
+
+
+class Distributed:
+    """The processes of a `fit`; this one alone, if it is not distributed.
+
+    Args:
+        trainer: the trainer.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._patches = ExitStack()
+        self._ranks: Ranks | None = None
+        self._sigterm = False
+        self._aborted = False
+        if trainer.world_size > 1 and dist.is_initialized():
+            self._ranks = Ranks(self._flags, self._met, self._abort)
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """With the other processes, or None if there are none."""
+        return self._ranks
+
+    def compare(self, arguments: Mapping[str, Any], refused: UnsupportedError | None = None) -> None:
+        """At the start: let no process begin what another one does not.
+
+        Args:
+            arguments: what was asked for in this process, by name.
+            refused: why this process would run without graphs.
+
+        Raises:
+            ConfigurationError: if the processes were asked for different things.
+            UnsupportedError: if another process would run without graphs.
+        """
+        if self._ranks is None:
+            return
+        asked = {f"argument `{name}`": repr(value) for name, value in arguments.items()}
+        asked["number of training batches"] = str(self._trainer.num_training_batches)
+        refusal = None if refused is None else (refused.reason, refused.remedy)
+        said = self._ranks.exchanged((asked, refusal))
+        first, _ = said[0]
+        for rank, (theirs, _) in enumerate(said):
+            for name, value in first.items():
+                if theirs[name] != value:
+                    raise ConfigurationError(
+                        f"The processes of this run differ in their {name}: {value} on rank 0,"
+                        f" {theirs[name]} on rank {rank}. A graph that averages gradients is replayed by"
+                        " all processes together, so all need the same."
+                    )
+        for rank, (_, told) in enumerate(said):
+            if told is not None and refused is None:
+                reason, remedy = told
+                raise UnsupportedError(f"On rank {rank}: {reason}", remedy)
+
+    def install(self) -> None:
+        """Meet before each step from now on."""
+        if self._ranks is None:
+            return
+        trainer = self._trainer
+        is_on_gpu = trainer.strategy.root_device.type == "cuda"
+        timeout = getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)
+        self._ranks.start(timeout, watches=is_on_gpu)
+        loop = trainer.fit_loop.epoch_loop
+        replace_method(loop, "_broadcast_sigterm_tensor", lambda: None, self._patches)
+        self._take_sigterm()
+
+    def fail(self, error: BaseException) -> None:
+        """The run ends with an error: take the other processes along."""
+        if self._ranks is None or isinstance(error, SIGTERMException):
+            return
+        self._ranks.fail(error)
+        if self._trainer.strategy.root_device.type == "cuda" and not self._aborted:
+            # What was launched may wait for the others for ever. In a thread, because NCCL waits in turn
+            # for the graphs, which are let go of meanwhile.
+            threading.Thread(target=self._abort, name="cudagraph-abort", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave Lightning's objects as they were."""
+        with ExitStack() as stack:
+            if self._ranks is not None:
+                stack.callback(self._ranks.close)
+            stack.callback(self._patches.close)
+
+    def _flags(self) -> tuple[int, int, int]:
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        return int(self._sigterm), int(progress.is_last_batch), progress.current.ready
+
+    def _met(self, lowest: list[int], highest: list[int]) -> None:
+        sigterm, _, batch = highest
+        if lowest[2] != batch:
+            raise PeerError(
+                f"The processes are at different batches: {lowest[2] - 1} and {batch - 1}. A process"
+                " skips batches, in `on_train_batch_start`, say; let all of them skip the same."
+            )
+        if lowest[1] != highest[1]:
+            raise PeerError(
+                f"Batch {batch - 1} is the last one of the epoch in some processes, and not in others."
+                " Give all of them the same number of batches (a `DistributedSampler` does, and"
+                " `Trainer(limit_train_batches=...)`)."
+            )
+        if sigterm:
+            # Lightning ends the run behind this batch.
+            self._trainer._signal_connector.received_sigterm = True
+
+    def _abort(self) -> None:
+        self._aborted = True
+        world: Any = dist.group.WORLD
+        if world is not None and hasattr(world, "abort"):
+            world.abort()
+
+    def _take_sigterm(self) -> None:
+        """Stand in for the handler of Lightning, which would broadcast in the middle of anything."""
+        connector = self._trainer._signal_connector
+        handlers: Any = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", None)
+        if not isinstance(handlers, list) or connector._sigterm_notifier_fn not in handlers:
+            return  # not in the main thread, or somebody else's
+        index = handlers.index(connector._sigterm_notifier_fn)
+        original = handlers[index]
+        handlers[index] = self._on_sigterm
+        self._patches.callback(handlers.__setitem__, index, original)
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        trainer = self._trainer
+        strategy = trainer.strategy
+        if not self._sigterm and isinstance(strategy, DDPStrategy) and strategy.launcher is not None:
+            strategy.launcher.kill(signum)
+        self._sigterm = True
+        if trainer.state.stage is not RunningStage.TRAINING:
+            # Nobody meets in an evaluation: each process ends by itself, and says so.
+            trainer._signal_connector.received_sigterm = True

@@ -1,0 +1,104 @@
+"""The `DistributedDataParallel` around a module, and what it keeps on the host from step to step.
+
+A replay does not run its Python. What an eager step would leave there is noted here, and what is not
+the same in every step of a kind keeps such a step out of the graph: buffers are broadcast in the step
+after one that has averaged gradients, and so not in the step that follows a validation.
+
+Its gradients lie in buckets that are allocated once, in the second step; the graph writes into them, or
+into its own gradients beside them, as an eager step does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch.strategies import Strategy
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_cudagraph.capture.steps import Place
+
+__all__ = ["Replicas"]
+
+# The reducer takes times of its first ten iterations and of one in so many later, by events that no
+# capture can hold (torch/csrc/distributed/c10d/reducer.hpp, `kDDPRuntimeLoggingSampleRate`).
+_SAMPLE_RATE = 100
+_NEVER = 2**30
+# One more than it takes times of. By then it has also sorted its buckets anew, which it does in the
+# second one, after a broadcast on the host.
+_SETTLED_AFTER = 11
+
+
+class Replicas:
+    """The replicas of a module in the processes of a run; one, if it is not distributed.
+
+    Args:
+        strategy: the strategy of the run.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        model = strategy.model
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self._averaged = 0
+
+    @property
+    def syncs(self) -> bool:
+        """Whether gradients are averaged in the step that is about to run."""
+        return self._ddp is not None and self._ddp.require_backward_grad_sync
+
+    def ran(self, place: Place) -> None:
+        """An eager step went through."""
+        self._averaged += place.syncs
+
+    def is_settled(self) -> bool:
+        """Whether the reducer has had the iterations that no capture can hold."""
+        return self._ddp is None or self._averaged >= _SETTLED_AFTER
+
+    def unlike_others(self, place: Place) -> str:
+        """Why the step that is about to run does not do what others in its place do, or nothing."""
+        ddp = self._ddp
+        if ddp is None or not ddp.modules_buffers:
+            return ""
+        if ddp.will_sync_module_buffers() == (place.drops and self._broadcasts(ddp)):
+            return ""
+        return "buffers are not broadcast in the step after a validation"
+
+    @staticmethod
+    def _broadcasts(ddp: DistributedDataParallel) -> bool:
+        # Another name since torch 2.13.
+        name = "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
+        return bool(getattr(ddp, name))
+
+    def replayed(self, place: Place) -> None:
+        """Leave what an eager step would have left."""
+        if self._ddp is not None:
+            self._ddp.require_forward_param_sync = place.syncs
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what a step does to the wrapper on the host."""
+        ddp = self._ddp
+        if ddp is None:
+            yield
+            return
+        before = ddp.require_forward_param_sync
+        try:
+            yield
+        except BaseException:
+            # In the middle of a backward pass it waits for gradients that will not come.
+            ddp.reducer._reset_state()
+            raise
+        finally:
+            ddp.require_forward_param_sync = before
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Inside, it takes no times of its own after the first ten iterations."""
+        if self._ddp is None:
+            yield
+            return
+        self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
+        try:
+            yield
+        finally:
+            self._ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE)

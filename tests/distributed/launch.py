@@ -1,0 +1,102 @@
+"""Processes that train together, and what became of each.
+
+A launch takes seconds, so that one serves many cases: every process runs them in order, and writes for
+each what it came to. A launch has a time limit: a hang is a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Ended:
+    """How one process ended.
+
+    Attributes:
+        status: its exit status; negative for a signal, None if it had to be killed.
+        said: what it wrote to its output and its errors.
+        cases: what came of each case, ``"ok"`` or a traceback.
+        after_s: how many seconds after the launch, or after `act`.
+    """
+
+    status: int | None
+    said: str
+    cases: dict[str, str]
+    after_s: float
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(
+    folder: Path,
+    cases: Sequence[str],
+    accelerator: str,
+    timeout_s: float,
+    act: Callable[[Path, list[subprocess.Popen[bytes]]], None] | None = None,
+    size: int = 2,
+) -> list[Ended]:
+    """Run cases in processes of one group.
+
+    Args:
+        folder: where everything is written.
+        cases: functions of `tests.distributed.cases`.
+        accelerator: ``"cpu"`` or ``"gpu"``.
+        timeout_s: when they must have ended.
+        act: called once they have begun, with the folder and the processes.
+        size: how many processes.
+    """
+    port = _free_port()
+    processes = []
+    for rank in range(size):
+        env = {
+            **os.environ,
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
+            **{"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(size)},
+        }
+        command = [sys.executable, "-m", "tests.distributed.worker", str(folder), accelerator, *cases]
+        with open(folder / f"said{rank}.txt", "wb") as said:
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said)
+        processes.append(process)
+    if act is not None:
+        act(folder, processes)
+    started_s = time.monotonic()
+    ended = []
+    for rank, process in enumerate(processes):
+        left_s = timeout_s - (time.monotonic() - started_s)
+        status: int | None
+        try:
+            status = process.wait(timeout=max(left_s, 0.1))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            status = None
+        said = (folder / f"said{rank}.txt").read_text(errors="replace")
+        found = folder / f"cases{rank}.json"
+        done = json.loads(found.read_text()) if found.exists() else {}
+        ended.append(Ended(status, said, done, time.monotonic() - started_s))
+    return ended
+
+
+def assert_all_ok(ended: list[Ended], cases: Sequence[str]) -> None:
+    """Fail unless every case came out well in every process."""
+    for rank, process in enumerate(ended):
+        for case in cases:
+            found = process.cases.get(case, f"did not end: {process.said[-3000:]}")
+            assert found == "ok", f"{case}, rank {rank}: {found}"
+        assert process.status == 0, f"rank {rank}: {process.status}: {process.said[-3000:]}"

@@ -1,0 +1,24 @@
+"""Two processes train as they do without the callback, and decide together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import assert_all_ok, launch
+
+SAME = (
+    "same_numbers",
+    "same_numbers_accumulated",
+    "same_numbers_in_buckets",
+    "same_numbers_with_the_optimizer_behind",
+)
+AGREED = ("another_shape", "a_guard_in_one_process")
+
+
+@pytest.mark.parametrize("cases", [SAME, AGREED], ids=["same numbers", "agreed"])
+def test_processes_train_as_without_the_callback(
+    tmp_path: Path, accelerator: str, cases: tuple[str, ...]
+) -> None:
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=120), cases)
