@@ -352,6 +352,24 @@ def test_what_is_not_timed_is_named() -> None:
     assert len(notes) == 4
 
 
+def test_compiled_layers_are_named() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4))
+
+    in_place, wrapped = block(), torch.compile(block(), backend="eager")
+    in_place.compile(backend="eager")
+    model = Model(lambda model, x: model.plain(x), plain=block(), in_place=in_place, wrapped=wrapped)
+    step = Captured(model)
+    compiled = "it is compiled, or part of what is"
+    assert step.marks.untimed == {
+        "`in_place`": compiled,
+        "`in_place.0`": compiled,
+        "`wrapped`": "it is not called in the step",  # from outside, this one can be timed
+        "`wrapped._orig_mod`": compiled,
+        "`wrapped._orig_mod.0`": compiled,
+    }
+
+
 def test_a_call_that_fails() -> None:
     def fails(x: Tensor) -> Tensor:
         torch.sigmoid(x)

@@ -82,6 +82,26 @@ class _Call:
     around: _Call | None
 
 
+def _out_of_reach(layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The layers on which there can be no hooks, and why."""
+    compiled: set[int] = set()
+    for layer in layers.values():
+        if isinstance(layer, torch._dynamo.OptimizedModule):
+            compiled.update(map(id, layer._orig_mod.modules()))
+        elif layer._compiled_call_impl is not None:
+            compiled.update(map(id, layer.modules()))
+    found = {
+        # A hook in compiled code would change what is compiled.
+        name: "it is compiled, or part of what is"
+        for name, layer in layers.items()
+        if id(layer) in compiled or "_orig_mod" in name.split(".")
+    }
+    for name, layer in layers.items():
+        if isinstance(layer, torch.jit.ScriptModule):
+            found[name] = "a ScriptModule takes no hooks"
+    return found
+
+
 class LayerMarks:
     """Follows a step through its layers.
 
@@ -94,6 +114,7 @@ class LayerMarks:
         self, layers: Mapping[str, nn.Module], turn_to: Callable[[frozenset[str]], None]
     ) -> None:
         self._layers = layers
+        self._out_of_reach = _out_of_reach(layers)
         self._tell = turn_to
         # Which pass is under way; None after the backward pass.
         self._pass: str | None = FORWARD_TAG
@@ -115,7 +136,7 @@ class LayerMarks:
         with ExitStack() as stack:
             stack.enter_context(self._recomputation.noticed())
             for name, layer in self._layers.items():
-                if not isinstance(layer, torch.jit.ScriptModule):
+                if name not in self._out_of_reach:
                     for handle in self._hook(name, layer):
                         stack.callback(handle.remove)
             yield
@@ -148,9 +169,9 @@ class LayerMarks:
             timed: the tags of all that is.
         """
         found: dict[str, str] = {}
-        for name, layer in self._layers.items():
-            if isinstance(layer, torch.jit.ScriptModule):
-                found[f"`{name}`"] = "a ScriptModule takes no hooks"
+        for name in self._layers:
+            if name in self._out_of_reach:
+                found[f"`{name}`"] = self._out_of_reach[name]
             elif FORWARD_TAG + name not in timed:
                 found[f"`{name}`"] = "it is not called in the step"
             elif self._differentiated_twice:
@@ -227,14 +248,14 @@ class LayerMarks:
         if number == _OF_PARAMETERS or (thread, number) in self._watched:
             return
         self._watched.add((thread, number))
-        # These live as long as the node does, and no longer.
+        # Let go of when the node runs, so that no chain of them is left to be taken down.
         following = [after for after, _ in node.next_functions if after is not None]
 
         def about_to_run(gradients: Any) -> None:
             if torch.is_grad_enabled():
                 self._differentiated_twice = True
-            for after in following:
-                self._watch(after, thread, outside)
+            while following:
+                self._watch(following.pop(), thread, outside)
             if self._pass == BACKWARD_TAG:
                 self._notice_end(torch._C._current_graph_task_id())
                 self._at_node = self._layers_of(number, thread, outside)
