@@ -105,7 +105,7 @@ def test_too_many_layers(arguments: dict[str, Any]) -> None:
 
 
 def test_many_layers_and_an_automatic_choice() -> None:
-    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(20_000))
+    model = nn.ModuleList(nn.ReLU() for _ in range(20_000))
     assert len(select_layers(model, LayerTimings())) == 32
 
 
@@ -197,9 +197,10 @@ def times_of(reading: Reading) -> dict[str, float]:
 
 
 def run(
-    folder: Path, accelerator: str, timings: LayerTimings | bool | None, build: Any = Net, **kwargs: Any
+    folder: Path, accelerator: str, timings: LayerTimings | None, build: Any = Net, **kwargs: Any
 ) -> Trace:
-    callback = None if timings is False else CUDAGraphCallback(timings=timings)  # type: ignore[arg-type]
+    """A run with graphs and times, or a plain one."""
+    callback = None if timings is None else CUDAGraphCallback(timings=timings)
     return train(make(build), folder, callback, accelerator=accelerator, **kwargs)
 
 
@@ -347,3 +348,30 @@ def test_steps_without_an_optimizer(tmp_path: Path, accelerator: str, readings: 
     assert len(readings) == behind.counts.replayed == 18
     assert all("step_ms/optimizer" not in reading.layout.tags for reading in readings)
     assert "not timed: what comes after the backward pass: it runs eagerly" in report_of(behind)
+
+
+class Refused(Odd):
+    """Reads a value of the device, in the middle of a layer that is timed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block[1].p = 0.0
+        self.block.append(Reads())
+
+
+class Reads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.detach().sum()) > -1e9 else -x
+
+
+def test_a_refused_capture_leaves_nothing(tmp_path: Path, accelerator: str) -> None:
+    names = ("_checkpoint_hook", "_recomputation_hook")
+    before = [getattr(torch.utils.checkpoint, name) for name in names]
+    callback = CUDAGraphCallback(timings=LayerTimings(depth=9), on_unsupported="eager")
+    plain = run(tmp_path / "plain", accelerator, None, Refused)
+    graph = train(make(Refused), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 0
+    assert "float(tensor)" in report_of(graph)
+    assert hooks_of(graph.module) == []
+    assert [getattr(torch.utils.checkpoint, name) for name in names] == before

@@ -7,7 +7,7 @@ neighbouring layers, and a container and its first member, have a mark in common
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -153,9 +153,26 @@ class StepMarks:
             name: what it is.
             lane: where it is drawn on a timeline.
         """
-        begin = self._mark()
+        end = self.begin_part(name, lane)
         yield
-        self._parts.setdefault(name, (lane, []))[1].append((begin, self._mark()))
+        end()
+
+    def begin_part(self, name: str, lane: Lane) -> Callable[[], None]:
+        """Time something as `part` does, that ends elsewhere: in a callback, or on another stream.
+
+        Args:
+            name: what it is.
+            lane: where it is drawn on a timeline.
+
+        Returns:
+            What marks its end, on the stream that is current then.
+        """
+        begin = self._mark()
+
+        def end() -> None:
+            self._parts.setdefault(name, (lane, []))[1].append((begin, self._mark()))
+
+        return end
 
     @property
     def start(self) -> Event:
