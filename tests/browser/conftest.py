@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.tabs import NoBrowser, chromium, new_tab
+from tests.browser.tabs import NoBrowser, chromium, new_tab, picture
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,12 +41,11 @@ def tab(browser: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def picture(tab: Any) -> Callable[[str], None]:
+def keep(tab: Any) -> Callable[[str], None]:
     """Take a picture of the tab, if pictures are wanted."""
 
     def take(name: str) -> None:
         if folder := os.environ.get("SCREENSHOTS"):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            tab.screenshot(path=Path(folder) / f"{name}.png")
+            picture(tab, Path(folder) / f"{name}.png")
 
     return take

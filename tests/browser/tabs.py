@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-__all__ = ["NoBrowser", "chromium", "new_tab", "show_filtered", "show_time_series", "tensorboard_on"]
+__all__ = [
+    "NoBrowser",
+    "chromium",
+    "new_tab",
+    "picture",
+    "show_filtered",
+    "show_time_series",
+    "tensorboard_on",
+]
 
 # Without the last ones, a browser in a closed network goes on asking for its maker's hosts.
 FLAGS = [
@@ -105,3 +113,12 @@ def show_filtered(tab: Any, address: str, plugin: str, pattern: str, texts: Sequ
     for text in texts:
         tab.get_by_text(text, exact=True).first.wait_for()
     tab.wait_for_load_state("networkidle")
+
+
+def picture(tab: Any, path: Path) -> None:
+    """Save what the tab shows as soon as it does not change any more: charts come one by one."""
+    before, now = b"", tab.screenshot()
+    while now != before:
+        before, now = now, tab.screenshot()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(now)

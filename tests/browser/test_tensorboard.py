@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from tests.browser.tabs import show_filtered, show_time_series, tensorboard_on
-from tests.harness import Net, loader, make, train
+from tests.harness import Net, loader
 
 GROUPS = ("layer_backward_ms", "layer_forward_ms", "step_ms")
+TEXTS = ("cudagraph/events", "cudagraph/report", "layer_timings/report")
 # So few that all of them are in sight: others are not drawn.
 FILTER = "(head|features)$|step_ms/(optimizer|total)"
 TAGS = (
@@ -42,17 +44,22 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run with graphs, and one without them beside it."""
     folder = tmp_path_factory.mktemp("runs")
-    torch.manual_seed(0)
-    callback = CUDAGraphCallback()
-    train(
-        make(Net),
-        tmp_path_factory.mktemp("checkpoints"),
-        callback,
-        accelerator="cpu",
-        train_loader=loader(batches=30),
-        logger=TensorBoardLogger(folder, name="net"),
-    )
+    timings = LayerTimings(window_steps=20)
+    callback = CUDAGraphCallback(timings=timings)
+    for name, timed in (("graph", callback), ("eager", timings)):
+        torch.manual_seed(0)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=3,
+            logger=TensorBoardLogger(folder, name="", version=name),
+            callbacks=[timed],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Net(), loader(batches=30), loader())
     assert callback.counts is not None
     assert callback.counts.replayed > 80
     assert callback.report is not None
@@ -60,7 +67,7 @@ def run(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]
         yield Run(address, callback.report)
 
 
-def test_time_series(tab: Any, run: Run, picture: Callable[[str], None]) -> None:
+def test_time_series(tab: Any, run: Run, keep: Callable[[str], None]) -> None:
     tab.goto(f"{run.address}#timeseries")
     for group in GROUPS:
         tab.get_by_text(group, exact=True).first.wait_for()
@@ -69,18 +76,18 @@ def test_time_series(tab: Any, run: Run, picture: Callable[[str], None]) -> None
     for tag in TAGS:
         cards.filter(has_text=tag).wait_for()
     assert cards.filter(has_text="features.0").count() == 0
-    picture("time_series")
+    keep("time_series")
 
 
-def test_scalars(tab: Any, run: Run, picture: Callable[[str], None]) -> None:
+def test_scalars(tab: Any, run: Run, keep: Callable[[str], None]) -> None:
     tab.goto(f"{run.address}#scalars")
     for group in GROUPS:
         tab.get_by_text(group, exact=True).first.wait_for()
     show_filtered(tab, run.address, "scalars", FILTER, TAGS)
-    picture("scalars")
+    keep("scalars")
 
 
-def test_custom_scalars(tab: Any, run: Run, picture: Callable[[str], None]) -> None:
+def test_custom_scalars(tab: Any, run: Run, keep: Callable[[str], None]) -> None:
     show_filtered(tab, run.address, "custom_scalars", "", ["CUDA graph"])
     for chart, title in (
         ("margin", "step: p05, p50, p95 [ms]"),
@@ -88,15 +95,17 @@ def test_custom_scalars(tab: Any, run: Run, picture: Callable[[str], None]) -> N
         ("multi-line", "slowest layers, forward [ms]"),
         ("multi-line", "slowest layers, backward [ms]"),
     ):
-        card = tab.locator(f"tf-custom-scalar-{chart}-chart-card", has_text=title)
+        card = tab.locator(f"tf-custom-scalar-{chart}-chart-card", has_text=title).first
         card.get_by_text(re.compile(r"Matches \([1-9]")).wait_for()
-    picture("custom_scalars")
+    keep("custom_scalars")
 
 
-def test_text(tab: Any, run: Run, picture: Callable[[str], None]) -> None:
-    show_filtered(tab, run.address, "text", "", ["tag: cudagraph/report/text_summary"])
-    shown = tab.locator("pre", has_text="slowest layers").first.inner_text()
+def test_text(tab: Any, run: Run, keep: Callable[[str], None]) -> None:
+    tags = [f"tag: {tag}/text_summary" for tag in TEXTS]
+    show_filtered(tab, run.address, "text", "", tags)
+    shown = tab.locator("pre", has_text="times as fast").first.inner_text()
     # In a fixed width, line by line as it was written.
     assert [line.rstrip() for line in shown.strip().splitlines()] == run.report.splitlines()
     assert re.search(r"^ +head +\d", shown, re.MULTILINE)
-    picture("text")
+    tab.locator("pre", has_text=re.compile("captured")).first.wait_for()
+    keep("text")
