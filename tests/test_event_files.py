@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
@@ -227,6 +228,25 @@ def test_a_logger_that_cannot_be_written_to_is_said_once(tmp_path: Path, kind: A
     assert len(caught) == 1
     working.finalize("success")
     assert len(points(accumulated(working.log_dir), "step_ms/total")) == 200
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_the_times_alone(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    writer = TensorBoardWriter([logger])
+    readings = readings_of(layout_of("a"), range(20))
+    for reading in readings[:10]:
+        writer.add(reading)
+    figure = Figure((2, 1))
+    figure.subplots().plot([1, 2], [3, 4])
+    writer.add_figure("cudagraph/timeline", figure, 9)
+    with pytest.raises(AttributeError):
+        writer.add_figure("cudagraph/slowest_layers", "no figure", 9)
+    feed(writer, readings[10:])
+    logger.finalize("success")
+    accumulator = accumulated(logger.log_dir)
+    assert points(accumulator, "step_ms/total") == said(readings, "step_ms/total")
+    (image,) = accumulator.Images("cudagraph/timeline")
+    assert (image.step, image.width) == (9, 200)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

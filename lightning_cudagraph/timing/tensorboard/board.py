@@ -83,6 +83,11 @@ class Board:
         if not self._failed:
             self._try(write)
 
+    def draw(self, write: Callable[[Any], None]) -> None:
+        """Call `write` with the writer; an error is the caller's, since a picture can fail by itself."""
+        if not self._failed:
+            write(self._logger.experiment)
+
     def write(self, rows: Rows) -> None:
         """Hand rows to the writer."""
         self.attempt(lambda writer: self._write(writer, rows))

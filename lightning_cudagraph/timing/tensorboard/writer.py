@@ -128,7 +128,7 @@ class TensorBoardWriter:
             board.attempt(lambda writer: writer.add_text(tag, f"```\n{text}\n```", step))
 
     def add_figure(self, tag: str, figure: Any, step: int) -> None:
-        """Write a picture.
+        """Write a picture; what goes wrong with it is raised.
 
         Args:
             tag: where it is shown.
@@ -136,7 +136,7 @@ class TensorBoardWriter:
             step: the step as the trainer's loggers count it.
         """
         for board in self._boards:
-            board.attempt(lambda writer: writer.add_figure(tag, figure, step))
+            board.draw(lambda writer: writer.add_figure(tag, figure, step))
 
     def close(self) -> None:
         """Write what is left, and leave the loggers' writers as they were."""
