@@ -49,8 +49,8 @@ class CUDAGraphCallback(Callback):
     the reason, or run eagerly. On a CPU an emulator takes the place of the GPU.
 
     Shown in TensorBoard for each replay, in milliseconds: ``layer_forward_ms/{module}``,
-    ``layer_backward_ms/{module}`` and ``step_ms/{forward,backward,optimizer,total,...}``. For each window
-    of replays ``step_band_ms/{p05,p50,p95}``, with charts among the custom scalars; as texts what became
+    ``layer_backward_ms/{module}`` and ``step_ms/{forward,backward,optimizer,total,...}``. For each
+    window ``step_band_ms/{p05,p50,p95}``, with charts among the custom scalars; as texts what became
     of the graphs, ``cudagraph/events``, and at the end of `fit` the ``cudagraph/report``. Other loggers,
     but a `CSVLogger`, get the medians of each window.
 
