@@ -34,6 +34,8 @@ FLAGS = [
 ]
 # Whatever is waited for must have come by then.
 LIMIT_MS = 20_000
+# So many looks at a tab, one after another, that show the same, are taken for its last state.
+_LOOKS = 10
 
 
 class NoBrowser(Exception):
@@ -116,9 +118,10 @@ def show_filtered(tab: Any, address: str, plugin: str, pattern: str, texts: Sequ
 
 
 def picture(tab: Any, path: Path) -> None:
-    """Save what the tab shows as soon as it does not change any more: charts come one by one."""
-    before, now = b"", tab.screenshot()
-    while now != before:
-        before, now = now, tab.screenshot()
+    """Save what the tab shows as soon as it stays as it is: charts come one by one."""
+    last, same = b"", 0
+    while same < _LOOKS:
+        now = tab.screenshot()
+        last, same = now, same + 1 if now == last else 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(now)
+    path.write_bytes(last)
