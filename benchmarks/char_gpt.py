@@ -29,7 +29,7 @@ from lightning_cudagraph import CUDAGraphCallback
 WARM_STEPS = 60
 
 
-class _Stopwatch(Callback):
+class Stopwatch(Callback):
     """Wall time of the steps after `WARM_STEPS`, the device idle at both ends."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def model(args: argparse.Namespace) -> CharGPT:
 
 def run_lightning(args: argparse.Namespace, callback: CUDAGraphCallback | None) -> float:
     """Microseconds of a step in a Trainer."""
-    stopwatch = _Stopwatch()
+    stopwatch = Stopwatch()
     callbacks: list[Callback] = [stopwatch] if callback is None else [stopwatch, callback]
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(

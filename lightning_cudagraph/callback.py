@@ -160,13 +160,14 @@ class CUDAGraphCallback(Callback):
         self._training: GraphedTraining | None = None
         self._evaluation: GraphedEvaluation | None = None
         self._processes: Distributed | None = None
+        self._wrapping: ExitStack | None = None
         self._no_evaluation: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._description = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is bound to a trainer, so that copies and pickles work at any time."""
-        bound = ("_training", "_evaluation", "_processes", "_no_evaluation", "_backend")
+        bound = ("_training", "_evaluation", "_processes", "_wrapping", "_no_evaluation", "_backend")
         return {**self.__dict__, **dict.fromkeys(bound)}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -196,7 +197,9 @@ class CUDAGraphCallback(Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        backend = self._backend  # of the wrapper's stream, if there is one
         self._close()
+        self._backend = backend
         self.report = self.counts = self.evaluation_counts = None
         self._processes = Distributed(trainer)
         if self.backend == "off":
@@ -348,7 +351,10 @@ class CUDAGraphCallback(Callback):
         evaluation, self._evaluation = self._evaluation, None
         processes, self._processes = self._processes, None
         self._no_evaluation = self._backend = None
+        wrapping, self._wrapping = self._wrapping, None
         with ExitStack() as stack:  # all, also where one of them fails; graphs before process groups
+            if wrapping is not None:
+                stack.callback(wrapping.close)
             if processes is not None:
                 stack.callback(processes.close)
             if evaluation is not None:

@@ -20,6 +20,7 @@ GPU to read it, the signal goes along with the plans here, and all end behind th
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Mapping
@@ -30,16 +31,59 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.capture.agreement import Agreement
+from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.ranks import Ranks
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.errors import ConfigurationError, PeerError, UnsupportedError
 
-__all__ = ["Distributed"]
+__all__ = ["Distributed", "settle_nccl", "wrapped_on_side_stream"]
+
+_GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
+
+
+def wrapped_on_side_stream(strategy: Strategy, backend: Backend, patches: ExitStack) -> None:
+    """Let Lightning wrap the module on the stream of warm-up and capture, and not on one of its own.
+
+    Autograd's accumulation nodes, which the wrapper keeps, stay on the stream that they were made on: in
+    a capture on another one, each of them would be a fork of its own.
+
+    Args:
+        strategy: the strategy of a `fit` that is about to set up.
+        backend: on which it trains.
+        patches: puts everything back when it is closed.
+    """
+    is_lightnings = getattr(strategy._setup_model, "__func__", None) is DDPStrategy._setup_model
+    if not (isinstance(strategy, DDPStrategy) and is_lightnings):
+        return
+
+    def wrap(module: nn.Module) -> nn.Module:
+        device_ids = strategy.determine_ddp_device_ids()
+        with backend.on_side_stream():
+            return DistributedDataParallel(module, device_ids=device_ids, **strategy._ddp_kwargs)
+
+    replace_method(strategy, "_setup_model", wrap, patches)
+
+
+def settle_nccl() -> str:
+    """Set what NCCL needs for captures, if it needs anything, before it is first asked.
+
+    Returns:
+        What was set, in words.
+    """
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments:True" not in allocator or _GRAPH_REGISTER in os.environ:
+        return ""
+    # Registered, a buffer that spans segments can be read where nothing is (NVIDIA/Megatron-LM and
+    # pytorch/torchtitan#3306 on captures with this allocator).
+    os.environ[_GRAPH_REGISTER] = "0"
+    return f"{_GRAPH_REGISTER}=0 is set, because the allocator has expandable segments"
 
 
 class Distributed:
