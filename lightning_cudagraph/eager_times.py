@@ -16,7 +16,7 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.stand_ins import in_place, replace_method
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.recording import timed_stages
+from lightning_cudagraph.marked_steps import timed_stages
 from lightning_cudagraph.run_times import RunTimes
 from lightning_cudagraph.support import make_backend
 from lightning_cudagraph.timing.layers import LayerChoice

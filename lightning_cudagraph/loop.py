@@ -35,6 +35,7 @@ from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.inner_hooks import InnerHooks
+from lightning_cudagraph.marked_steps import timed_closure, timed_stages
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
@@ -47,6 +48,7 @@ from lightning_cudagraph.run_times import RunTimes
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import check_private_names
 from lightning_cudagraph.timing.layers import untimed_notes
+from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.transfer import BatchTransfer
 
 __all__ = ["GraphedTraining"]
@@ -85,6 +87,7 @@ class GraphedTraining:
         self._patches = ExitStack()
         self._replicas = Replicas(trainer.strategy)
         self._in_step = False
+        self._marks: StepMarks | None = None  # of an eager step that is under way
         self._phase = Phase.EAGER
         self._part = OptimizerPart(
             trainer,
@@ -337,7 +340,10 @@ class GraphedTraining:
 
         def eagerly() -> Tensor | None:
             self._use_own_batch(closure)
-            return plain()
+            if self._marks is None:
+                return plain()
+            with timed_closure(closure, self._marks):
+                return plain()
 
         if self._in_step:
             with self._part.optimizer.floats_inside():
@@ -377,6 +383,16 @@ class GraphedTraining:
                 run()
             self._replicas.ran(place)
 
+        def run_marked() -> None:
+            self._marks = self._times.eager_marks(body.has_optimizer)
+            try:
+                with self._marks.recording(), timed_stages(self._marks, self._trainer, self._module):
+                    run_eagerly()
+                self._times.eager_clock.ended(self._marks, self._step_number(), False)
+            finally:
+                self._marks = None
+            self._times.pace.pause()  # its own time has that of the marking in it
+
         def refresh() -> None:
             body.optimizer.refresh()
             self._metrics.adopt()
@@ -403,6 +419,7 @@ class GraphedTraining:
             timed=self._clock.is_due(steps_before),
             upcoming=lambda outputs: self._clock.upcoming(outputs.marks),
             copying=self._clock.copying,
+            run_last=run_marked if self._settings.timings is not None else None,
         )
         checked = self._verifier.checked
         self._phase, outputs = self._engine.step(step, refresh)

@@ -6,7 +6,6 @@ undone; what a replay would leave out is refused.
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
@@ -25,7 +23,6 @@ from lightning_cudagraph.capture.frozen import FrozenIndex, StepAudit, frozen_py
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
-from lightning_cudagraph.capture.stand_ins import in_place
 from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.capture.structure import Identity
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
@@ -34,14 +31,15 @@ from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.inner_hooks import InnerHooks
 from lightning_cudagraph.logged_step import LoggedStep
 from lightning_cudagraph.logs import Logs
+from lightning_cudagraph.marked_steps import timed_forward, timed_stages
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.profilers import unprofiled
-from lightning_cudagraph.support import check_optimizer_part, scaler_of
+from lightning_cudagraph.support import check_optimizer_part
 from lightning_cudagraph.timing.layers import Placement
-from lightning_cudagraph.timing.marks import Stage, StepMarks
+from lightning_cudagraph.timing.marks import StepMarks
 
-__all__ = ["HostTurn", "Recorder", "StepBody", "StepOutputs", "timed_forward", "timed_stages"]
+__all__ = ["HostTurn", "Recorder", "StepBody", "StepOutputs"]
 
 
 # A gradient, and how often it was written, or nothing.
@@ -377,35 +375,3 @@ def _detached(leaf: Any) -> Any:
             "Leave it out: `on_train_batch_end` is given it.",
         )
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def timed_forward(step: Callable[[], ClosureResult], marks: StepMarks) -> Callable[[], ClosureResult]:
-    def timed() -> ClosureResult:
-        marks.forward_began()
-        result = step()
-        marks.forward_ended(result.closure_loss)
-        return result
-
-    return timed
-
-
-@contextmanager
-def timed_stages(marks: StepMarks, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Tell the marks what of that which comes after the backward pass is clipping, or the scaler's."""
-    scaler = scaler_of(trainer)
-    places: list[tuple[Any, str, Stage]] = [(module, "configure_gradient_clipping", "clipping")]
-    if scaler is not None:
-        places += [(scaler, "unscale_", "scaler"), (scaler, "update", "scaler")]
-    with ExitStack() as stack:
-        for owner, name, stage in places:
-            stack.enter_context(in_place(owner, name, _timed(getattr(owner, name), marks, stage)))
-        yield
-
-
-def _timed(function: Callable[..., Any], marks: StepMarks, stage: Stage) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        with marks.stage(stage):
-            return function(*args, **kwargs)
-
-    return timed

@@ -13,6 +13,7 @@ from lightning_cudagraph.capture.steps import Place, StepCounts
 from lightning_cudagraph.timing.clock import FitClock, Sink
 from lightning_cudagraph.timing.layers import LayerChoice, select_layers, untimed_notes
 from lightning_cudagraph.timing.lead_in import COPY_TAG, GAP_TAG
+from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.report import LayerTimes, StepPace, eager_report, fit_report
 from lightning_cudagraph.timing.spans import STEP_TAG
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
@@ -37,6 +38,7 @@ class RunTimes:
         pace: how long steps take as the host sees them.
         clock: that of the steps that are shown.
         eager_clock: that of eager steps beside them, which are shown in comparison.
+        eager: the times of these.
 
     Raises:
         ConfigurationError: if the choice names a layer that is not there.
@@ -51,16 +53,17 @@ class RunTimes:
     ) -> None:
         self.layers: dict[str, nn.Module] = {} if choice is None else select_layers(module, choice)
         self.pace = StepPace()
+        self._backend = backend
         self._every_n_steps = 0 if choice is None else choice.every_n_steps
         self._takes_in_turn = backend.graphs_per_step > 1
         window_steps = LayerChoice.window_steps if choice is None else choice.window_steps
         self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps)
         self._times = LayerTimes()
-        self._eager = LayerTimes()
+        self.eager = LayerTimes()
         others = other_loggers_writer(trainer.loggers, window_steps)
         sinks: list[Sink] = [self._times, self._tensorboard, others]
         self.clock = FitClock(backend, sinks, self._every_n_steps)
-        self.eager_clock = FitClock(backend, [self._eager], min(self._every_n_steps, 1))
+        self.eager_clock = FitClock(backend, [self.eager], min(self._every_n_steps, 1))
 
     def takes(self, place: Place, accumulate_grad_batches: int) -> tuple[bool, ...]:
         """The captures of a step that are needed, by whether they have events.
@@ -76,6 +79,14 @@ class RunTimes:
         in_turn = self._takes_in_turn and (self._every_n_steps == 1 or in_the_middle)
         timed = (True, True) if in_turn else (True,)
         return timed if self._every_n_steps == 1 else (False, *timed)
+
+    def eager_marks(self, has_optimizer: bool) -> StepMarks:
+        """Marks for an eager step.
+
+        Args:
+            has_optimizer: the step ends with that of the optimizer, and not with the backward pass.
+        """
+        return StepMarks(self._backend, self.layers, has_optimizer)
 
     def pause(self) -> None:
         """Something that is not a training step comes now (validation, a checkpoint)."""

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.capture.emulator import EmulatedGraph, EmulatorBackend, HostEvent
+from lightning_cudagraph.run_times import RunTimes
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 from tests.harness import Net, Trace, assert_same, loader, make, train
@@ -205,6 +206,31 @@ def test_scope_behind(tmp_path: Path, accelerator: str, readings: list[Reading])
     assert graphed.counts.replayed > 10
     assert {reading.step % 2 for reading in readings} == {0}
     assert any("step_ms/gap" in reading.layout.tags for reading in readings)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("scope", ["step", "forward_backward"])
+def test_the_last_step_of_the_warm_up_is_timed(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, scope: Any, accumulate: int
+) -> None:
+    found: list[RunTimes] = []
+    report = RunTimes.report
+
+    def noting(self: RunTimes, *args: Any) -> str:
+        found.append(self)
+        return report(self, *args)
+
+    monkeypatch.setattr(RunTimes, "report", noting)
+    callback = graph(1, scope=scope)
+    trace = run(tmp_path, accelerator, callback, accumulate_grad_batches=accumulate)
+    assert trace.counts.warmed_up == 3 * accumulate
+    eager_ms = found[0].eager.medians_ms()
+    tags = {tag for tag in events(tmp_path).Tags()["scalars"] if tag.startswith(("layer", "step_ms"))}
+    assert eager_ms.keys() == tags - {"step_ms/gap", "step_ms/copy"}
+    assert "layer_backward_ms/features.0" in eager_ms
+    assert all(value_ms >= 0 for value_ms in eager_ms.values())
+    # One for each place in the window.
+    assert len(found[0].eager) == accumulate
 
 
 def test_the_last_step_is_read(tmp_path: Path, accelerator: str, readings: list[Reading]) -> None:

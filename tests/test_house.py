@@ -45,6 +45,7 @@ FLOORS = [
         "advance",
         "distributed",
         "manual",
+        "marked_steps",
         "optimizer_part",
         "plain_replay",
         "recording",

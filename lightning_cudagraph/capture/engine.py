@@ -542,7 +542,8 @@ class StepEngine(Generic[T]):
             if first:
                 stack.enter_context(self._backend.generators.learning())
             stack.enter_context(step.learning())
-            step.run()
+            is_at_its_end = self._warm_ups.is_at_its_end(signature, step.place)
+            (step.run_last if is_at_its_end and step.run_last is not None else step.run)()
         # Only a step that went through counts.
         self._warm_ups.done(signature, step.place)
         self.counts.warmed_up += 1

@@ -111,6 +111,7 @@ class Step(Generic[T]):
         copying: entered, before such a replay, around the copy of the batch.
         unlike_others: why it does not do what others in its place do, so that it has to run eagerly; or
             nothing.
+        run_last: does it eagerly at the end of the warm-up; None for `run`.
     """
 
     batch: Any
@@ -132,6 +133,7 @@ class Step(Generic[T]):
     upcoming: Callable[[T], None] = _nothing
     copying: Callable[[], AbstractContextManager[None]] = nullcontext
     unlike_others: str = ""
+    run_last: Callable[[], object] | None = None
 
     @property
     def description(self) -> str:

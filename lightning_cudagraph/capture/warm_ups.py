@@ -29,6 +29,10 @@ class WarmUps:
         """How many steps are still to come before a capture."""
         return self._left.get(signature, {}).get(place, self._steps)
 
+    def is_at_its_end(self, signature: Signature, place: Place) -> bool:
+        """Whether the next step can be the last one before a capture, and is not the first one."""
+        return self.left(signature, place) <= min(1, self._steps - 1)
+
     def is_new(self, signature: Signature) -> bool:
         """Whether no step was done on such a batch."""
         return signature not in self._left

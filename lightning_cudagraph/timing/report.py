@@ -72,6 +72,10 @@ class LayerTimes:
     def close(self) -> None:
         """Nothing to do."""
 
+    def __len__(self) -> int:
+        """How many readings there are."""
+        return len(self._readings)
+
     def medians_ms(self) -> dict[str, float]:
         """The median over the last replays, in milliseconds, by tag."""
         by_tag: dict[str, list[float]] = defaultdict(list)
