@@ -25,6 +25,9 @@ __all__ = ["Backend", "CudaBackend", "Event", "Graph"]
 
 T = TypeVar("T")
 
+# Private: the address of the current stream of a device.
+_handle_of_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 
 class Event(Protocol):
     """A point in time on the device, set anew by each replay of the graph that holds it."""
@@ -183,6 +186,7 @@ class CudaBackend:
         # The timing streams that take part in the capture.
         self._forked: set[torch.cuda.Stream] = set()
         self._recording: CudaParts | None = None
+        self._current: torch.cuda.Stream | None = None  # when it was last asked for
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
@@ -310,8 +314,11 @@ class CudaBackend:
         return torch.cuda.Event(enable_timing=True, external=True)
 
     def mark(self, event: Any, forked: bool = True) -> None:
+        if self._recording is None:
+            event.record(self._current_stream())
+            return
         current = torch.cuda.current_stream(self.device)
-        if not forked or self._recording is None:
+        if not forked:
             event.record(current)
             return
         # Recorded on the stream itself, the event would become a node between two kernels and cost the
@@ -325,6 +332,13 @@ class CudaBackend:
         self._forked.add(branch)
         branch.wait_event(fork)
         event.record(branch)
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """The current stream; to ask torch for it, which makes an object, takes several us each time."""
+        handle = None if _handle_of_stream is None else _handle_of_stream(self._index)
+        if handle is None or self._current is None or self._current.cuda_stream != handle:
+            self._current = torch.cuda.current_stream(self.device)
+        return self._current
 
     def position(self) -> object | None:
         if self._recording is None:
