@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_cudagraph import CUDAGraphError
@@ -43,14 +44,45 @@ class Model(nn.Module):
         return self.run(self, x)
 
 
+class Taped(EmulatorBackend):
+    """Writes down marks, and ops, of a step that is not captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape: list[Any] = []
+
+    def mark(self, event: HostEvent, forked: bool = True) -> None:
+        super().mark(event, forked)
+        self.tape.append(event)
+
+
+class Ops(TorchDispatchMode):
+    """Writes down ops, but no views."""
+
+    def __init__(self, tape: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not (func.is_view or func._schema.name == "aten::detach"):
+            self.tape.append(func)
+        return result
+
+
+# Steps are captured and replayed, or run eagerly.
+both_ways = pytest.mark.parametrize("eager", [False, True])
+
+
 class Captured:
-    """A step that was captured with marks, and replayed.
+    """A step that was captured with marks, and replayed; or that was run with them.
 
     Args:
         model: what is timed, all its layers.
         names: those to time, if not all of them.
         x: what the model is given.
         step: the step, told the marks, if it is another than one of forward and backward.
+        eager: it is only run.
     """
 
     def __init__(
@@ -59,8 +91,9 @@ class Captured:
         names: tuple[str, ...] = (),
         x: Tensor | None = None,
         step: Callable[[StepMarks, Tensor], None] | None = None,
+        eager: bool = False,
     ) -> None:
-        self.backend = EmulatorBackend()
+        self.backend = Taped()
         layers = {n: m for n, m in model.named_modules() if n and (not names or n in names)}
         leaf = torch.randn(4, 4, requires_grad=True) if x is None else x
 
@@ -79,10 +112,16 @@ class Captured:
         (step or plain)(_Deaf(), leaf)  # type: ignore[arg-type]
         for tensor in (leaf, *model.parameters()):
             tensor.grad = None
-        graph, self.marks = self.backend.capture(body)
-        graph.replay()
+        if eager:
+            with Ops(self.backend.tape):
+                self.marks = body()
+            self.tape = self.backend.tape
+        else:
+            graph, self.marks = self.backend.capture(body)
+            graph.replay()
+            parts: list[list[Any]] = graph._parts  # type: ignore[attr-defined]
+            self.tape = [op if isinstance(op, HostEvent) else op.func for part in parts for op in part]
         self.offsets_ms = self.marks.read()
-        self.tape = [op for part in graph._parts for op in part]  # type: ignore[attr-defined]
         self.layout = self.marks.layout
         for layer in model.modules():
             hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._forward_hooks_always_called)
@@ -96,7 +135,7 @@ class Captured:
         """The names of the ops between the marks of a span."""
         at = [index for index, op in enumerate(self.tape) if isinstance(op, HostEvent)]
         return [
-            op.func._schema.name.removeprefix("aten::")
+            op._schema.name.removeprefix("aten::")
             for begin, end in self.spans[tag].calls
             for op in self.tape[at[begin] : at[end]]
             if not isinstance(op, HostEvent)
@@ -160,23 +199,25 @@ def test_the_parts_add_up_to_the_whole() -> None:
     assert stages == pytest.approx(step.offsets_ms[-1], rel=1e-5)
 
 
-def test_layers_side_by_side() -> None:
+@both_ways
+def test_layers_side_by_side(eager: bool) -> None:
     def run(model: Any, x: Tensor) -> Tensor:
         return model.q(x) + model.k(x) * model.v(x)
 
     model = Model(run, q=Op(torch.tanh), k=Op(torch.sigmoid), v=Op(F.silu))
-    step = Captured(model)
+    step = Captured(model, eager=eager)
     # Gradients of one input are added up where the last of them has come.
     assert step.backward("v") == ["silu_backward"]
     assert step.backward("k") == ["sigmoid_backward", "add"]
     assert step.backward("q")[:2] == ["tanh_backward", "add"]
 
 
-def test_what_lies_between_layers_belongs_to_none() -> None:
+@both_ways
+def test_what_lies_between_layers_belongs_to_none(eager: bool) -> None:
     def run(model: Any, x: Tensor) -> Tensor:
         return model.b(F.gelu(model.a(x)))
 
-    step = Captured(Model(run, a=Op(torch.tanh), b=Op(torch.sigmoid)))
+    step = Captured(Model(run, a=Op(torch.tanh), b=Op(torch.sigmoid)), eager=eager)
     assert step.forward("a") == ["tanh"]
     assert step.forward("b") == ["sigmoid"]
     assert step.backward("b") == ["sigmoid_backward"]
@@ -204,40 +245,44 @@ def test_linear_layers_with_weights_and_gradients_that_are_added_to() -> None:
         assert captured.forward(name) == ["addmm"]
 
 
-def test_in_place_activations() -> None:
+@both_ways
+def test_in_place_activations(eager: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 4))
-    step = Captured(model)
+    step = Captured(model, eager=eager)
     assert step.forward("2") == ["relu_"]
     assert step.backward("2") == ["threshold_backward"]
     assert step.backward("1") == ["native_batch_norm_backward"]
     assert step.marks.untimed == {}
 
 
-def test_a_layer_called_twice_has_the_sum() -> None:
-    step = Captured(Model(chain("a", "b", "a"), a=Op(torch.tanh), b=Op(torch.sigmoid)))
+@both_ways
+def test_a_layer_called_twice_has_the_sum(eager: bool) -> None:
+    step = Captured(Model(chain("a", "b", "a"), a=Op(torch.tanh), b=Op(torch.sigmoid)), eager=eager)
     assert step.forward("a") == ["tanh", "tanh"]
     assert len(step.spans[f"{FORWARD_TAG}a"].calls) == 2
     assert [op for op in step.backward("a") if "backward" in op] == ["tanh_backward"] * 2
     assert step.backward("b") == ["sigmoid_backward"]
 
 
-def test_a_layer_under_two_parents() -> None:
+@both_ways
+def test_a_layer_under_two_parents(eager: bool) -> None:
     shared = Op(torch.tanh)
     one, other = nn.Sequential(shared, Op(torch.sigmoid)), nn.Sequential(shared, Op(F.silu))
-    step = Captured(Model(chain("one", "other"), one=one, other=other))
+    step = Captured(Model(chain("one", "other"), one=one, other=other), eager=eager)
     assert step.forward("one.0") == ["tanh", "tanh"]
     assert step.forward("one") == ["tanh", "sigmoid"]
     assert step.forward("other") == ["tanh", "silu"]
     assert step.backward("other") == ["silu_backward", "tanh_backward"]
 
 
-def test_a_layer_called_inside_itself_counts_once() -> None:
+@both_ways
+def test_a_layer_called_inside_itself_counts_once(eager: bool) -> None:
     class Nested(nn.Module):
         def forward(self, x: Tensor, depth: int = 2) -> Tensor:
             x = torch.tanh(x)
             return self(x, depth - 1) if depth else x
 
-    step = Captured(Model(chain("a"), a=Nested()))
+    step = Captured(Model(chain("a"), a=Nested()), eager=eager)
     assert step.forward("a") == ["tanh"] * 3
     assert [op for op in step.backward("a") if "backward" in op] == ["tanh_backward"] * 3
     assert len(step.spans[f"{FORWARD_TAG}a"].calls) == 1
@@ -249,6 +294,7 @@ class Output:
     second: Tensor
 
 
+@both_ways
 @pytest.mark.parametrize(
     "pack",
     [
@@ -258,7 +304,9 @@ class Output:
     ],
 )
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
-def test_several_outputs(pack: Callable[[Tensor, Tensor], Any], used: tuple[int, ...]) -> None:
+def test_several_outputs(
+    pack: Callable[[Tensor, Tensor], Any], used: tuple[int, ...], eager: bool
+) -> None:
     def tensors(packed: Any) -> list[Tensor]:
         if isinstance(packed, tuple):
             return list(packed)
@@ -271,13 +319,14 @@ def test_several_outputs(pack: Callable[[Tensor, Tensor], Any], used: tuple[int,
         return F.gelu(sum((outputs[i] for i in used), torch.zeros(())))
 
     both = Op(lambda x: pack(torch.tanh(x), torch.sigmoid(x)))
-    step = Captured(Model(run, before=Op(F.silu), both=both))
+    step = Captured(Model(run, before=Op(F.silu), both=both), eager=eager)
     found = [op for op in step.backward("both") if op.endswith("_backward")]
     assert sorted(found) == sorted([("tanh_backward", "sigmoid_backward")[i] for i in used])
     assert [op for op in step.backward("before") if op.endswith("_backward")] == ["silu_backward"]
 
 
-def test_a_loss_that_lies_in_an_attribute() -> None:
+@both_ways
+def test_a_loss_that_lies_in_an_attribute(eager: bool) -> None:
     class Gate(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             self.penalty = torch.sigmoid(x).sum()
@@ -286,26 +335,28 @@ def test_a_loss_that_lies_in_an_attribute() -> None:
     def run(model: Any, x: Tensor) -> Tensor:
         return model.gate(model.before(x)).sum() + model.gate.penalty
 
-    step = Captured(Model(run, before=Op(F.silu), gate=Gate()))
+    step = Captured(Model(run, before=Op(F.silu), gate=Gate()), eager=eager)
     found = [op for op in step.backward("gate") if op.endswith("_backward")]
     assert found == ["tanh_backward", "sigmoid_backward"]
 
 
-def test_an_embedding_ends_the_backward_pass() -> None:
+@both_ways
+def test_an_embedding_ends_the_backward_pass(eager: bool) -> None:
     model = nn.Sequential(nn.Embedding(8, 4), Op(torch.tanh))
-    step = Captured(model, x=torch.tensor([1, 2, 3]))
+    step = Captured(model, x=torch.tensor([1, 2, 3]), eager=eager)
     assert step.forward("0") == ["embedding"]
     assert step.backward("0") == ["embedding_dense_backward"]
     assert step.backward("1") == ["tanh_backward"]
 
 
-def test_views_cost_nothing() -> None:
-    step = Captured(Model(chain("a", "view"), a=Op(torch.tanh), view=nn.Flatten(0)))
+@both_ways
+def test_views_cost_nothing(eager: bool) -> None:
+    step = Captured(Model(chain("a", "view"), a=Op(torch.tanh), view=nn.Flatten(0)), eager=eager)
     assert step.forward("view") == []
     assert step.forward("a") == ["tanh"]
     assert step.backward("view") == []
     begin, end = step.spans[f"{FORWARD_TAG}view"].calls[0]
-    assert begin == end
+    assert eager or begin == end
     assert step.marks.untimed == {}
 
 
@@ -370,7 +421,8 @@ def test_compiled_layers_are_named() -> None:
     }
 
 
-def test_a_call_that_fails() -> None:
+@both_ways
+def test_a_call_that_fails(eager: bool) -> None:
     def fails(x: Tensor) -> Tensor:
         torch.sigmoid(x)
         raise ValueError
@@ -383,7 +435,7 @@ def test_a_call_that_fails() -> None:
         return model.last(x)
 
     outer = nn.Sequential(Op(torch.tanh), Op(fails))
-    step = Captured(Model(run, outer=outer, other=Op(F.silu), last=Op(F.gelu)))
+    step = Captured(Model(run, outer=outer, other=Op(F.silu), last=Op(F.gelu)), eager=eager)
     assert step.forward("outer") == ["tanh", "sigmoid"]
     assert step.forward("other") == ["silu"]
     assert step.backward("last") == ["gelu_backward"]
@@ -391,14 +443,17 @@ def test_a_call_that_fails() -> None:
     assert "the backward pass of `outer.0`" in step.marks.untimed
 
 
+@both_ways
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("names", [(), ("last", "block.0", "block.1", "block.2")])
-def test_recomputation_belongs_to_the_backward_pass(reentrant: bool, names: tuple[str, ...]) -> None:
+def test_recomputation_belongs_to_the_backward_pass(
+    reentrant: bool, names: tuple[str, ...], eager: bool
+) -> None:
     def run(model: Any, x: Tensor) -> Tensor:
         return model.last(checkpoint(model.block, x, use_reentrant=reentrant, preserve_rng_state=False))
 
     block = nn.Sequential(Op(torch.tanh), Op(torch.sigmoid), Op(torch.exp))
-    step = Captured(Model(run, block=block, last=Op(F.silu)), names)
+    step = Captured(Model(run, block=block, last=Op(F.silu)), names, eager=eager)
     assert step.forward("block.0") == ["tanh"]
     assert step.forward("block.1") == ["sigmoid"]
     assert step.forward("last") == ["silu"]
@@ -414,9 +469,10 @@ def test_recomputation_belongs_to_the_backward_pass(reentrant: bool, names: tupl
     assert step.marks.untimed == {}
 
 
+@both_ways
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("names", [("outer", "outer.a", "outer.b"), ("outer.a", "outer.b", "before")])
-def test_recomputation_between_layers(early_stop: bool, names: tuple[str, ...]) -> None:
+def test_recomputation_between_layers(early_stop: bool, names: tuple[str, ...], eager: bool) -> None:
     """It belongs to the layers in which it was called, and not to the one whose node asks for it."""
 
     class Outer(nn.Module):
@@ -431,7 +487,9 @@ def test_recomputation_between_layers(early_stop: bool, names: tuple[str, ...]) 
             with set_checkpoint_early_stop(early_stop):
                 return checkpoint(inside, x, use_reentrant=False, preserve_rng_state=False) + 1
 
-    step = Captured(Model(chain("before", "outer"), before=Op(F.softplus), outer=Outer()), names)
+    step = Captured(
+        Model(chain("before", "outer"), before=Op(F.softplus), outer=Outer()), names, eager=eager
+    )
     assert [op for op in step.backward("outer.b") if op != "detach"] == ["sigmoid", "sigmoid_backward"]
     assert [op for op in step.backward("outer.a") if op != "detach"] == ["tanh", "tanh_backward"]
     last = [] if early_stop else ["gelu"]

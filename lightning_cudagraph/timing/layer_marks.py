@@ -7,15 +7,14 @@ layer's backward pass begins with the first of its nodes that runs, and ends whe
 its own. Full backward hooks would break models with in-place activations. And the nodes of a layer's
 inputs do not tell when the engine turns to something else: three projections of one input have the same.
 
-The hooks are there for the time of a capture only; what stays is event nodes in the graph.
+The hooks are there for the time of a capture, or of a timed step, only.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -25,22 +24,17 @@ from torch.utils import checkpoint
 
 from lightning_cudagraph.capture.batch import flatten_batch
 from lightning_cudagraph.errors import CUDAGraphError
+from lightning_cudagraph.timing.layer_calls import LayerCalls, Layers
 from lightning_cudagraph.timing.recomputation import PRIVATE_NAMES, Recomputation
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG
 
 __all__ = ["LayerMarks", "check_autograd_names"]
 
-_Layers = frozenset[str]
-_NONE: _Layers = frozenset()
+_NONE: Layers = frozenset()
 
 # The number of nodes that add a gradient to that of a parameter. They run as soon as it has been made,
 # and belong to the layer that has made it.
 _OF_PARAMETERS = 2**64 - 1
-
-
-def _next_number() -> int:
-    """The number of the node that this thread makes next."""
-    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def _engine() -> Any:
@@ -48,7 +42,7 @@ def _engine() -> Any:
 
 
 def check_autograd_names() -> None:
-    """Raise if torch has lost private names that this is built on."""
+    """Raise if torch has lost private names that the times of layers are built on."""
     node = torch.zeros((), requires_grad=True).clone().grad_fn
     places = [
         (torch.autograd, "_get_sequence_nr"),
@@ -65,28 +59,23 @@ def check_autograd_names() -> None:
             )
 
 
-@dataclass(eq=False)
-class _Call:
-    """A call of a layer.
+def _nodes_of(tree: Any) -> list[Any]:
+    """The nodes that have made the tensors of a tree."""
+    leaves = [tree] if isinstance(tree, Tensor) else [leaf for _, leaf in flatten_batch(tree)]
+    return [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
 
-    Attributes:
-        layers: the layer, and those in whose calls it is.
-        begins: the number of the first node that it can have made.
-        ends: that of the first one after it, or None as long as it runs.
-        around: the call of a layer that it is in.
-    """
 
-    layers: _Layers
-    begins: int
-    ends: int | None
-    around: _Call | None
+def _after(node: Any) -> list[Any]:
+    """The nodes that run after a node, with gradients that it makes."""
+    return [after for after, _ in node.next_functions if after is not None]
 
 
 def _out_of_reach(layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """The layers on which there can be no hooks, and why."""
     compiled: set[int] = set()
+    dynamo: Any = sys.modules.get("torch._dynamo")  # which takes long to import
     for layer in layers.values():
-        if isinstance(layer, torch._dynamo.OptimizedModule):
+        if dynamo is not None and isinstance(layer, dynamo.OptimizedModule):
             compiled.update(map(id, layer._orig_mod.modules()))
         elif layer._compiled_call_impl is not None:
             compiled.update(map(id, layer.modules()))
@@ -118,21 +107,26 @@ class LayerMarks:
         self._tell = turn_to
         # Which pass is under way; None after the backward pass.
         self._pass: str | None = FORWARD_TAG
-        # Calls under way, the innermost last.
-        self._stack: list[_Call] = []
-        # All calls in the order in which they began, by thread, because each thread counts its nodes.
-        self._calls: dict[int, list[_Call]] = {}
+        self._calls = LayerCalls()
+        self._captured = True
         self._recomputation = Recomputation(lambda: self._here, self._recomputation_moved)
         # Those that the node which runs now belongs to.
-        self._at_node: _Layers = _NONE
+        self._at_node: Layers = _NONE
         self._watched: set[tuple[int, int]] = set()
         self._runs: set[int] = set()
         self._made_nodes: set[str] = set()
         self._differentiated_twice = False
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Have hooks on the layers."""
+    def followed(self, captured: bool) -> Iterator[None]:
+        """Have hooks on the layers.
+
+        Args:
+            captured: the step is run once, to be replayed. Then every node is watched; in a step whose
+                time on the host counts, only those at which other layers begin or end, if the nodes run
+                in the order in which they should.
+        """
+        self._captured = captured
         with ExitStack() as stack:
             stack.enter_context(self._recomputation.noticed())
             for name, layer in self._layers.items():
@@ -155,7 +149,10 @@ class LayerMarks:
         self._turn_to(_NONE)
         # What is called from now on is recomputed for the backward pass, and belongs to it.
         self._pass = BACKWARD_TAG
-        self._watch_tensors(output)
+        if self._captured:
+            self._watch_tensors(output)
+        else:
+            self._watch_changes(output)
 
     def end_backward(self) -> None:
         """The backward pass has ended, if it has not."""
@@ -193,10 +190,10 @@ class LayerMarks:
         return not self._differentiated_twice
 
     @property
-    def _here(self) -> _Layers:
+    def _here(self) -> Layers:
         """The layers in whose calls the step is, or for which it computes."""
-        if self._stack:
-            return self._stack[-1].layers
+        if self._calls.stack:
+            return self._calls.stack[-1].layers
         recomputed = self._recomputation.layers
         return self._at_node if recomputed is None else recomputed
 
@@ -204,22 +201,17 @@ class LayerMarks:
         if self._pass == BACKWARD_TAG:
             self._turn_to(self._here)
 
-    def _turn_to(self, layers: _Layers) -> None:
+    def _turn_to(self, layers: Layers) -> None:
         if self._pass is not None:
             self._tell(frozenset(self._pass + name for name in layers))
 
     def _hook(self, name: str, layer: nn.Module) -> list[Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            around = self._stack[-1] if self._stack else None
-            call = _Call(self._here | {name}, _next_number(), None, around)
-            self._stack.append(call)
-            self._calls.setdefault(get_ident(), []).append(call)
+            call = self._calls.begin(self._here | {name})
             self._turn_to(call.layers)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = self._stack.pop()
-            call.ends = _next_number()
-            if call.ends > call.begins:
+            if self._calls.stack.pop().end():
                 self._made_nodes.add(name)
             self._turn_to(self._here)
             self._watch_tensors(output)
@@ -232,11 +224,29 @@ class LayerMarks:
         ]
 
     def _watch_tensors(self, tree: Any) -> None:
-        for _, leaf in flatten_batch(tree):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                self._watch(leaf.grad_fn, get_ident(), self._at_node)
+        for node in _nodes_of(tree):
+            self._watch(node, get_ident(), self._at_node)
 
-    def _watch(self, node: Any, thread: int, outside: _Layers) -> None:
+    def _watch_changes(self, tree: Any) -> None:
+        """Watch those nodes behind tensors of the forward pass before which others' layers come."""
+        thread = get_ident()
+        nodes: dict[int, Any] = {}
+        pending = _nodes_of(tree)
+        while pending:
+            node = pending.pop()
+            number: int = node._sequence_nr()
+            if number != _OF_PARAMETERS and number not in nodes:
+                nodes[number] = node
+                pending += _after(node)
+        before = _NONE
+        for number in sorted(nodes, reverse=True):
+            layers = self._calls.around(number, thread) or _NONE
+            if layers != before:
+                self._watch(nodes[number], thread, _NONE)
+            before = layers
+        self._watched.update((thread, number) for number in nodes)
+
+    def _watch(self, node: Any, thread: int, outside: Layers) -> None:
         """Notice when a node runs, and then watch those that run after it.
 
         Args:
@@ -249,7 +259,7 @@ class LayerMarks:
             return
         self._watched.add((thread, number))
         # Let go of when the node runs, so that no chain of them is left to be taken down.
-        following = [after for after, _ in node.next_functions if after is not None]
+        following = _after(node)
 
         def about_to_run(gradients: Any) -> None:
             if torch.is_grad_enabled():
@@ -258,7 +268,7 @@ class LayerMarks:
                 self._watch(following.pop(), thread, outside)
             if self._pass == BACKWARD_TAG:
                 self._notice_end(torch._C._current_graph_task_id())
-                self._at_node = self._layers_of(number, thread, outside)
+                self._at_node = self._calls.around(number, thread) or outside
                 self._turn_to(self._at_node)
 
         node.register_prehook(about_to_run)
@@ -276,12 +286,3 @@ class LayerMarks:
                 self._turn_to(self._here)
 
         _engine().queue_callback(ended)
-
-    def _layers_of(self, number: int, thread: int, outside: _Layers) -> _Layers:
-        """In whose calls a node was made."""
-        calls = self._calls.get(thread, [])
-        index = bisect_right(calls, number, key=lambda call: call.begins)
-        call = calls[index - 1] if index > 0 else None
-        while call is not None and call.ends is not None and call.ends <= number:
-            call = call.around
-        return outside if call is None else call.layers

@@ -104,7 +104,7 @@ class StepMarks:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around the step: mark its beginning and its end, and its layers in between."""
-        with self._layers.followed():
+        with self._layers.followed(captured=is_capturing()):
             self._is_recording = True
             try:
                 self._enter("forward")
