@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same, loader, make, train
 
 # Iterations that DistributedDataParallel needs before a capture.
@@ -83,6 +83,16 @@ def same_numbers(here: Here) -> None:
     reasons = "; ".join(graph.counts.eager)
     assert "not broadcast in the step after a validation" in reasons
     assert "verified against eager steps" in str(graph.callback and graph.callback.report)
+
+
+def same_numbers_with_sampled_times(here: Here) -> None:
+    """Some steps replay a graph with events; and an eager run with the same marks."""
+    timings = LayerTimings(every_n_steps=3)
+    plain, graph = here.assert_same_runs(CUDAGraphCallback(timings=timings), max_epochs=4)
+    assert graph.counts.captures == 1, graph.counts
+    eager = here.train("eager", None, callbacks=(timings,), max_epochs=4)
+    assert_same(plain, eager)
+    assert "features.0" in (timings.report or "")
 
 
 def same_numbers_accumulated(here: Here) -> None:

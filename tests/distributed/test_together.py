@@ -10,6 +10,7 @@ from tests.distributed.launch import assert_all_ok, launch
 
 SAME = (
     "same_numbers",
+    "same_numbers_with_sampled_times",
     "same_numbers_accumulated",
     "same_numbers_in_buckets",
     "same_numbers_with_the_optimizer_behind",
