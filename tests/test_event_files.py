@@ -389,17 +389,50 @@ def test_the_band_is_that_of_the_steps(tmp_path: Path) -> None:
         assert [value for _, _, value in found] == pytest.approx(expected, rel=1e-6)
 
 
-def test_slowest_layers_are_those(tmp_path: Path) -> None:
-    spans = tuple(Span(f"layer_forward_ms/{i}", "forward", ((0, i + 1),)) for i in range(9))
-    layout = SpanLayout(spans, 10)
-    logger = TensorBoardLogger(tmp_path)
-    writer = TensorBoardWriter([logger])
-    writer.add(Reading(layout, 0, time.time(), [float(i) for i in range(10)]))
-    writer.close()
+def of_times(times_ms: dict[str, float]) -> list[Reading]:
+    """Readings in which layers take these times."""
+    spans = tuple(
+        Span(f"layer_forward_ms/{name}", "forward", ((0, i + 1),)) for i, name in enumerate(times_ms)
+    )
+    layout = SpanLayout(spans, len(times_ms) + 1)
+    return [Reading(layout, step, time.time(), [0.0, *times_ms.values()]) for step in range(20)]
+
+
+def lines_of(folder: Path, readings: list[Reading], version: str) -> list[str]:
+    """The lines of the chart of slow layers after a run."""
+    logger = TensorBoardLogger(folder, version=version)
+    feed(TensorBoardWriter([logger]), readings)
     logger.finalize("success")
     (ours,) = chart_layout(accumulated(logger.log_dir)).category
-    (chart,) = (chart for chart in ours.chart if "forward" in chart.title)
-    assert [re.sub(r"\W", "", tag[-2:]) for tag in chart.multiline.tag] == ["5", "6", "7", "8"]
+    (chart,) = (chart for chart in ours.chart if "slowest layers, forward" in chart.title)
+    return [re.sub(r"\\", "", line).removeprefix("layer_forward_ms/") for line in chart.multiline.tag]
+
+
+def test_slowest_layers_are_those(tmp_path: Path) -> None:
+    times_ms = {str(i): i + 1.0 for i in range(9)}
+    assert lines_of(tmp_path, of_times(times_ms), "flat") == ["5$", "6$", "7$", "8$"]
+
+
+def test_layers_of_one_kind_have_one_line(tmp_path: Path) -> None:
+    times_ms = {"stem": 0.4, "head": 1.5}
+    for block in range(12):
+        times_ms |= {f"blocks.{block}": 0.9, f"blocks.{block}.norm": 0.01}
+        times_ms |= {f"blocks.{block}.mlp.{i}": 0.2 + 0.1 * i for i in range(2)}
+    expected = ["head$", "blocks.0.norm$", "blocks.0.mlp.0$", "blocks.0.mlp.1$"]
+    assert lines_of(tmp_path, of_times({**times_ms, "stem": 0.05}), "a") == expected
+
+
+def test_a_run_shows_the_layers_of_the_run_before(tmp_path: Path) -> None:
+    """So that TensorBoard, which shows equal charts once, lays one over the other."""
+    names = [f"layers.{i}" for i in range(9)]
+    rising = of_times({name: 1.0 + i for i, name in enumerate(names)})
+    falling = of_times({name: 9.0 - i for i, name in enumerate(names)})
+    first = lines_of(tmp_path, rising, "first")
+    assert first == [f"layers.{i}$" for i in (5, 6, 7, 8)]
+    assert lines_of(tmp_path, falling, "second") == first
+    assert lines_of(tmp_path / "apart", falling, "alone") == [f"layers.{i}$" for i in range(4)]
+    # Another model has none of them.
+    assert lines_of(tmp_path, of_times({"a": 1.0, "b": 2.0}), "other") == ["a$", "b$"]
 
 
 # Other loggers.

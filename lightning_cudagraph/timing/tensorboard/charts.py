@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,7 @@ _PARTS = (f"{STEP_TAG}forward", f"{STEP_TAG}backward")
 _LAYOUT_TAG = b"custom_scalars__config__"
 # Layouts of charts stand at the beginning of a file.
 _SEARCHED_BYTES = 4 * 2**20
+_RUNS_SEARCHED = 3
 # Of a record: its length with a checksum, and the checksum of its data.
 _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 
@@ -87,21 +90,34 @@ class StepBand:
 
 
 def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
-    """The tags of the slowest layers, in the order of the model; containers would hide their members."""
+    """A tag of each of the slowest kinds of layers, in the order of the model.
+
+    Layers that are repeated, such as ``blocks.0.mlp`` and ``blocks.1.mlp``, are of one kind. Containers
+    would hide their members.
+    """
     tags = [tag for tag in times_ms if tag.startswith(prefix)]
     innermost = [tag for tag in tags if not any(other.startswith(f"{tag}.") for other in tags)]
-    chosen = sorted(innermost, key=lambda tag: -times_ms[tag])[:_LAYERS_PER_CHART]
+    kinds: dict[str, list[str]] = {}
+    for tag in innermost:
+        kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", tag), []).append(tag)
+    # To a tenth: what takes the same time shall not be chosen by chance.
+    cost = {
+        members[0]: round(10 * math.log(max(sum(times_ms[tag] for tag in members), 1e-6)))
+        for members in kinds.values()
+    }
+    chosen = sorted(cost, key=lambda tag: -cost[tag])[:_LAYERS_PER_CHART]
     return [tag for tag in innermost if tag in chosen]
 
 
-def charts(summary: WindowSummary) -> dict[str, dict[str, list[str | list[str]]]]:
+def charts(summary: WindowSummary, before: Any = None) -> dict[str, dict[str, list[str | list[str]]]]:
     """The custom scalars, as `SummaryWriter.add_custom_scalars` takes them.
 
-    TensorBoard merges those of several runs by their titles, and shows equal charts once: so they are
-    the same for runs alike.
+    TensorBoard merges those of several runs by their titles, and shows equal charts once. So a run shows
+    the layers that the run before it shows, if it has them.
 
     Args:
         summary: of the first steps; tells which layers are slow.
+        before: the custom scalars of a run before, or None.
     """
     times_ms = {tag: summary[tag].p50_ms for tag in summary.tags}
     # The tags of lines are regular expressions, which have to match at the beginning.
@@ -112,30 +128,61 @@ def charts(summary: WindowSummary) -> dict[str, dict[str, list[str | list[str]]]
             [rf"{STEP_TAG}(forward|backward|optimizer|gap)$"],
         ],
     }
-    for title, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
-        if slowest := _slowest(times_ms, prefix):
-            found[f"slowest layers, {title} [ms]"] = [
-                "Multiline",
-                [f"{re.escape(tag)}$" for tag in slowest],
-            ]
+    for way, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
+        title = f"slowest layers, {way} [ms]"
+        lines = _lines_in(before, title)
+        if not lines or not all(any(re.match(line, tag) for tag in times_ms) for line in lines):
+            lines = [f"{re.escape(tag)}$" for tag in _slowest(times_ms, prefix)]
+        if lines:
+            found[title] = ["Multiline", lines]
     return {CATEGORY: found}
 
 
-def add_charts(writer: Any, ours: dict[str, Any]) -> None:
-    """Write the custom scalars, with those that the user has written: of a run, the last ones count."""
+def _lines_in(layout: Any, title: str) -> list[str]:
+    """The lines of one of our charts in a layout that was read."""
+    categories = [] if layout is None else [c for c in layout.category if c.title == CATEGORY]
+    ours = [chart for category in categories for chart in category.chart]
+    return [line for chart in ours if chart.title == title for line in chart.multiline.tag]
+
+
+def add_charts(writer: Any, summary: WindowSummary) -> None:
+    """Write the custom scalars, with those that the user has written: of a run, the last ones count.
+
+    Args:
+        writer: a logger's.
+        summary: of the first steps.
+    """
     writer.flush()
-    theirs = _charts_in(getattr(innards(writer)[1], "_file_name", ""))
+    path = getattr(innards(writer)[1], "_file_name", None)
+    theirs = before = None
+    if isinstance(path, str):
+        theirs = _charts_in(path)
+        before = theirs or next(filter(None, map(_charts_in, _files_beside(path))), None)
+    ours = charts(summary, before)
     if theirs is None:
         writer.add_custom_scalars(ours)
         return
     from torch.utils.tensorboard.summary import custom_scalars
 
-    summary = custom_scalars(ours)
-    tensor = summary.value[0].tensor
+    written = custom_scalars(ours)
+    tensor = written.value[0].tensor
     merged = type(theirs)(category=[c for c in theirs.category if c.title != CATEGORY])
     merged.MergeFromString(tensor.string_val[0])
     tensor.string_val[0] = merged.SerializeToString()
-    writer.file_writer.add_summary(summary)
+    writer.file_writer.add_summary(written)
+
+
+def _files_beside(path: str) -> list[str]:
+    """The event files of the last runs that are beside the one with this file, the newest first."""
+    own = os.path.dirname(os.path.abspath(path))
+    try:
+        with os.scandir(os.path.dirname(own)) as entries:
+            runs = [entry for entry in entries if entry.is_dir() and entry.path != own]
+        newest = sorted(runs, key=lambda run: -run.stat().st_mtime)[:_RUNS_SEARCHED]
+        files = [file for run in newest for file in os.scandir(run) if "tfevents" in file.name]
+        return [file.path for file in sorted(files, key=lambda file: -file.stat().st_mtime)]
+    except OSError:  # not a folder of this machine, or one that somebody clears
+        return []
 
 
 def _charts_in(path: str) -> Any:

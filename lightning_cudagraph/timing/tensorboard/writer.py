@@ -19,7 +19,7 @@ from lightning_cudagraph.timing.metrics import MetricsWriter
 from lightning_cudagraph.timing.records import ScalarRecords
 from lightning_cudagraph.timing.spans import Reading, by_layout
 from lightning_cudagraph.timing.tensorboard.board import Board, Rows
-from lightning_cudagraph.timing.tensorboard.charts import Band, StepBand, add_charts, charts
+from lightning_cudagraph.timing.tensorboard.charts import Band, StepBand, add_charts
 from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["TensorBoardWriter", "other_loggers_writer"]
@@ -158,9 +158,9 @@ class TensorBoardWriter:
         first, self._first = self._first, None
         if not first:
             return
-        ours = charts(WindowSummary(first))
+        summary = WindowSummary(first)
         for board in self._boards:
-            board.attempt(lambda writer: add_charts(writer, ours))
+            board.attempt(lambda writer: add_charts(writer, summary))
 
 
 def other_loggers_writer(loggers: Sequence[Logger], window_steps: int) -> MetricsWriter:
