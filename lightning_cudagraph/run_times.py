@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.steps import Place, StepCounts
 from lightning_cudagraph.timing.clock import FitClock, Sink
+from lightning_cudagraph.timing.dashboard import Dashboard
 from lightning_cudagraph.timing.layers import LayerChoice, select_layers, untimed_notes
-from lightning_cudagraph.timing.lead_in import COPY_TAG, GAP_TAG
 from lightning_cudagraph.timing.marks import StepMarks
-from lightning_cudagraph.timing.report import LayerTimes, StepPace, eager_report, fit_report
-from lightning_cudagraph.timing.spans import STEP_TAG
+from lightning_cudagraph.timing.pace import StepPace
+from lightning_cudagraph.timing.report import eager_report, fit_report
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
+from lightning_cudagraph.timing.trace import TraceWriter
+from lightning_cudagraph.timing.windows import ReadingWindow
 
 __all__ = ["RunTimes"]
-
-# The share of a step from which on the report says that the device waits for the host.
-_LARGE_GAP = 0.1
 
 
 class RunTimes:
@@ -38,7 +39,7 @@ class RunTimes:
         pace: how long steps take as the host sees them.
         clock: that of the steps that are shown.
         eager_clock: that of eager steps beside them, which are shown in comparison.
-        eager: the times of these.
+        eager: the readings of these.
 
     Raises:
         ConfigurationError: if the choice names a layer that is not there.
@@ -58,10 +59,18 @@ class RunTimes:
         self._takes_in_turn = backend.graphs_per_step > 1
         window_steps = LayerChoice.window_steps if choice is None else choice.window_steps
         self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps)
-        self._times = LayerTimes()
-        self.eager = LayerTimes()
+        self.eager = ReadingWindow(window_steps)
         others = other_loggers_writer(trainer.loggers, window_steps)
-        sinks: list[Sink] = [self._times, self._tensorboard, others]
+        model = type(module).__qualname__
+        self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
+        # Closed from the last to the first: what writes for others comes before these.
+        sinks: list[Sink] = [self._tensorboard, others, self._dashboard]
+        self._trace_path: Path | None = None
+        if choice is not None and choice.trace_steps > 0:
+            self._trace_path = _trace_path(trainer)
+            rank = trainer.global_rank
+            title = f"{model}, rank {rank}" if trainer.world_size > 1 else model
+            sinks.append(TraceWriter(self._trace_path, choice.trace_steps, title, rank))
         self.clock = FitClock(backend, sinks, self._every_n_steps)
         self.eager_clock = FitClock(backend, [self.eager], min(self._every_n_steps, 1))
 
@@ -122,8 +131,9 @@ class RunTimes:
         """
         self.clock.finish()
         self.eager_clock.finish()
-        notes = [*notes, *_waits(self._times.medians_ms())]
-        text = fit_report(description, counts, self.pace, self._times, notes, evaluation)
+        graph, eager = self._dashboard.window.summary(), self.eager.summary()
+        notes = [*notes, *self._notes()]
+        text = fit_report(description, counts, self.pace, graph, notes, evaluation, eager)
         self._tensorboard.add_text("cudagraph/report", text, step_number)
         return text
 
@@ -135,9 +145,21 @@ class RunTimes:
             step_number: the last step as the trainer's loggers count it.
         """
         self.clock.finish()
-        text = eager_report(self._times, untimed_notes(untimed))
+        notes = [*untimed_notes(untimed), *self._notes()]
+        text = eager_report(self._dashboard.window.summary(), notes)
         self._tensorboard.add_text("layer_timings/report", text, step_number)
         return text
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if self._every_n_steps > 1:
+            notes.append(f"one step of the optimizer in {self._every_n_steps} is timed")
+        if self._trace_path is not None and len(self._dashboard.window):
+            notes.append(
+                f"the last timed steps are in {str(self._trace_path)!r}: open it at"
+                " https://ui.perfetto.dev"
+            )
+        return notes
 
     def close(self) -> None:
         """Write what is left; events that have not been read are left alone."""
@@ -146,14 +168,14 @@ class RunTimes:
             stack.callback(self.clock.close)
 
 
-def _waits(medians_ms: dict[str, float]) -> list[str]:
-    """In a sentence, that the device waits for the host, if it does so for much of the time."""
-    gap_ms = medians_ms.get(GAP_TAG, 0.0)
-    period_ms = gap_ms + medians_ms.get(COPY_TAG, 0.0) + medians_ms.get(f"{STEP_TAG}total", 0.0)
-    if f"{STEP_TAG}total" not in medians_ms or gap_ms < _LARGE_GAP * period_ms:
-        return []
-    text = (
-        f"between two steps the device waits for the host, {gap_ms:.3f} of {period_ms:.3f} ms"
-        f" ({gap_ms / period_ms:.0%}): loggers, hooks or the dataloader take longer than the graph"
-    )
-    return [text]
+def _device_name(trainer: pl.Trainer) -> str:
+    device = trainer.strategy.root_device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def _trace_path(trainer: pl.Trainer) -> Path:
+    folder = trainer.log_dir or trainer.default_root_dir
+    if "://" in folder:
+        folder = "."  # a store elsewhere, which takes no ordinary files
+    rank = trainer.global_rank
+    return Path(folder) / ("layer_trace.json" if rank == 0 else f"layer_trace_rank{rank}.json")

@@ -21,7 +21,9 @@ from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.step_run import StepRun, StepSettings, backend_for
 from lightning_cudagraph.surroundings import surroundings_of
-from lightning_cudagraph.timing.report import LayerTimes, StepPace, fit_report
+from lightning_cudagraph.timing.pace import StepPace
+from lightning_cudagraph.timing.report import fit_report
+from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["GraphedStep"]
 
@@ -178,7 +180,7 @@ class GraphedStep(Generic[P, R]):
         if self._run is None:
             return self._report
         description, notes = self._run.backend.description, self._run.notes
-        return fit_report(description, self.counts, StepPace(), LayerTimes(), notes)
+        return fit_report(description, self.counts, StepPace(), WindowSummary([]), notes)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function: eagerly, or by replay.

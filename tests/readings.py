@@ -54,6 +54,7 @@ def gpt_readings(
     n_blocks: int = 6,
     with_members: bool = False,
     gap_ms: float = 0.02,
+    noise: float = 0.08,
     seed: int = 0,
     first_step: int = 0,
 ) -> list[Reading]:
@@ -64,6 +65,7 @@ def gpt_readings(
         n_blocks: the blocks of the transformer, of 0.1 ms in the forward pass each.
         with_members: the members of the blocks are timed too.
         gap_ms: the time between two steps, half of which is the copy of the batch.
+        noise: by how much stretches between two marks vary, as a share of each.
         seed: of the noise.
         first_step: the number of the first.
     """
@@ -115,8 +117,8 @@ def gpt_readings(
     readings = []
     for index in range(n):
         noisy_ms = np.empty_like(offsets_ms)
-        noise = rng.lognormal(0, 0.08, len(stretches_ms))
-        noisy_ms[order] = np.concatenate([[0.0], np.cumsum(stretches_ms * noise)])
+        factors = rng.lognormal(0, noise, len(stretches_ms))
+        noisy_ms[order] = np.concatenate([[0.0], np.cumsum(stretches_ms * factors)])
         noisy_ms -= noisy_ms[start]
         step = first_step + index
         readings.append(Reading(layout, step, 1e9 + step * 0.0023, noisy_ms.tolist()))

@@ -70,6 +70,15 @@ def test_of_many_layers_the_slowest_are_drawn() -> None:
     assert "CharGPT: the 12 slowest of 303 layers\n" in texts(figure)
 
 
+def test_whiskers_that_reach_far_are_cut_off() -> None:
+    *readings, last = gpt_readings(n=10)
+    slow = Reading(last.layout, last.step, last.walltime_s, [100 * ms for ms in last.offsets_ms])
+    figure = layer_bars(WindowSummary([*readings, slow]), "CharGPT", "NVIDIA H200")
+    assert figure is not None
+    widest_ms = max(width for _, width, _ in bars(figure))
+    assert figure.axes[0].get_xlim()[1] < 3 * widest_ms
+
+
 def test_the_step_as_a_timeline() -> None:
     readings = gpt_readings(n=40, with_members=True)
     summary = WindowSummary(readings)

@@ -35,6 +35,7 @@ _WIDTH_INCHES = 6.6
 _DPI = 150  # so a thousand pixels wide
 _FONT_POINTS = 8.0
 _NAME_WIDTH = 34
+_LONGEST_WHISKER = 2.5  # of the longest bar
 # Members are lighter than what contains them, to as many levels.
 _WHITE_BY_DEPTH = (0.0, 0.3, 0.5, 0.65, 0.75)
 # A gap that is longer than this many steps is cut off, so that the step can still be seen.
@@ -90,9 +91,15 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
     layers = [layer for layer in layers_of(summary) if not layer.has_members]
     if not layers:
         return None
-    slowest = sorted(layers, key=lambda layer: -layer.mean_ms)[:max_layers]
+    slowest = sorted(layers, key=lambda layer: -layer.median_ms)[:max_layers]
     figure, axes = _figure(1.45 + 0.36 * len(slowest))
-    farthest_ms = 0.0
+    shown = [
+        times for layer in slowest for times in (layer.forward, layer.backward) if times is not None
+    ]
+    # Whiskers that reach far beyond all bars are cut off, so that the bars can still be compared.
+    farthest_ms = min(
+        max(times.p95_ms for times in shown), _LONGEST_WHISKER * max(times.p50_ms for times in shown)
+    )
     for lane, shift in (("forward", -0.19), ("backward", 0.19)):
         places: list[float] = []
         medians_ms: list[float] = []
@@ -104,7 +111,6 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
             places.append(place + shift)
             medians_ms.append(times.p50_ms)
             reach.append((times.p50_ms - times.p05_ms, times.p95_ms - times.p50_ms))
-            farthest_ms = max(farthest_ms, times.p95_ms)
         if not places:
             continue
         colour = _COLOURS[lane]  # type: ignore[index]
@@ -121,7 +127,7 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
         for middle, median_ms, (_, above_ms) in zip(places, medians_ms, reach, strict=True):
             axes.annotate(
                 f"{median_ms:.3f}",
-                (median_ms + above_ms, middle),
+                (min(median_ms + above_ms, farthest_ms), middle),
                 (3, 0),
                 textcoords="offset points",
                 va="center",

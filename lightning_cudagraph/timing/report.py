@@ -2,117 +2,24 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections import defaultdict, deque
+from collections.abc import Sequence
 
-from lightning_cudagraph.capture.steps import Phase, StepCounts
-from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading
+from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.timing.lead_in import GAP_TAG
+from lightning_cudagraph.timing.pace import StepPace
+from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
+from lightning_cudagraph.timing.tables import Layer, layers_of, shortened
+from lightning_cudagraph.timing.windows import Times, WindowSummary
 
-__all__ = ["LayerTimes", "StepPace", "eager_report", "evaluation_report", "fit_report"]
+__all__ = ["eager_report", "evaluation_report", "fit_report"]
 
-_WINDOW_STEPS = 200
 _SLOWEST_LAYERS = 10
+_NAME_WIDTH = 48
 _BAR_WIDTH = 24
-
-
-class StepPace:
-    """How long steps take from end to end, as the host sees them, by phase.
-
-    The first warm-up step is not counted: it pays for what is made lazily.
-    """
-
-    def __init__(self) -> None:
-        self._last_s: float | None = None
-        self._last_phase: Phase | None = None
-        self._warm_ms: list[float] = []
-        self._replay_total_ms = 0.0
-        self._replays = 0
-
-    def tick(self, phase: Phase) -> None:
-        """A step of `phase` has ended."""
-        now_s = time.perf_counter()
-        if self._last_s is not None and phase is self._last_phase:
-            elapsed_ms = (now_s - self._last_s) * 1e3
-            if phase is Phase.WARMING:
-                self._warm_ms.append(elapsed_ms)
-            elif phase is Phase.CAPTURED:
-                self._replay_total_ms += elapsed_ms
-                self._replays += 1
-        self._last_s, self._last_phase = now_s, phase
-
-    def pause(self) -> None:
-        """Something that is not a training step comes now (validation, a checkpoint)."""
-        self._last_s = None
-
-    @property
-    def eager_ms(self) -> float | None:
-        """Milliseconds of an eager step: the median of the warm-up steps but the first."""
-        return statistics.median(self._warm_ms) if self._warm_ms else None
-
-    @property
-    def replayed_ms(self) -> float | None:
-        """Milliseconds of a replayed step: the mean, in which running ahead evens out."""
-        return self._replay_total_ms / self._replays if self._replays else None
-
-
-class LayerTimes:
-    """The times of the last replays, by tag."""
-
-    def __init__(self) -> None:
-        self._readings: deque[Reading] = deque(maxlen=_WINDOW_STEPS)
-
-    def add(self, reading: Reading) -> None:
-        """Take the times of one replay."""
-        self._readings.append(reading)
-
-    def pause(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-    def __len__(self) -> int:
-        """How many readings there are."""
-        return len(self._readings)
-
-    def medians_ms(self) -> dict[str, float]:
-        """The median over the last replays, in milliseconds, by tag."""
-        by_tag: dict[str, list[float]] = defaultdict(list)
-        for reading in self._readings:
-            for tag, value_ms in zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True):
-                by_tag[tag].append(value_ms)
-        return {tag: statistics.median(values) for tag, values in by_tag.items()}
-
-
-def _slowest(medians_ms: dict[str, float]) -> list[tuple[str, float, float | None]]:
-    """Name, forward and backward milliseconds of each layer, the slowest first."""
-    rows = [
-        (name, value_ms, medians_ms.get(BACKWARD_TAG + name))
-        for tag, value_ms in medians_ms.items()
-        if (name := tag.removeprefix(FORWARD_TAG)) != tag
-    ]
-    return sorted(rows, key=lambda row: -(row[1] + (row[2] or 0.0)))
-
-
-def _layer_table(medians_ms: dict[str, float]) -> list[str]:
-    rows = _slowest(medians_ms)[:_SLOWEST_LAYERS]
-    if not rows:
-        return []
-    total_ms = medians_ms.get(f"{STEP_TAG}total") or (
-        medians_ms.get(f"{STEP_TAG}forward", 0.0) + medians_ms.get(f"{STEP_TAG}backward", 0.0)
-    )
-    width = max(len(name) for name, _, _ in rows)
-    lines = [
-        f"slowest layers, median of up to {_WINDOW_STEPS} replays (containers include their members)",
-        f"  {'layer':<{width}}  forward ms  backward ms  share of step",
-    ]
-    for name, forward_ms, backward_ms in rows:
-        share = (forward_ms + (backward_ms or 0.0)) / total_ms if total_ms else 0.0
-        backward = "-" if backward_ms is None else f"{backward_ms:.3f}"
-        bar = "#" * round(min(share, 1.0) * _BAR_WIDTH)
-        lines.append(f"  {name:<{width}}  {forward_ms:>10.3f}  {backward:>11}  {share:>5.0%} {bar}")
-    return lines
+_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer", "all_reduce", "copy")
+# The share of a step from which on a gap is said to come from a slow host.
+_LARGE_GAP = 0.1
+_NO_TIMES = WindowSummary([])
 
 
 def _count_lines(label: str, counts: StepCounts) -> list[str]:
@@ -153,9 +60,10 @@ def fit_report(
     backend: str,
     counts: StepCounts,
     pace: StepPace,
-    times: LayerTimes,
-    notes: list[str],
+    graph: WindowSummary,
+    notes: Sequence[str],
     evaluation: StepCounts | None = None,
+    eager: WindowSummary = _NO_TIMES,
 ) -> str:
     """The report as plain text with aligned columns.
 
@@ -163,9 +71,10 @@ def fit_report(
         backend: what the graphs ran on.
         counts: what became of the steps.
         pace: how long they took.
-        times: the times inside the graph.
+        graph: the times inside the last replays.
         notes: what the user should know besides.
         evaluation: what became of the batches of validation, if they had graphs.
+        eager: the times inside the eager steps of the warm-up, if they were timed.
 
     Returns:
         A few lines, without a trailing newline.
@@ -180,27 +89,84 @@ def fit_report(
             f"  step      {pace.eager_ms:.2f} ms eager (in warm-up), {pace.replayed_ms:.2f} ms"
             f" replayed: {pace.eager_ms / pace.replayed_ms:.2f} times as fast"
         )
-    medians_ms = times.medians_ms()
-    parts = [part for part in ("forward", "backward", "optimizer") if STEP_TAG + part in medians_ms]
-    if parts:
-        shown = ", ".join(f"{part} {medians_ms[STEP_TAG + part]:.3f} ms" for part in parts)
-        lines.append(f"  graph     {shown}")
+    lines += _parts_line("graph", graph)
+    if graph.n_readings:
+        lines += _parts_line("eager", eager)
+    lines += _gap_line(graph)
     lines += [f"  note      {note}" for note in notes]
-    return "\n".join(lines + [f"  {line}" for line in _layer_table(medians_ms)])
+    return "\n".join(lines + [f"  {line}" for line in _layer_lines(graph, eager)])
 
 
-def eager_report(times: LayerTimes, notes: list[str]) -> str:
+def eager_report(times: WindowSummary, notes: Sequence[str]) -> str:
     """The report of a run without graphs, as plain text with aligned columns.
 
     Args:
-        times: the times of its steps.
+        times: the times of its last steps.
         notes: what the user should know besides.
     """
-    medians_ms = times.medians_ms()
-    lines = ["lightning_cudagraph: the times of an eager run"]
-    parts = [tag.removeprefix(STEP_TAG) for tag in medians_ms if tag.startswith(STEP_TAG)]
-    if parts:
-        shown = ", ".join(f"{part} {medians_ms[STEP_TAG + part]:.3f} ms" for part in parts)
-        lines.append(f"  step      {shown}")
+    lines = ["lightning_cudagraph: the times of an eager run", *_parts_line("step", times)]
+    lines += _gap_line(times)
     lines += [f"  note      {note}" for note in notes]
-    return "\n".join(lines + [f"  {line}" for line in _layer_table(medians_ms)])
+    return "\n".join(lines + [f"  {line}" for line in _layer_lines(times, _NO_TIMES)])
+
+
+def _parts_line(label: str, summary: WindowSummary) -> list[str]:
+    parts = [(part, times) for part in _PARTS if (times := summary.get(STEP_TAG + part)) is not None]
+    if not parts:
+        return []
+    return [f"  {label:<10}" + ", ".join(f"{part} {times.p50_ms:.3f} ms" for part, times in parts)]
+
+
+def _gap_line(summary: WindowSummary) -> list[str]:
+    """In a sentence, how long the device waits for the host."""
+    gap, period = summary.get(GAP_TAG), summary.period
+    if gap is None or period is None or period.p50_ms <= 0:
+        return []
+    share = gap.p50_ms / period.p50_ms
+    text = (
+        f"  gap       between two steps the device waits for the host, {gap.p50_ms:.3f} of"
+        f" {period.p50_ms:.3f} ms ({share:.0%})"
+    )
+    if share >= _LARGE_GAP:
+        text += ": loggers, hooks or the dataloader take longer than the step"
+    return [text]
+
+
+def _layer_lines(summary: WindowSummary, eager: WindowSummary) -> list[str]:
+    """The slowest layers, in the graph and, where they were timed there, in eager steps beside it."""
+    layers = sorted(layers_of(summary), key=lambda layer: -layer.median_ms)[:_SLOWEST_LAYERS]
+    if not layers:
+        return []
+    compared = any(tag + layer.name in eager for layer in layers for tag in (FORWARD_TAG, BACKWARD_TAG))
+    names = [shortened(layer.name, _NAME_WIDTH) for layer in layers]
+    width = max(len("layer"), *map(len, names))
+    lines = [
+        f"slowest layers, median of {_steps(summary)} (containers include their members)",
+    ]
+    passes = "  forward ms  backward ms"
+    if compared:
+        lines.append(f"  {'':<{width}}  {'in the graph':<23}  eager, {_steps(eager)}")
+    lines.append(f"  {'layer':<{width}}{passes * (2 if compared else 1)}  share of step")
+    for name, layer in zip(names, layers, strict=True):
+        numbers = _pair(layer.forward, layer.backward)
+        if compared:
+            numbers += _pair(eager.get(FORWARD_TAG + layer.name), eager.get(BACKWARD_TAG + layer.name))
+        lines.append(f"  {name:<{width}}{numbers}  {_share(layer, summary)}")
+    return lines
+
+
+def _steps(summary: WindowSummary) -> str:
+    return f"{summary.n_readings} timed step" + ("" if summary.n_readings == 1 else "s")
+
+
+def _share(layer: Layer, summary: WindowSummary) -> str:
+    """Of what the line shows, which are medians; means would bring in outliers that it does not show."""
+    step = summary.step
+    share = layer.median_ms / step.p50_ms if step is not None and step.p50_ms > 0 else 0.0
+    bar = "#" * round(min(share, 1.0) * _BAR_WIDTH)
+    return f"{share:>5.0%} {bar}".rstrip()
+
+
+def _pair(forward: Times | None, backward: Times | None) -> str:
+    cells = ["-" if times is None else f"{times.p50_ms:.3f}" for times in (forward, backward)]
+    return f"  {cells[0]:>10}  {cells[1]:>11}"

@@ -55,6 +55,11 @@ class Layer:
         return sum(times.mean_ms for times in (self.forward, self.backward) if times is not None)
 
     @property
+    def median_ms(self) -> float:
+        """Milliseconds of both passes, as the sum of their medians: no outlier changes it."""
+        return sum(times.p50_ms for times in (self.forward, self.backward) if times is not None)
+
+    @property
     def share(self) -> float:
         """The part of the step that both passes take."""
         return sum(times.share for times in (self.forward, self.backward) if times is not None)
@@ -184,7 +189,7 @@ def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
     shown: set[str] = set()
     # A container takes at least the time of its members, and comes first by itself; but one that a
     # member is called outside of need not, and is wanted above it all the same.
-    for layer in sorted(layers, key=lambda layer: (-layer.mean_ms, layer.depth)):
+    for layer in sorted(layers, key=lambda layer: (-layer.median_ms, layer.depth)):
         lineage = [layer.name]
         while (parent := by_name[lineage[-1]].parent) is not None:
             lineage.append(parent)
@@ -199,7 +204,7 @@ def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
     text = _aligned(rows, left=(0, 6))
     hidden = [layer for layer in layers if layer.name not in shown]
     if hidden:
-        slowest_ms = max(layer.mean_ms for layer in hidden)
+        slowest_ms = max(layer.median_ms for layer in hidden)
         text.append(f"and {len(hidden)} faster layers, none above {slowest_ms:.3f} ms in both passes")
     return text + _sums(summary, layers)
 

@@ -1,0 +1,85 @@
+"""The report, as a text of made up times."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.timing.pace import StepPace
+from lightning_cudagraph.timing.report import eager_report, fit_report
+from lightning_cudagraph.timing.spans import Reading
+from lightning_cudagraph.timing.windows import WindowSummary
+from tests.readings import gpt_readings
+
+
+def slowed(reading: Reading, times: float) -> Reading:
+    offsets_ms = [times * offset_ms for offset_ms in reading.offsets_ms]
+    return Reading(reading.layout, reading.step, reading.walltime_s, offsets_ms)
+
+
+def counts() -> StepCounts:
+    found = StepCounts()
+    found.warmed_up, found.replayed, found.captures = 3, 200, 1
+    found.eager = Counter()
+    found.capture_ms, found.memory_bytes = 600, 2**20
+    return found
+
+
+GRAPH = """\
+lightning_cudagraph: CUDA graphs
+  steps     3 warmed up, 200 replayed, 0 eager; captured 1 time(s)
+  capture   600 ms, 1.0 MiB taken
+  graph     forward 0.619 ms, backward 1.418 ms, clipping 0.030 ms, optimizer 0.120 ms, copy 0.010 ms
+  gap       between two steps the device waits for the host, 0.010 of 2.207 ms (0%)
+  note      something
+  slowest layers, median of 1 timed step (containers include their members)
+    layer      forward ms  backward ms  share of step
+    blocks          0.600        1.380    91% ######################
+    blocks.0        0.100        0.230    15% ####
+    blocks.3        0.100        0.230    15% ####
+    blocks.1        0.100        0.230    15% ####
+    blocks.5        0.100        0.230    15% ####
+    blocks.2        0.100        0.230    15% ####
+    blocks.4        0.100        0.230    15% ####
+    head            0.006        0.014     1%
+    embedding       0.005        0.011     1%
+    ln_f            0.004        0.009     1%"""
+
+
+def test_the_whole_report() -> None:
+    summary = WindowSummary(gpt_readings(n=1, noise=0.0))
+    found = fit_report("CUDA graphs", counts(), StepPace(), summary, ["something"])
+    # Blocks that take the same time come in any order.
+    assert sorted(found.splitlines()) == sorted(GRAPH.splitlines())
+    assert found.splitlines()[:9] == GRAPH.splitlines()[:9]
+
+
+def test_eager_beside_graph() -> None:
+    reading = gpt_readings(n=1, noise=0.0)[0]
+    graph, eager = WindowSummary([reading]), WindowSummary([slowed(reading, 10.0)] * 3)
+    lines = fit_report("CUDA graphs", counts(), StepPace(), graph, [], None, eager).splitlines()
+    assert (
+        "  eager     forward 6.190 ms, backward 14.185 ms, clipping 0.300 ms, optimizer 1.200 ms,"
+        " copy 0.100 ms"
+    ) in lines
+    first = next(index for index, line in enumerate(lines) if "slowest layers" in line)
+    assert lines[first + 1 : first + 4] == [
+        "               in the graph             eager, 3 timed steps",
+        "    layer      forward ms  backward ms  forward ms  backward ms  share of step",
+        "    blocks          0.600        1.380       6.000       13.800    91% ######################",
+    ]
+
+
+def test_a_gap_that_counts_is_explained() -> None:
+    summary = WindowSummary(gpt_readings(n=1, noise=0.0, gap_ms=4.4))
+    text = fit_report("CUDA graphs", counts(), StepPace(), summary, [])
+    assert (
+        "the device waits for the host, 2.200 of 6.587 ms (33%): loggers, hooks or the dataloader take"
+        " longer than the step"
+    ) in text
+
+
+def test_nothing_was_timed() -> None:
+    text = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [])
+    assert len(text.splitlines()) == 3
+    assert eager_report(WindowSummary([]), ["a note"]).splitlines()[1:] == ["  note      a note"]
