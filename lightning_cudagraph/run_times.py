@@ -110,7 +110,7 @@ class RunTimes:
             text: a sentence.
             step_number: the step at hand as the trainer's loggers count it.
         """
-        self._tensorboard.add_text("cudagraph/events", text, step_number)
+        self._tensorboard.add_event(text, step_number)
 
     def report(
         self,

@@ -7,6 +7,7 @@ writes them in their turn, among the events of everybody else, into the same fil
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -31,6 +32,7 @@ _SECONDS_BETWEEN_FLUSHES = 5.0
 # What is shown is a thousand points of each curve. A step of half a millisecond would fill a disk with
 # them in a day; so each time that this much has been written, every other step is left out from then on.
 _BYTES_BEFORE_THINNING = 256 * 2**20
+_TEXT_COLUMNS = 110
 # So many steps tell which layers are slow.
 _READINGS_FOR_CHARTS = 16
 
@@ -108,8 +110,7 @@ class TensorBoardWriter:
     def _thin(self, step: int) -> None:
         self._written_bytes = 0
         self._every_n_steps *= 2
-        self.add_text(
-            "cudagraph/events",
+        self.add_event(
             f"{_BYTES_BEFORE_THINNING // 2**20} MiB of times are written. From here on, the curves have"
             f" the steps whose number is a multiple of {self._every_n_steps}; bands and tables have all"
             " that are timed. `LayerTimings(every_n_steps=...)` times fewer.",
@@ -126,6 +127,15 @@ class TensorBoardWriter:
         """
         for board in self._boards:
             board.attempt(lambda writer: writer.add_text(tag, f"```\n{text}\n```", step))
+
+    def add_event(self, text: str, step: int) -> None:
+        """Write what became of the graphs, or of what is shown of them.
+
+        Args:
+            text: sentences.
+            step: the step as the trainer's loggers count it.
+        """
+        self.add_text("cudagraph/events", textwrap.fill(text, _TEXT_COLUMNS), step)
 
     def add_figure(self, tag: str, figure: Any, step: int) -> None:
         """Write a picture; what goes wrong with it is raised.
