@@ -341,6 +341,22 @@ def test_a_loss_that_lies_in_an_attribute(eager: bool) -> None:
 
 
 @both_ways
+def test_an_output_that_nobody_may_use_any_more(eager: bool) -> None:
+    def rows(x: Tensor) -> tuple[Tensor, ...]:
+        y = F.elu(x)
+        first = y.unbind(0)[0]
+        return y.add_(1), first
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        return model.last(model.rows(x)[0])
+
+    step = Captured(Model(run, rows=Op(rows), last=Op(F.silu)), eager=eager)
+    assert step.forward("rows") == ["elu", "add_"]
+    assert step.backward("last") == ["silu_backward"]
+    assert "elu_backward" in step.backward("rows")
+
+
+@both_ways
 def test_an_embedding_ends_the_backward_pass(eager: bool) -> None:
     model = nn.Sequential(nn.Embedding(8, 4), Op(torch.tanh))
     step = Captured(model, x=torch.tensor([1, 2, 3]), eager=eager)

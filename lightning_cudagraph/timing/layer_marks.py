@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
 from typing import Any
 
@@ -62,7 +62,14 @@ def check_autograd_names() -> None:
 def _nodes_of(tree: Any) -> list[Any]:
     """The nodes that have made the tensors of a tree."""
     leaves = [tree] if isinstance(tree, Tensor) else [leaf for _, leaf in flatten_batch(tree)]
-    return [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    nodes = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            # A view whose base has been written into may have no node any more. That is an error only of
+            # whoever uses it.
+            with suppress(RuntimeError):
+                nodes.append(leaf.grad_fn)
+    return [node for node in nodes if node is not None]
 
 
 def _after(node: Any) -> list[Any]:

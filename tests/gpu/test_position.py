@@ -1,0 +1,115 @@
+"""How far a capture on CUDA has come, as its driver tells, and marks on more than one stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cudagraph.capture.backend import CudaBackend
+from lightning_cudagraph.timing.marks import StepMarks
+
+
+@pytest.fixture
+def backend() -> CudaBackend:
+    return CudaBackend(torch.device("cuda", 0))
+
+
+def test_only_work_moves_it(backend: CudaBackend) -> None:
+    x, linear = torch.randn(8, 8, device="cuda"), nn.Linear(8, 8).cuda()
+    events = [backend.event() for _ in range(3)]  # they outlive the graph
+    found: dict[str, Any] = {}
+
+    def note(what: str) -> None:
+        found[what] = backend.position()
+
+    def body() -> None:
+        note("begin")
+        x.view(-1)
+        torch.empty_like(x)
+        note("views and memory")
+        y = x + 1
+        note("a kernel")
+        backend.mark(events[0])
+        note("a mark beside it")
+        backend.mark(events[1], forked=False)
+        note("a mark behind it")
+        backend.mark(events[2], forked=False)
+        note("another")
+        out = linear(y)
+        note("a layer")
+        out.grad_fn.register_prehook(lambda gradients: note("the thread of autograd"))
+        out.sum().backward()
+
+    for _ in range(3):
+        with backend.on_side_stream():
+            linear(x).sum().backward()
+    assert backend.position() is None
+    graph, _ = backend.capture(body)
+    assert None not in found.values()
+    assert found["begin"] == found["views and memory"]
+    assert found["a kernel"] == found["a mark beside it"]
+    moving = ["begin", "a kernel", "a mark behind it", "another", "a layer", "the thread of autograd"]
+    assert len({found[what] for what in moving}) == len(moving)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert events[0].elapsed_time(events[2]) >= 0
+    backend.release(graph)
+
+
+def test_a_kernel_that_no_dispatcher_sees(backend: CudaBackend) -> None:
+    triton = pytest.importorskip("triton")
+    language: Any = pytest.importorskip("triton.language")
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def add_one(pointer: Any, n: language.constexpr) -> None:
+        index = language.arange(0, n)
+        language.store(pointer + index, language.load(pointer + index) + 1.0)
+
+    x = torch.zeros(64, device="cuda")
+    with backend.on_side_stream():
+        add_one[(1,)](x, 64)
+    positions = []
+
+    def body() -> None:
+        positions.append(backend.position())
+        add_one[(1,)](x, 64)
+        positions.append(backend.position())
+
+    graph, _ = backend.capture(body)
+    assert positions[0] != positions[1]
+    backend.release(graph)
+
+
+def test_a_mark_does_not_wait_for_another_stream(backend: CudaBackend) -> None:
+    """What is marked on the stream of communication does not hold up the marks of the computation."""
+    large = torch.randn(1 << 24, device="cuda")
+    small, layer = torch.randn(8, device="cuda"), nn.Tanh()
+    other = torch.cuda.Stream()
+
+    def body() -> StepMarks:
+        marks = StepMarks(backend, {"layer": layer}, has_optimizer=False)
+        with marks.recording():
+            end = marks.begin_part("all_reduce", "communication")
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                for _ in range(50):  # more than a millisecond
+                    large.sin_()
+                end()
+            layer(small)
+            marks.forward_ended()
+            torch.cuda.current_stream().wait_stream(other)
+        return marks
+
+    graph, marks = backend.capture(body)
+    graph.replay()
+    offsets_ms = marks.read()
+    spans = {span.tag: span for span in marks.layout.spans}
+    ((_, reduced),) = spans["step_ms/all_reduce"].calls
+    ((_, computed),) = spans["layer_forward_ms/layer"].calls
+    assert reduced < computed  # marked before
+    assert offsets_ms[computed] < offsets_ms[reduced]
+    assert offsets_ms[-1] >= offsets_ms[reduced]
+    backend.release(graph)
