@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple, Protocol
 
 from lightning_cudagraph.capture.backend import Backend, Event
@@ -87,13 +87,11 @@ class FitClock:
         n = self._every_n_steps
         return n == 1 or (n > 1 and optimizer_step % n == 0)
 
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Around a copy of the batch of a step that is due."""
+    def copying(self) -> AbstractContextManager[None]:
+        """What is entered around a copy of the batch of a step that is due."""
         if self._lead_in is None:
             self._lead_in = LeadIn(self._passed, None)
-        with self._lead_in.copying():
-            yield
+        return self._lead_in
 
     def upcoming(self, marks: StepMarks | None) -> None:
         """A replay that sets events anew comes now: read what they say of the one before."""

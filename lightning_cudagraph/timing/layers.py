@@ -24,26 +24,7 @@ _NAMES_SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChoice:
-    """Which layers are timed by events inside the graph, in which steps, and how.
-
-    `modules`, `types` and `depth` choose together: a layer is timed if it satisfies each that is given.
-    Without any of them the layers are chosen automatically, level by level from the outside in, as deep
-    as `max_layers` allows: the whole model is covered, and containers stay beside their members.
-
-    Args:
-        modules: glob patterns of module names as `named_modules` gives them, such as
-            ``["blocks.*", "head"]``. ``*`` crosses dots.
-        types: names of classes, such as ``["Linear"]`` or ``["torch.nn.Linear"]``. Classes that are
-            derived from them count.
-        depth: how many levels are timed, from the outside in: 1 for the children of the model. A
-            `ModuleList` or `ModuleDict` is no level, because it is never called itself.
-        max_layers: how many layers the automatic choice may take, at most.
-        every_n_steps: the steps of the optimizer whose number is a multiple of this are timed; the
-            others replay a graph without events.
-        placement: ``"forked"``: events are recorded on a branch of the graph that no kernel waits for.
-            ``"serial"``: they are recorded between two kernels, and each adds a microsecond or two.
-        window_steps: aggregates are made over so many timed steps.
-        trace_steps: how many of the last timed steps are written as a Chrome trace; 0 for none.
+    """The arguments of `LayerTimings`, which documents each.
 
     Raises:
         ConfigurationError: if one of them is not what it should be.

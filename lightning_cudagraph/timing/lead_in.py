@@ -5,8 +5,7 @@ Timed by ordinary events on the stream of the replays, which are recorded only a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from lightning_cudagraph.capture.backend import Event
 from lightning_cudagraph.timing.spans import STEP_TAG, Span, SpanLayout
@@ -18,7 +17,7 @@ GAP_TAG = f"{STEP_TAG}gap"
 
 
 class LeadIn:
-    """The events before one timed step.
+    """The events before one timed step. Entered around each copy of its batch.
 
     Args:
         passed: a new event, which marks this point.
@@ -33,12 +32,11 @@ class LeadIn:
         self._has_gap = previous_end is not None
         self.events: list[Event] = [] if previous_end is None else [previous_end]
 
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Around a copy of the batch of the step."""
-        begin = self._passed()
-        yield
-        self.events += (begin, self._passed())
+    def __enter__(self) -> None:
+        self._copy_begin = self._passed()
+
+    def __exit__(self, *error: object) -> None:
+        self.events += (self._copy_begin, self._passed())
 
     @property
     def kind(self) -> tuple[bool, int]:
