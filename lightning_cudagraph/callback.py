@@ -48,8 +48,10 @@ class CUDAGraphCallback(Callback):
     run with ``capturable=True`` (said when training starts); what is known not to is refused with
     the reason, or run eagerly. On a CPU an emulator takes the place of the GPU.
 
-    Shown in TensorBoard for each replay, in milliseconds: ``layer_forward_ms/{module}``,
-    ``layer_backward_ms/{module}`` and ``step_ms/{forward,backward,optimizer,total,...}``. For each
+    Shown in TensorBoard for each timed replay, in milliseconds: ``layer_forward_ms/{module}``,
+    ``layer_backward_ms/{module}`` and ``step_ms/{forward,backward,clipping,scaler,optimizer,total}``,
+    and before it ``step_ms/{copy,gap}``: the copy of the batch, and what is left of the time since the
+    replay before, which is long if the device waits for the host. For each
     window ``step_band_ms/{p05,p50,p95}``, with charts among the custom scalars; as texts what became
     of the graphs, ``cudagraph/events``, and at the end of `fit` the ``cudagraph/report``. Other loggers,
     but a `CSVLogger`, get the medians of each window.
