@@ -12,6 +12,7 @@ any other, and for every batch that is not plainly one more replay, Lightning's 
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,29 @@ class _Fetched:
 
     def __next__(self) -> Any:
         return self.fetched
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {}
+
+
+def _references_of_attribute() -> int:
+    """How many references are counted to what nobody but one object's attribute refers to."""
+    holder = _Holder()
+    return sys.getrefcount(holder.held)
+
+
+_REFERENCES_OF_ATTRIBUTE = _references_of_attribute()
+
+
+def _are_kept(connector: Any) -> bool:
+    """Whether somebody keeps a dictionary of metrics, in which he would see the values of each step."""
+    return (
+        sys.getrefcount(connector._callback_metrics) > _REFERENCES_OF_ATTRIBUTE
+        or sys.getrefcount(connector._logged_metrics) > _REFERENCES_OF_ATTRIBUTE
+        or sys.getrefcount(connector._progress_bar_metrics) > _REFERENCES_OF_ATTRIBUTE
+    )
 
 
 class QuickAdvance:
@@ -203,6 +227,8 @@ class QuickAdvance:
         if not self._accumulates and self._shows_metrics():
             self._settle()
             connector.update_train_step_metrics()
+        elif _are_kept(connector):
+            self._settle()
 
     def _moved(self, batch: Any) -> Any:
         """The batch on the device."""

@@ -194,6 +194,31 @@ def test_what_was_seen_stays(tmp_path: Path, accelerator: str, monkeypatch: pyte
     assert not differences(copies[half:], runs.loaders[1].seen)
 
 
+@pytest.mark.parametrize("name", ["callback_metrics", "logged_metrics", "progress_bar_metrics"])
+def test_a_dictionary_that_is_kept(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Lightning updates the same dictionary after every step; who has it need not ask again."""
+
+    class Keeps(Sized):
+        kept: Any = None
+
+        def look(self) -> Any:
+            self.kept = getattr(self.trainer, name) if self.kept is None else self.kept
+            return dict(self.kept)
+
+    runs = Both(
+        tmp_path,
+        accelerator,
+        monkeypatch,
+        lambda: Keeps(lambda index: index > 5),
+        log_every_n_steps=50,
+    )
+    assert runs.plain_replays > 20
+    seen = [found["loss_step"] for found in runs.loaders[0].seen]
+    assert len({float(value) for value in seen}) > 20
+
+
 CASES: dict[str, dict[str, Any]] = {
     "validation in mid-epoch": {"val_check_interval": 5},
     "validation every so many batches of the run": {
