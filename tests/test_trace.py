@@ -140,7 +140,7 @@ def test_the_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
     path.write_text("the one before")
     write_trace(path, gpt_readings(n=2), "CharGPT", rank=1)
     trace = json.loads(path.read_text())
-    assert {event["pid"] for event in trace["traceEvents"]} == {1}
+    assert {event["pid"] for event in trace["traceEvents"]} == {2}  # counted from 1
     assert [file.name for file in tmp_path.iterdir()] == ["layer_trace.json"]
     plain = tmp_path / "plain"
     plain.touch()

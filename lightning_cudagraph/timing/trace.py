@@ -46,6 +46,7 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
         What is written as JSON. Times are microseconds; slices of one thread contain one another or
         are apart.
     """
+    process = rank + 1  # 0 is the idle process of a machine to Perfetto
     events: list[dict[str, Any]] = []
     threads: dict[int, str] = {_STEPS_THREAD: "steps"}
     origins = _origins(readings)
@@ -56,7 +57,7 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
             for tag, value_ms in times_ms.items()
             if tag.startswith(STEP_TAG)
         }
-        whole = {"pid": rank, "tid": _STEPS_THREAD, "ts": origin / _TICKS_PER_US}
+        whole = {"pid": process, "tid": _STEPS_THREAD, "ts": origin / _TICKS_PER_US}
         events.append(
             whole
             | {"ph": "X", "name": f"step {reading.step}", "cat": "step"}
@@ -73,7 +74,7 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
                     "ph": "X",
                     "name": one.name,
                     "cat": one.lane,
-                    "pid": rank,
+                    "pid": process,
                     "tid": thread,
                     "ts": (origin + one.begin) / _TICKS_PER_US,
                     "dur": (one.end - one.begin) / _TICKS_PER_US,
@@ -82,14 +83,15 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
             )
     about = [("process_name", {"name": title}), ("process_sort_index", {"sort_index": rank})]
     named: list[dict[str, Any]] = [
-        {"ph": "M", "name": name, "pid": rank, "tid": 0, "args": args} for name, args in about
+        {"ph": "M", "name": name, "pid": process, "tid": _STEPS_THREAD, "args": args}
+        for name, args in about
     ]
     for thread, thread_name in sorted(threads.items()):
         for name, args in (
             ("thread_name", {"name": thread_name}),
             ("thread_sort_index", {"sort_index": thread}),
         ):
-            named.append({"ph": "M", "name": name, "pid": rank, "tid": thread, "args": args})
+            named.append({"ph": "M", "name": name, "pid": process, "tid": thread, "args": args})
     return {"traceEvents": named + events, "displayTimeUnit": "ms"}
 
 
