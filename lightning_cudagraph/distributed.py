@@ -20,6 +20,7 @@ GPU to read it, the signal goes along with the plans here, and all end behind th
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -32,8 +33,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,6 +49,8 @@ from lightning_cudagraph.errors import ConfigurationError, PeerError, Unsupporte
 __all__ = ["Distributed", "settle_nccl", "wrapped_on_side_stream"]
 
 _GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
+# What Lightning's own handler says is said in its name.
+_log = logging.getLogger(signal_connector.__name__)
 
 
 def wrapped_on_side_stream(strategy: Strategy, backend: Backend, patches: ExitStack) -> None:
@@ -208,6 +213,7 @@ class Distributed:
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         trainer = self._trainer
         strategy = trainer.strategy
+        _log.info(rank_prefixed_message(f"Received SIGTERM: {signum}", trainer.local_rank))
         if not self._sigterm and isinstance(strategy, DDPStrategy) and strategy.launcher is not None:
             strategy.launcher.kill(signum)
         self._sigterm = True

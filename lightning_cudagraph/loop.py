@@ -411,6 +411,8 @@ class GraphedTraining:
             transaction=self._undone,
             parameters=lambda: self._part.parameters(place),
             place=place,
+            is_broken=self._replicas.is_broken,
+            mend=self._replicas.mend,
             unlike_others=self._replicas.unlike_others(place),
             in_window=self._trainer.accumulate_grad_batches > 1,
             kept=lambda: self._part.behind is not None or not undisturbed(self._trainer, self._module),

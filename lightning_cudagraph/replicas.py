@@ -27,6 +27,15 @@ _NEVER = 2**30
 # One more than it takes times of. By then it has also sorted its buckets anew, which it does in the
 # second one, after a broadcast on the host.
 _SETTLED_AFTER = 11
+_SORTED_AFTER = 2
+
+
+def _is_unfinished(ddp: DistributedDataParallel) -> bool:
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
 
 
 class Replicas:
@@ -40,6 +49,7 @@ class Replicas:
         model = strategy.model
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._averaged = 0
+        self._broken = False
 
     @property
     def syncs(self) -> bool:
@@ -85,11 +95,21 @@ class Replicas:
         try:
             yield
         except BaseException:
-            # In the middle of a backward pass it waits for gradients that will not come.
-            ddp.reducer._reset_state()
+            self._broken = _is_unfinished(ddp)
             raise
         finally:
             ddp.require_forward_param_sync = before
+
+    def is_broken(self) -> bool:
+        """Whether a step was left in the middle of its backward pass: gradients are waited for."""
+        return self._broken
+
+    def mend(self) -> None:
+        """Wait for none any more. In all processes at once: the next step sorts buckets anew."""
+        self._broken = False
+        if self._ddp is not None:
+            self._ddp.reducer._reset_state()
+            self._averaged = min(self._averaged, _SETTLED_AFTER - _SORTED_AFTER)
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:

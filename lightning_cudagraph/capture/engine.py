@@ -23,7 +23,12 @@ from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Phase, Place, Ste
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.capture.writes import storage_id, whole
-from lightning_cudagraph.errors import CaptureError, CUDAGraphError, UnsupportedError
+from lightning_cudagraph.errors import (
+    CaptureError,
+    CUDAGraphError,
+    UnsupportedError,
+    VerificationError,
+)
 
 __all__ = ["StepEngine"]
 
@@ -340,21 +345,26 @@ class StepEngine(Generic[T]):
             raise
         except Exception as error:
             raised = f"{type(error).__name__} in the capture: {error}"
+        mine = bool(raised)
+        is_broken = step.is_broken()
         if self._agreement is not None:
-            told = self._agreement.tell((failure and _portable(failure), raised))
-            reasons, texts = zip(*told, strict=True)
+            told = self._agreement.tell((failure and _portable(failure), raised, is_broken))
+            reasons, texts, broken = zip(*told, strict=True)
+            is_broken = any(broken)
             if captured is not None and (any(reasons) or any(texts)):
                 captured.release()
                 captured = None
                 self.counts.captures -= 1
                 failure = _failure_of_ranks(reasons)
-                if failure is None:
-                    return None, _of_ranks(texts), False
+                raised = "" if failure else _of_ranks(texts)
+                mine = False
+        if is_broken:
+            step.mend()
         if failure is not None:
             reason = failure.reason
             self.unsupported(failure)
             return None, reason, False
-        return captured, raised, bool(raised)
+        return captured, raised, mine
 
     def _replayed(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T]:
         outputs = self._replay(captured, step, step.between if captured.has_turns else None)
@@ -439,6 +449,8 @@ class StepEngine(Generic[T]):
             else:
                 outputs = self._verifier.check(captured, state, eagerly, replay)
         except UnsupportedError as error:
+            if self._agreement is not None and not isinstance(error, VerificationError):
+                raise  # the others are in the middle of the check
             if not captured.has_turns:
                 put_back_gradients()
             self.unsupported(error)

@@ -173,6 +173,7 @@ class Ranks:
         text = f"rank {self.rank}: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # the store can be gone, with the process that had it
             self._store.set(_FAILED, text)
+            self._store.set(f"read/{self.rank}", "")
             if self.rank == 0:
                 others = [f"read/{rank}" for rank in range(1, self.size)]
                 deadline_s = time.monotonic() + _READ_TIMEOUT_S

@@ -109,6 +109,8 @@ class Step(Generic[T]):
         timed: a capture with timing events is replayed.
         upcoming: before such a replay, told its static outputs: their events are about to be set anew.
         copying: entered, before such a replay, around the copy of the batch.
+        is_broken: whether a capture that failed has left behind what keeps steps from running.
+        mend: puts that right, in all processes together.
         unlike_others: why it does not do what others in its place do, so that it has to run eagerly; or
             nothing.
         run_last: does it eagerly at the end of the warm-up; None for `run`.
@@ -132,6 +134,8 @@ class Step(Generic[T]):
     timed: bool = False
     upcoming: Callable[[T], None] = _nothing
     copying: Callable[[], AbstractContextManager[None]] = nullcontext
+    is_broken: Callable[[], bool] = lambda: False
+    mend: Callable[[], None] = lambda: None
     unlike_others: str = ""
     run_last: Callable[[], object] | None = None
 

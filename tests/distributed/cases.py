@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    ConfigurationError,
+    CUDAGraphCallback,
+    LayerTimings,
+    UnsupportedError,
+)
+from lightning_cudagraph.errors import PeerError, VerificationError
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same, loader, make, train
 
 # Iterations that DistributedDataParallel needs before a capture.
@@ -153,3 +162,161 @@ def a_guard_in_one_process(here: Here) -> None:
     assert graph.counts.captures == 2, graph.counts
     assert "(rank 1)" in graph.counts.recaptures[0] or here.rank == 1, graph.counts
     assert graph.counts.replayed >= 10, graph.counts
+
+
+class ReadsOnOne(Net):
+    """On one process, the step reads a value back to the host."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1:
+            result["loss"].item()
+        return result
+
+
+def a_capture_that_one_refuses(here: Here) -> None:
+    """What one process cannot capture, none does."""
+    graph = here.train("graph", CUDAGraphCallback(), ReadsOnOne, raises=UnsupportedError)
+    found = str(graph.error)
+    assert ".item()" in found, found
+    assert found.startswith("On rank 1: ") == (here.rank == 0), found
+
+
+def a_capture_that_one_refuses_goes_on(here: Here) -> None:
+    """Or all go on without a graph."""
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    _, graph = here.assert_same_runs(callback, build=ReadsOnOne)
+    assert graph.counts.replayed == 0, graph.counts
+    assert any(".item()" in reason for reason in graph.counts.eager), graph.counts
+
+
+class _ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        return gradient * (1.0 if float(gradient.sum()) < 1e9 else 0.0)
+
+
+class ReadsInBackwardOnOne(Net):
+    """On one process, the backward pass reads a value back when some gradients are there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.features(x)
+        if self.trainer.global_rank == 1:
+            features = _ReadsInBackward.apply(features)
+        return self.head(features)
+
+
+def a_capture_that_fails_in_the_backward_pass(here: Here) -> None:
+    """In the middle of averaging; all go on without a graph."""
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    _, graph = here.assert_same_runs(callback, build=ReadsInBackwardOnOne)
+    assert graph.counts.replayed == 0, graph.counts
+    assert any("cannot hold" in reason for reason in graph.counts.eager), graph.counts
+
+
+class CountsOnOne(Net):
+    """On one process, the loss depends on how often Python has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1:
+            self.calls += 1
+            result["loss"] = result["loss"] * self.calls
+        return result
+
+
+def a_check_that_one_fails(here: Here) -> None:
+    """A replay that differs in one process is everybody's."""
+    callback = CUDAGraphCallback(harmless=["calls"])
+    graph = here.train("graph", callback, CountsOnOne, raises=VerificationError)
+    # Gradients are averaged, so that all see it; each in its own numbers.
+    assert "comes to other numbers than the eager step" in str(graph.error), graph.error
+
+
+def different_arguments(here: Here) -> None:
+    """The processes were given different arguments."""
+    callback = CUDAGraphCallback(verify_replays=1 + here.rank)
+    graph = here.train("graph", callback, raises=ConfigurationError)
+    assert "argument `verify_replays`: 1 on rank 0, 2 on rank 1" in str(graph.error), graph.error
+
+
+def switched_off_in_one(here: Here) -> None:
+    """One process was told to do without."""
+    callback = CUDAGraphCallback(backend="auto" if here.rank == 0 else "off")
+    graph = here.train("graph", callback, raises=ConfigurationError)
+    assert "argument `backend`: 'auto' on rank 0, 'off' on rank 1" in str(graph.error), graph.error
+
+
+def a_shorter_loader(here: Here) -> None:
+    """One process has fewer batches, and everybody can know it."""
+    batches = loader(batches=14 + 4 * here.rank)
+    graph = here.train("graph", CUDAGraphCallback(), train_loader=batches, raises=ConfigurationError)
+    assert "number of training batches: 8 on rank 0, 10 on rank 1" in str(graph.error), graph.error
+
+
+class Stream(IterableDataset[Any]):
+    """Batches without a number of them."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader(ragged=False, batches=self.batches))
+
+
+def a_shorter_stream(here: Here) -> None:
+    """One process comes to its end before the others."""
+    batches = DataLoader(Stream(20 + 3 * here.rank), batch_size=None)
+    graph = here.train("graph", CUDAGraphCallback(), train_loader=batches, raises=PeerError)
+    assert "Batch 19 is the last one of the epoch in some processes" in str(graph.error), graph.error
+    assert graph.counts.replayed > 0
+
+
+class Raises(Callback):
+    """Raises in the middle, in one process."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == 18:
+            raise ValueError("no more cheese")
+
+
+def an_error_on_rank_0(here: Here) -> None:
+    """Raises what that process has met."""
+    here.train("graph", CUDAGraphCallback(), callbacks=(Raises(0),))
+
+
+def an_error_on_rank_1(here: Here) -> None:
+    """Raises what that process has met."""
+    here.train("graph", CUDAGraphCallback(), callbacks=(Raises(1),))
+
+
+class Notes(Callback):
+    """Says when replays have begun, and where the run ends."""
+
+    def __init__(self, here: Here) -> None:
+        self.here = here
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 20:
+            (self.here.folder / f"begun{self.here.rank}").touch()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        note = f"{type(exception).__name__} after {trainer.global_step}"
+        (self.here.folder / f"ended{self.here.rank}").write_text(note)
+
+
+def trains_for_ever(here: Here) -> None:
+    """Until somebody ends it."""
+    here.train("graph", CUDAGraphCallback(), callbacks=(Notes(here),), max_epochs=100_000)
