@@ -28,13 +28,13 @@ class Ended:
         status: its exit status; negative for a signal, None if it had to be killed.
         said: what it wrote to its output and its errors.
         cases: what came of each case, ``"ok"`` or a traceback.
-        after_s: how many seconds after the launch, or after `act`.
+        ended_s: when, by the monotonic clock; seen in the order of the ranks.
     """
 
     status: int | None
     said: str
     cases: dict[str, str]
-    after_s: float
+    ended_s: float
 
 
 def _free_port() -> int:
@@ -89,7 +89,7 @@ def launch(
         said = (folder / f"said{rank}.txt").read_text(errors="replace")
         found = folder / f"cases{rank}.json"
         done = json.loads(found.read_text()) if found.exists() else {}
-        ended.append(Ended(status, said, done, time.monotonic() - started_s))
+        ended.append(Ended(status, said, done, time.monotonic()))
     return ended
 
 

@@ -15,11 +15,21 @@ SAME = (
     "same_numbers_in_buckets",
     "same_numbers_with_the_optimizer_behind",
 )
-AGREED = ("another_shape", "a_guard_in_one_process")
+AGREED = (
+    "another_shape",
+    "a_guard_in_one_process",
+    "a_capture_that_one_refuses",
+    "a_capture_that_one_refuses_goes_on",
+    "a_capture_that_fails_in_the_backward_pass",
+    "a_check_that_one_fails",
+)
+DIFFERENT = ("different_arguments", "switched_off_in_one", "a_shorter_loader", "a_shorter_stream")
 
 
-@pytest.mark.parametrize("cases", [SAME, AGREED], ids=["same numbers", "agreed"])
+@pytest.mark.parametrize(
+    "cases", [SAME, AGREED, DIFFERENT], ids=["same numbers", "agreed", "different from the start"]
+)
 def test_processes_train_as_without_the_callback(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
-    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=120), cases)
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=240), cases)

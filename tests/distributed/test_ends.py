@@ -1,0 +1,58 @@
+"""However a run ends in one process, all processes end, in seconds, with a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import launch
+
+# Less than this after one process has met its end.
+ALL_ENDED_S = 30.0
+BEGUN_S = 240.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_in_one_process_ends_all(tmp_path: Path, accelerator: str, rank: int) -> None:
+    case = f"an_error_on_rank_{rank}"
+    ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
+    assert [process.status for process in ended] == [1, 1], ended
+    assert "ValueError: no more cheese" in ended[rank].cases[case]
+    other = ended[1 - rank]
+    assert "PeerError: Another process of the run has failed" in other.cases[case], other.said[-2000:]
+    assert f"rank {rank}: ValueError: no more cheese" in other.cases[case], other.cases
+    apart_s = abs(ended[0].ended_s - ended[1].ended_s)
+    assert apart_s < ALL_ENDED_S, apart_s
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=str)
+def test_a_signal_ends_all_behind_the_same_batch(
+    tmp_path: Path, accelerator: str, ranks: tuple[int, ...]
+) -> None:
+    case = "trains_for_ever"
+    signalled_s = 0.0
+
+    def send(folder: Path, processes: list[subprocess.Popen[bytes]]) -> None:
+        nonlocal signalled_s
+        deadline_s = time.monotonic() + BEGUN_S
+        while not all((folder / case / f"begun{rank}").exists() for rank in (0, 1)):
+            assert time.monotonic() < deadline_s, (folder / "said0.txt").read_text()[-2000:]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                processes[0].wait(timeout=0.1)
+        for rank in ranks:
+            processes[rank].send_signal(signal.SIGTERM)
+        signalled_s = time.monotonic()
+
+    ended = launch(tmp_path, [case], accelerator, timeout_s=ALL_ENDED_S, act=send)
+    # Lightning's exception for the signal ends Python as `sys.exit()` does.
+    assert [process.status for process in ended] == [0, 0], ended
+    notes = {(tmp_path / case / f"ended{rank}").read_text() for rank in (0, 1)}
+    assert len(notes) == 1, notes
+    assert notes.pop().startswith("SIGTERMException after ")
+    assert "Received SIGTERM: 15" in ended[ranks[0]].said
+    assert max(process.ended_s for process in ended) - signalled_s < ALL_ENDED_S
