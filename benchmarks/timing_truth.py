@@ -160,7 +160,7 @@ class Truth:
 
     def parts_us(self, value: Callable[[Row], float]) -> float:
         """The sum of the parts of the step."""
-        names = ("forward", "backward", "clipping", "scaler", "optimizer")
+        names = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
         return sum(value(row) for name in names if (row := self.part(name)) is not None)
 
 

@@ -1,12 +1,16 @@
 """Take the pictures of the README of finished runs.
 
-python -m tests.browser.pictures runs docs --time-series "layer_.*/(blocks.[05]|head)$|step_ms"
+Charts and tables come from the tabs of TensorBoard, and the images of one run as they are.
+
+    python -m tests.browser.pictures runs docs --run graph --time-series "layer_.*/head$|step_ms"
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.browser.tabs import (
     chromium,
@@ -18,23 +22,31 @@ from tests.browser.tabs import (
 )
 
 
+def save_images(logdir: Path, run: str, folder: Path) -> None:
+    """Save the last images of a run as they are: in their tab they are small."""
+    events = EventAccumulator(str(logdir / run), size_guidance={"images": 0})
+    events.Reload()
+    for tag in events.Tags()["images"]:
+        image = events.Images(tag)[-1].encoded_image_string
+        (folder / f"{Path(tag).name}.png").write_bytes(image)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("logdir", type=Path, help="where the runs lie")
     parser.add_argument("folder", type=Path, help="where the pictures go")
     parser.add_argument("--time-series", default="step_ms", help="the tags shown there")
     parser.add_argument("--texts", default="layers", help="the tags of texts that are shown")
-    parser.add_argument("--images", default="", help="the tags of images that are shown")
+    parser.add_argument("--run", default="", help="whose images are saved; none of them by default")
     args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.run:
+        save_images(args.logdir, args.run, args.folder)
     with tensorboard_on(args.logdir) as address, chromium() as browser:
         tab = new_tab(browser, 1680, 1130)
         show_time_series(tab, address, args.time_series)
         picture(tab, args.folder / "dashboard.png")
-        for plugin, pattern in (
-            ("custom_scalars", ""),
-            ("text", args.texts),
-            ("images", args.images),
-        ):
+        for plugin, pattern in (("custom_scalars", ""), ("text", args.texts)):
             tab = new_tab(browser)
             show_filtered(tab, address, plugin, pattern, [])
             picture(tab, args.folder / f"{plugin}.png")
