@@ -17,7 +17,8 @@ from tests.browser.tabs import show_filtered, show_time_series, tensorboard_on
 from tests.harness import Net, loader
 
 GROUPS = ("layer_backward_ms", "layer_forward_ms", "step_ms")
-TEXTS = ("cudagraph/events", "cudagraph/report", "layer_timings/report")
+TEXTS = ("cudagraph/events", "cudagraph/layers", "cudagraph/report", "layer_timings/report")
+IMAGES = ("cudagraph/slowest_layers", "cudagraph/timeline")
 # So few that all of them are in sight: others are not drawn.
 FILTER = "(head|features)$|step_ms/(optimizer|total)"
 TAGS = (
@@ -109,3 +110,14 @@ def test_text(tab: Any, run: Run, keep: Callable[[str], None]) -> None:
     assert re.search(r"^ +head +\d", shown, re.MULTILINE)
     tab.locator("pre", has_text=re.compile("captured")).first.wait_for()
     keep("text")
+
+
+def test_images(tab: Any, run: Run, keep: Callable[[str], None]) -> None:
+    show_filtered(tab, run.address, "images", "", IMAGES)
+    for image in IMAGES:
+        card = tab.locator("tf-image-loader", has_text=image).first
+        loaded = card.locator("img").first
+        loaded.wait_for()
+        # Drawn, and not what a browser shows for a picture that it cannot read.
+        assert loaded.evaluate("image => image.decode().then(() => image.naturalWidth)") > 200
+    keep("images")
