@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ _LAUNCHES = {
 }
 _ACTIVITIES = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+# Launches of a capture for which nothing runs.
+_MOST_EMPTY = 16
 _HOST_CALLS = ("cuda_runtime", "cuda_driver")
 
 
@@ -73,8 +76,8 @@ class Captured:
     def ran(self, replayed: Replayed, kernels_of_ops: Mapping[str, set[str]]) -> list[int]:
         """Which of the launches the activities of a replay come from.
 
-        All, if there are as many. Else those, in the order of the graph, of which the op is known to run
-        what was seen: a launch can ask for nothing, such as a copy of no bytes.
+        A launch can ask for nothing, such as a copy of no bytes. Those are left out without which most
+        of the rest have names that their ops are known to run.
 
         Args:
             replayed: the replay.
@@ -83,18 +86,27 @@ class Captured:
         Returns:
             Numbers of launches, one for each activity; empty if the replay is not of this capture.
         """
-        if self.kinds == replayed.kinds:
-            return list(range(len(self.launches)))
-        found: list[int] = []
-        launches = iter(enumerate(self.launches))
-        for activity in replayed.activities:
-            for number, launch in launches:
-                if launch.kind == activity.kind and activity.name in kernels_of_ops.get(launch.op, ()):
-                    found.append(number)
-                    break
-            else:
-                return []
-        return found
+        activities = replayed.activities
+        surplus = len(self.launches) - len(activities)
+        if not 0 <= surplus <= _MOST_EMPTY:
+            return []
+        # For each number of launches left out so far: how many names were odd, and which were left out.
+        best: list[tuple[float, tuple[int, ...]]] = [(0, ()), *[(inf, ())] * surplus]
+        for number, launch in enumerate(self.launches):
+            known = kernels_of_ops.get(launch.op, ())
+            following = []
+            for left_out, (odd, which) in enumerate(best):
+                place = number - left_out
+                taken = (inf, which)
+                if 0 <= place < len(activities) and activities[place].kind == launch.kind:
+                    taken = (odd + (activities[place].name not in known), which)
+                if left_out:
+                    fewer_odd, fewer = best[left_out - 1]
+                    taken = min(taken, (fewer_odd, (*fewer, number)))
+                following.append(taken)
+            best = following
+        odd, which = best[-1]
+        return [] if odd == inf else [n for n in range(len(self.launches)) if n not in which]
 
     def only(self, numbers: list[int]) -> Captured:
         """The same without the other launches."""

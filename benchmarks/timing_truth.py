@@ -286,10 +286,11 @@ def watch(workload: Workload, replays: int, tiny: bool) -> Watched:
         trainer.fit(workload.make(tiny), batches)
     assert batches.captured is not None
     assert batches.replayed is not None
+    assert callback.counts is not None
     return Watched(
         batches.captured,
         batches.replayed,
-        list(readings),
+        readings[-callback.counts.replayed :],  # the first are of steps of the warm-up
         batches.profiled,
         batches.before,
         batches.after,
@@ -327,6 +328,9 @@ def _mapped(
             f"{seen} kernels, copies and fills for {len(plan.launches)} launches of the capture"
             + (f"; nothing ran for {_named(nothing)}" if numbers else ", which cannot be told apart")
         )
+        if not numbers:
+            kinds = [dict(Counter(each)) for each in (replays[0].kinds, plan.kinds)]
+            truth.problems.append(f"these are {kinds[0]} for {kinds[1]}")
     ran = plan.only(numbers)
     alike = [pair for pair in zip(replays, readings, strict=True) if pair[0].kinds == ran.kinds]
     if numbers and len(alike) < len(replays):

@@ -202,10 +202,14 @@ def test_a_launch_for_which_nothing_runs_is_left_out() -> None:
     assert rows["layer_backward_ms/net"].kernels == 1
     # That before the hole takes what would have been its time.
     assert rows["layer_backward_ms/net"].busy_us == 40
-    whole.replays = Trace([event | {"name": event["name"].replace("addmm", "x")} for event in kernels])
+    # Of another kind, they are not those of the capture.
+    whole.replays = Trace(
+        [event | {"cat": event["cat"].replace("kernel", "gpu_memset")} for event in kernels]
+    )
     truth = compare("net", whole, {"net.0"})
     assert truth.rows == []
     assert truth.problems[0].endswith("which cannot be told apart")
+    assert truth.problems[1] == "these are {'memset': 4} for {'kernel': 5}"
 
 
 def test_kernels_that_the_op_has_not_eagerly_are_counted() -> None:
