@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -305,6 +305,9 @@ class EmulatorBackend:
 
     def mark(self, event: HostEvent, forked: bool = True) -> None:
         event.record()
+
+    def elapsed_ms(self, start: HostEvent, ends: Sequence[HostEvent]) -> list[float]:
+        return [start.elapsed_time(end) for end in ends]
 
     def position(self) -> object | None:
         return None if self._recording is None else self._recording.position()

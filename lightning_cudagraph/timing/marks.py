@@ -197,7 +197,7 @@ class StepMarks:
             events[-1].synchronize()
             for _, calls in self._parts.values():  # on streams of their own
                 events[calls[-1][1]].synchronize()
-            return [0.0, *map(events[0].elapsed_time, events[1:])]
+            return [0.0, *self._backend.elapsed_ms(events[0], events[1:])]
         except (RuntimeError, ValueError) as error:
             raise CUDAGraphError(
                 f"The marks of a step cannot be read: {error} Expected a replay of its graph before."
