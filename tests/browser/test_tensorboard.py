@@ -96,7 +96,8 @@ def test_custom_scalars(tab: Any, run: Run, keep: Callable[[str], None]) -> None
         ("multi-line", "slowest layers, forward [ms]"),
         ("multi-line", "slowest layers, backward [ms]"),
     ):
-        card = tab.locator(f"tf-custom-scalar-{chart}-chart-card", has_text=title).first
+        # One for both runs: so they overlay.
+        card = tab.locator(f"tf-custom-scalar-{chart}-chart-card", has_text=title)
         card.get_by_text(re.compile(r"Matches \([1-9]")).wait_for()
     keep("custom_scalars")
 
