@@ -35,21 +35,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("logdir", type=Path, help="where the runs lie")
     parser.add_argument("folder", type=Path, help="where the pictures go")
+    parser.add_argument("--run", required=True, help="whose tables and images are shown")
     parser.add_argument("--time-series", default="step_ms", help="the tags shown there")
     parser.add_argument("--texts", default="layers", help="the tags of texts that are shown")
-    parser.add_argument("--run", default="", help="whose images are saved; none of them by default")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    if args.run:
-        save_images(args.logdir, args.run, args.folder)
-    with tensorboard_on(args.logdir) as address, chromium() as browser:
-        tab = new_tab(browser, 1680, 1130)
-        show_time_series(tab, address, args.time_series)
-        picture(tab, args.folder / "dashboard.png")
-        for plugin, pattern in (("custom_scalars", ""), ("text", args.texts)):
-            tab = new_tab(browser)
-            show_filtered(tab, address, plugin, pattern, [])
-            picture(tab, args.folder / f"{plugin}.png")
+    save_images(args.logdir, args.run, args.folder)
+    with chromium() as browser:
+        with tensorboard_on(args.logdir) as address:
+            tab = new_tab(browser, 1680, 1130)
+            show_time_series(tab, address, args.time_series)
+            picture(tab, args.folder / "dashboard.png")
+            tab = new_tab(browser, 1400, 780)
+            show_filtered(tab, address, "custom_scalars", "", ["CUDA graph"])
+            picture(tab, args.folder / "custom_scalars.png")
+        with tensorboard_on(args.logdir / args.run) as address:
+            tab = new_tab(browser, 1400, 900)
+            show_filtered(tab, address, "text", args.texts, [])
+            picture(tab, args.folder / "text.png")
 
 
 if __name__ == "__main__":
