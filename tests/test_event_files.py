@@ -23,7 +23,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import grpc_util
 
 from lightning_cudagraph.timing.metrics import MetricNames, MetricsWriter
-from lightning_cudagraph.timing.records import ScalarRecords
+from lightning_cudagraph.timing.records import ReadingRecords, ScalarRecords
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 
@@ -332,6 +332,35 @@ def test_the_data_server_reads_them_too(tmp_path: Path) -> None:
     ingester._stdin_handle.close()  # ends it
     del ingester
     gc.collect()
+
+
+def test_an_error_of_ours_does_not_end_the_thread_of_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    writer = TensorBoardWriter([logger])
+    readings = readings_of(layout_of("a"), range(300))
+    for reading in readings[:64]:
+        writer.add(reading)
+    writer.flush()
+    logger.experiment.flush()
+
+    def fails(records: ReadingRecords, readings: list[Reading]) -> list[bytes]:
+        raise ValueError("something of ours")
+
+    monkeypatch.setattr(ReadingRecords, "of", fails)
+    for reading in readings[64:100]:
+        writer.add(reading)
+    writer.flush()
+    logger.experiment.flush()
+    with pytest.warns(UserWarning, match="could not write times: ValueError: something") as caught:
+        feed(writer, readings[100:])
+    assert len(caught) == 1
+    logger.log_metrics({"loss": 1.0}, 7)
+    logger.finalize("success")
+    accumulator = accumulated(logger.log_dir)
+    assert points(accumulator, "step_ms/total") == said(readings[:64], "step_ms/total")
+    assert len(points(accumulator, "loss")) == 1
 
 
 # Charts.

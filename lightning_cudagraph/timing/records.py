@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_cudagraph.timing.crc32c import AlikeRows, masked_crc32c
+from lightning_cudagraph.timing.spans import Reading, SpanLayout
 
-__all__ = ["ScalarRecords"]
+__all__ = ["ReadingRecords", "ScalarRecords"]
 
 # Field numbers and wire types of tensorboard/compat/proto/{event,summary}.proto.
 _WALL_TIME = b"\x09"
@@ -28,6 +30,8 @@ _SIMPLE_VALUE = b"\x15"
 _HEADER_BYTES = 12
 # Seven bits a byte: steps of any run. A number may have more bytes than it needs.
 _STEP_BYTES = 6
+# Few, so that the interpreter is let go of in between: the training loop wants it.
+_READINGS_AT_ONCE = 8
 
 
 def _varint(number: int) -> bytes:
@@ -99,3 +103,43 @@ class ScalarRecords:
         records[:, self._places_in_record] = differing
         records[:, -4:] = self._checksums.masked_crc32c(differing).astype("<u4")[:, None].view(np.uint8)
         return records
+
+
+class ReadingRecords:
+    """Makes records of readings, in the threads of writers.
+
+    Attributes:
+        n_bytes: of all records so far.
+    """
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self._by_tags: dict[tuple[str, ...], ScalarRecords] = {}
+        self._lock = Lock()
+
+    def of(self, readings: Sequence[Reading]) -> list[bytes]:
+        """The record of each reading; nothing for one without spans."""
+        with self._lock:
+            by_layout: dict[SpanLayout, list[int]] = {}
+            for place, reading in enumerate(readings):
+                by_layout.setdefault(reading.layout, []).append(place)
+            found = [b""] * len(readings)
+            for layout, places in by_layout.items():
+                if not layout.tags:
+                    continue
+                for begin in range(0, len(places), _READINGS_AT_ONCE):
+                    some = places[begin : begin + _READINGS_AT_ONCE]
+                    rows = self._rows(layout, [readings[place] for place in some])
+                    for place, row in zip(some, rows, strict=True):
+                        found[place] = row.tobytes()
+            self.n_bytes += sum(map(len, found))
+            return found
+
+    def _rows(self, layout: SpanLayout, readings: list[Reading]) -> NDArray[np.uint8]:
+        if (records := self._by_tags.get(layout.tags)) is None:
+            records = self._by_tags[layout.tags] = ScalarRecords(layout.tags)
+        return records.serialised(
+            np.array([reading.step for reading in readings], np.int64),
+            np.array([reading.walltime_s for reading in readings]),
+            layout.durations_ms(np.array([reading.offsets_ms for reading in readings])),
+        )

@@ -7,7 +7,6 @@ one number for each mark, from which the times of all spans follow, for many rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -21,10 +20,8 @@ __all__ = [
     "STEP_TAG",
     "Lane",
     "Reading",
-    "Readings",
     "Span",
     "SpanLayout",
-    "by_layout",
 ]
 
 FORWARD_TAG = "layer_forward_ms/"
@@ -113,39 +110,3 @@ class Reading:
     def durations_ms(self) -> NDArray[np.float64]:
         """The times of the layout's spans, in milliseconds."""
         return self.layout.durations_ms(np.asarray(self.offsets_ms))
-
-
-@dataclass(frozen=True, eq=False)
-class Readings:
-    """Readings with one layout, as arrays.
-
-    Attributes:
-        layout: of all of them.
-        places: where each was among those that were gathered.
-        steps: of each.
-        walltimes_s: of each, in seconds since the epoch.
-        durations_ms: the times of the layout's spans, in milliseconds; shape ``(readings, spans)``.
-    """
-
-    layout: SpanLayout
-    places: list[int]
-    steps: NDArray[np.int64]
-    walltimes_s: NDArray[np.float64]
-    durations_ms: NDArray[np.float64]
-
-
-def by_layout(readings: Sequence[Reading]) -> list[Readings]:
-    """Readings as arrays, those with the same layout together."""
-    places: dict[SpanLayout, list[int]] = {}
-    for place, reading in enumerate(readings):
-        places.setdefault(reading.layout, []).append(place)
-    return [
-        Readings(
-            layout,
-            found,
-            np.array([readings[place].step for place in found], np.int64),
-            np.array([readings[place].walltime_s for place in found]),
-            layout.durations_ms(np.array([readings[place].offsets_ms for place in found])),
-        )
-        for layout, found in places.items()
-    ]

@@ -4,46 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cudagraph.capture.stand_ins import replace_method
-from lightning_cudagraph.timing.records import ScalarRecords
-from lightning_cudagraph.timing.spans import Reading, Readings
+from lightning_cudagraph.timing.records import ReadingRecords
+from lightning_cudagraph.timing.spans import Reading
 
 __all__ = ["Board", "Rows", "innards"]
 
 
-class Finished(bytes):
-    """Records with their lengths and checksums, to be written as they are."""
-
-
 class Rows:
-    """Readings, as a writer takes them; serialised once for all writers."""
+    """Readings for writers; made into records once, by the thread that comes to them first."""
 
-    def __init__(
-        self,
-        readings: Sequence[Reading],
-        gathered: Sequence[Readings],
-        records: dict[tuple[str, ...], ScalarRecords],
-    ) -> None:
+    def __init__(self, readings: Sequence[Reading], records: ReadingRecords) -> None:
         self._readings = readings
-        self._gathered = gathered
         self._records = records
         self._finished: list[bytes] | None = None
+        self._lock = Lock()
 
-    def finished(self, skip: int) -> Finished:
+    def finished(self, skip: int) -> bytes:
         """All records but the first `skip`, in the order of the readings."""
-        if self._finished is None:
-            self._finished = self._serialised()
-        return Finished(b"".join(self._finished[skip:]))
-
-    @property
-    def n_bytes(self) -> int:
-        """Of all records, if any writer took them as such."""
-        return sum(map(len, self._finished or ()))
+        with self._lock:
+            if self._finished is None:
+                self._finished = self._records.of(self._readings)
+        return b"".join(self._finished[skip:])
 
     def write_by_value(self, writer: Any, begin: int, end: int | None) -> None:
         """The public way, which makes an event of each value."""
@@ -51,17 +39,17 @@ class Rows:
             for tag, value_ms in zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True):
                 writer.add_scalar(tag, value_ms, reading.step, walltime=reading.walltime_s)
 
-    def _serialised(self) -> list[bytes]:
-        found = [b""] * len(self._readings)
-        for readings in self._gathered:
-            if not (tags := readings.layout.tags):
-                continue
-            if (records := self._records.get(tags)) is None:
-                records = self._records[tags] = ScalarRecords(tags)
-            rows = records.serialised(readings.steps, readings.walltimes_s, readings.durations_ms)
-            for place, row in zip(readings.places, rows, strict=True):
-                found[place] = row.tobytes()
-        return found
+
+class Queued(NamedTuple):
+    """Rows among the records in a writer's queue.
+
+    Attributes:
+        rows: the rows.
+        skip: how many of them are written already.
+    """
+
+    rows: Rows
+    skip: int
 
 
 class Board:
@@ -75,8 +63,10 @@ class Board:
         self._logger = logger
         self._failed = False
         self._patches = ExitStack()
-        # The innards of the writer that finished records are handed to.
+        # The innards of the writer that rows are handed to.
         self._records: Any = None
+        # What went wrong in the writer's thread.
+        self._error: Exception | None = None
 
     def attempt(self, write: Callable[[Any], None]) -> None:
         """Call `write` with the writer; an error is said once."""
@@ -119,11 +109,13 @@ class Board:
             done = 1
         if (put := self._way_in(writer)) is None:
             rows.write_by_value(writer, done, None)
-        elif data := rows.finished(done):
-            put(data)
+        else:
+            put(Queued(rows, done))
 
-    def _way_in(self, writer: Any) -> Callable[[bytes], None] | None:
-        """What puts finished records into the writer's queue; None if it is built differently."""
+    def _way_in(self, writer: Any) -> Callable[[Any], None] | None:
+        """What puts rows into the writer's queue; None if it is built differently."""
+        if self._error is not None:
+            raise self._error
         _, _, queue, records, file = innards(writer)
         ways = [getattr(queue, "write", None), getattr(records, "write", None)]
         if not all(map(callable, [*ways, getattr(file, "write", None)])):
@@ -132,14 +124,20 @@ class Board:
             self._records = records
             by_tensorboard = records.write
 
-            def write(data: bytes) -> None:
-                if type(data) is Finished:
-                    file.write(data)
-                else:
+            def write(data: Any) -> None:
+                if type(data) is not Queued:
                     by_tensorboard(data)
+                    return
+                try:
+                    finished = data.rows.finished(data.skip)
+                except Exception as error:  # ours, and no reason for TensorBoard's thread to end
+                    self._error = error
+                    return
+                if finished:
+                    file.write(finished)
 
             replace_method(records, "write", write, self._patches)
-        put: Callable[[bytes], None] = queue.write
+        put: Callable[[Any], None] = queue.write
         return put
 
 

@@ -6,12 +6,12 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Readings
+from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading, SpanLayout
 from lightning_cudagraph.timing.tensorboard.board import innards
 from lightning_cudagraph.timing.windows import WindowSummary
 
@@ -57,16 +57,17 @@ class StepBand:
         # Step and milliseconds; those of readings that do not end with the optimizer's step apart.
         self._whole: list[tuple[int, float]] = []
         self._without_optimizer: list[tuple[int, float]] = []
+        self._calls: dict[SpanLayout, tuple[bool, list[tuple[int, int]]]] = {}
 
-    def add(self, gathered: Sequence[Readings]) -> list[Band]:
+    def add(self, readings: Iterable[Reading]) -> list[Band]:
         """Take readings; returns the bands of the windows that are complete with them."""
-        for readings in gathered:
-            column = {tag: i for i, tag in enumerate(readings.layout.tags)}
-            total = column.get(f"{STEP_TAG}total")
-            parts = [column[tag] for tag in _PARTS if tag in column]
-            times_ms = readings.durations_ms[:, parts if total is None else [total]].sum(axis=1)
-            found = zip(readings.steps.tolist(), times_ms.tolist(), strict=True)
-            (self._without_optimizer if total is None else self._whole).extend(found)
+        for reading in readings:
+            if (known := self._calls.get(reading.layout)) is None:
+                known = self._calls[reading.layout] = _step_calls(reading.layout)
+            is_whole, calls = known
+            offsets_ms = reading.offsets_ms
+            time_ms = sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
+            (self._whole if is_whole else self._without_optimizer).append((reading.step, time_ms))
         bands = []
         while (window := self._window()) and len(window) >= self._window_steps:
             bands.append(self._band(window[: self._window_steps]))
@@ -87,6 +88,14 @@ class StepBand:
         percentiles_ms = np.percentile([ms for _, ms in window], (5, 50, 95)).tolist()
         tags = (f"{BAND_TAG}p05", f"{BAND_TAG}p50", f"{BAND_TAG}p95")
         return Band(max(step for step, _ in window), dict(zip(tags, percentiles_ms, strict=True)))
+
+
+def _step_calls(layout: SpanLayout) -> tuple[bool, list[tuple[int, int]]]:
+    """Whether a step ends with that of the optimizer, and the marks that its time lies between."""
+    by_tag = {span.tag: span.calls for span in layout.spans}
+    if (total := by_tag.get(f"{STEP_TAG}total")) is not None:
+        return True, list(total)
+    return False, [call for tag in _PARTS for call in by_tag.get(tag, ())]
 
 
 def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Times, charts and texts for the loggers of a trainer.
 
-The times of a step cost the training loop an append. Now and then, what has gathered is turned into
-finished records of the event file, all at once, and handed to TensorBoard's own writer: its thread
-writes them in their turn, among the events of everybody else, into the same file.
+The times of a step cost the training loop an append. Now and then, what has gathered is put into the
+queue of TensorBoard's own writer: its thread makes records of it, many at once, and writes them in their
+turn, among the events of everybody else, into the same file.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_cudagraph.timing.metrics import MetricsWriter
-from lightning_cudagraph.timing.records import ScalarRecords
-from lightning_cudagraph.timing.spans import Reading, by_layout
+from lightning_cudagraph.timing.records import ReadingRecords
+from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tensorboard.board import Board, Rows
 from lightning_cudagraph.timing.tensorboard.charts import Band, StepBand, add_charts
 from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["TensorBoardWriter", "other_loggers_writer"]
 
-_MOST_READINGS_PER_FLUSH = 64
-# Fewer of large ones, so that writing them fits into the time that the device takes for a step.
-_VALUES_PER_FLUSH = 8192
+_READINGS_PER_FLUSH = 64
 _SECONDS_BETWEEN_FLUSHES = 5.0
 # What is shown is a thousand points of each curve. A step of half a millisecond would fill a disk with
 # them in a day; so each time that this much has been written, every other step is left out from then on.
@@ -54,11 +52,10 @@ class TensorBoardWriter:
         if getattr(rank_zero_only, "rank", 0) != 0:
             self._boards = []
         self._readings: list[Reading] = []
-        self._flush_at_readings = _MOST_READINGS_PER_FLUSH
         self._flush_at_s = 0.0
-        self._written_bytes = 0
+        self._thin_at_bytes = _BYTES_BEFORE_THINNING
         self._every_n_steps = 1
-        self._records: dict[tuple[str, ...], ScalarRecords] = {}
+        self._records = ReadingRecords()
         self._band = StepBand(window_steps)
         # The first readings, until the charts are written that show the slowest layers of them.
         self._first: list[Reading] | None = []
@@ -72,7 +69,7 @@ class TensorBoardWriter:
         """Take the times of one step."""
         readings = self._readings
         readings.append(reading)
-        if len(readings) >= self._flush_at_readings or reading.walltime_s >= self._flush_at_s:
+        if len(readings) >= _READINGS_PER_FLUSH or reading.walltime_s >= self._flush_at_s:
             self.flush()
 
     def pause(self) -> None:
@@ -86,21 +83,14 @@ class TensorBoardWriter:
             return
         last = readings[-1]
         self._flush_at_s = last.walltime_s + _SECONDS_BETWEEN_FLUSHES
-        self._flush_at_readings = min(
-            _MOST_READINGS_PER_FLUSH, 1 + _VALUES_PER_FLUSH // (1 + len(last.layout.spans))
-        )
-        gathered = by_layout(readings)
-        bands = self._band.add(gathered)
-        if self._every_n_steps > 1:
-            shown = [reading for reading in readings if reading.step % self._every_n_steps == 0]
-            rows = Rows(shown, by_layout(shown), self._records)
-        else:
-            rows = Rows(readings, gathered, self._records)
+        bands = self._band.add(readings)
+        n = self._every_n_steps
+        shown = readings if n == 1 else [reading for reading in readings if reading.step % n == 0]
+        rows = Rows(shown, self._records)
         for board in self._boards:
             board.write(rows)
         self._add_bands(bands)
-        self._written_bytes += rows.n_bytes
-        if self._written_bytes >= _BYTES_BEFORE_THINNING:
+        if self._records.n_bytes >= self._thin_at_bytes:
             self._thin(last.step)
         if self._first is not None:
             self._first += readings
@@ -108,7 +98,7 @@ class TensorBoardWriter:
                 self._add_charts()
 
     def _thin(self, step: int) -> None:
-        self._written_bytes = 0
+        self._thin_at_bytes += _BYTES_BEFORE_THINNING
         self._every_n_steps *= 2
         self.add_event(
             f"{_BYTES_BEFORE_THINNING // 2**20} MiB of times are written. From here on, the curves have"
