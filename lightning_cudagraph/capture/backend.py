@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_cudagraph.capture.driver import event_times, position_of
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.capture.parts import Between, CudaParts
-from lightning_cudagraph.capture.position import position_of
 from lightning_cudagraph.capture.sentry import HostReads, Location, location_of
 from lightning_cudagraph.capture.side_streams import SideStream
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
@@ -118,8 +118,15 @@ class Backend(Protocol):
             forked: in a capture, what follows does not wait for it.
         """
 
-    def elapsed_ms(self, start: Any, ends: Sequence[Any]) -> list[float]:
-        """Milliseconds from one event to each of others, all of which have been reached."""
+    def event_times(self, events: Sequence[Any]) -> Callable[[], list[float]]:
+        """What reads when events were passed.
+
+        Args:
+            events: they have been marked.
+
+        Returns:
+            A function that gives milliseconds after the first, one for each.
+        """
 
     def position(self) -> object | None:
         """How far the current stream has come in the capture under way.
@@ -336,16 +343,15 @@ class CudaBackend:
         branch.wait_event(fork)
         event.record(branch)
 
-    def elapsed_ms(self, start: torch.cuda.Event, ends: Sequence[torch.cuda.Event]) -> list[float]:
-        # Past torch's own wrapper of the method, a call in Python for each of a hundred events.
-        return [*map(super(torch.cuda.Event, start).elapsed_time, ends)]
-
     def _current_stream(self) -> torch.cuda.Stream:
         """The current stream; to ask torch for it, which makes an object, takes several us each time."""
         handle = None if _handle_of_stream is None else _handle_of_stream(self._index)
         if handle is None or self._current is None or self._current.cuda_stream != handle:
             self._current = torch.cuda.current_stream(self.device)
         return self._current
+
+    def event_times(self, events: Sequence[Any]) -> Callable[[], list[float]]:
+        return event_times(events)
 
     def position(self) -> object | None:
         if self._recording is None:

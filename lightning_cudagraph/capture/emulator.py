@@ -306,8 +306,8 @@ class EmulatorBackend:
     def mark(self, event: HostEvent, forked: bool = True) -> None:
         event.record()
 
-    def elapsed_ms(self, start: HostEvent, ends: Sequence[HostEvent]) -> list[float]:
-        return [start.elapsed_time(end) for end in ends]
+    def event_times(self, events: Sequence[HostEvent]) -> Callable[[], list[float]]:
+        return lambda: [0.0, *map(events[0].elapsed_time, events[1:])]
 
     def position(self) -> object | None:
         return None if self._recording is None else self._recording.position()

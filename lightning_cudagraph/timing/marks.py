@@ -91,6 +91,8 @@ class StepMarks:
         self._names = list(layers)
         self._layers = LayerMarks(layers, self._turn_to)
         self._events: list[Event] = []
+        # What reads them, once all have been recorded.
+        self._times: Callable[[], list[float]] | None = None
         self._position: object | None = None
         self._stage: Stage | None = None
         self._stage_begin = 0
@@ -197,7 +199,9 @@ class StepMarks:
             events[-1].synchronize()
             for _, calls in self._parts.values():  # on streams of their own
                 events[calls[-1][1]].synchronize()
-            return [0.0, *self._backend.elapsed_ms(events[0], events[1:])]
+            if self._times is None:
+                self._times = self._backend.event_times(events)
+            return self._times()
         except (RuntimeError, ValueError) as error:
             raise CUDAGraphError(
                 f"The marks of a step cannot be read: {error} Expected a replay of its graph before."

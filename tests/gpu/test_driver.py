@@ -1,4 +1,4 @@
-"""How far a capture on CUDA has come, as its driver tells, and marks on more than one stream."""
+"""What CUDA's driver tells: how far a capture has come, and when events were passed."""
 
 from __future__ import annotations
 
@@ -56,6 +56,29 @@ def test_only_work_moves_it(backend: CudaBackend) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert events[0].elapsed_time(events[2]) >= 0
+    backend.release(graph)
+
+
+def test_times_are_those_of_torch(backend: CudaBackend) -> None:
+    x = torch.randn(1 << 20, device="cuda")
+    events = [backend.event() for _ in range(20)]
+
+    def body() -> None:
+        for event in events:
+            backend.mark(event)
+            x.sin_()
+
+    graph, _ = backend.capture(body)
+    read = backend.event_times(events)
+    with pytest.raises(RuntimeError, match="cannot tell the times of 20 events: error"):
+        read()
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        times_ms = read()
+        assert times_ms == [0.0, *(events[0].elapsed_time(event) for event in events[1:])]
+        assert times_ms == sorted(times_ms)
+        assert times_ms[-1] > 0
     backend.release(graph)
 
 
