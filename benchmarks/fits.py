@@ -175,7 +175,7 @@ class Measured:
 def _quarters(values: list[float]) -> tuple[float, float]:
     if len(values) < 2:
         return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high
 
 
