@@ -94,6 +94,7 @@ class EagerTimes:
 
     def pause(self) -> None:
         """Something that is not a training step comes now (validation, a checkpoint)."""
+        self._abandon()  # a batch that a hook has skipped has no end
         self._times.pause()
 
     def finish(self) -> str:
@@ -143,8 +144,7 @@ class EagerTimes:
 
     def _abandon(self) -> None:
         """Leave a step that has not come to its end."""
-        abandoned = GeneratorExit()
-        self._step.__exit__(GeneratorExit, abandoned, None)
+        self._step.__exit__(GeneratorExit, GeneratorExit(), None)
         self._marks = None
 
 

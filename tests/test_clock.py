@@ -253,6 +253,35 @@ def test_an_exception_loses_nothing_that_was_read(
     assert steps(events(tmp_path), "step_ms/total") == [reading.step for reading in readings]
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_a_timed_step_of_the_warm_up(
+    tmp_path: Path, accelerator: str, where: str
+) -> None:
+    class Fails(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            if where == "forward" and self.trainer.global_step == 2:
+                raise ArithmeticError
+            return out
+
+        def on_after_backward(self) -> None:
+            if where == "backward" and self.trainer.global_step == 2:
+                raise ArithmeticError
+
+    trace = train(
+        make(Fails),
+        tmp_path,
+        graph(1),
+        accelerator=accelerator,
+        gradient_clip_val=0.5,
+        gradient_clip_algorithm="value",
+        raises=ArithmeticError,
+    )
+    assert trace.module is not None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in trace.module.modules())
+    assert "configure_gradient_clipping" not in vars(trace.module)
+
+
 def test_the_report_says_that_the_host_is_the_bottleneck(tmp_path: Path, accelerator: str) -> None:
     class Slow(Callback):
         def on_train_batch_end(self, *args: Any) -> None:

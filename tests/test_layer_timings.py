@@ -206,6 +206,31 @@ def test_an_exception_leaves_nothing_behind(tmp_path: Path, accelerator: str, wh
     assert len(found) >= 4
 
 
+def test_a_batch_that_a_hook_skips(tmp_path: Path, accelerator: str) -> None:
+    """It has a start and no end, and with it the epoch ends."""
+    hooks: list[int] = []
+
+    class Skips(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            return -1 if batch_idx == 4 else None
+
+        def on_train_epoch_start(self) -> None:
+            hooks.append(sum(len(module._forward_hooks) for module in self.modules()))
+
+    def fit(name: str, *callbacks: Callback) -> Trace:
+        return train(
+            make(Skips),
+            tmp_path / name,
+            accelerator=accelerator,
+            callbacks=callbacks,
+            logger=TensorBoardLogger(tmp_path / name),
+        )
+
+    assert_same(fit("plain"), fit("timed", LayerTimings()))
+    assert hooks == [0] * 6
+    assert steps(events(tmp_path / "timed"), "step_ms/total") == [*range(12)]
+
+
 def test_copies(tmp_path: Path, accelerator: str) -> None:
     copied: list[Any] = []
 
