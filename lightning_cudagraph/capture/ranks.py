@@ -72,7 +72,9 @@ class Ranks:
         self._store: Any = distributed_c10d.PrefixStore(f"lightning_cudagraph/{_runs}", store)
         self._told = 0
         self._failed: str | None = None
+        self._has_said = False
         self._group: Any = None
+        self._work: Any = None  # the latest exchange
         self._closed = threading.Event()
         self._watch: threading.Thread | None = None
 
@@ -104,7 +106,8 @@ class Ranks:
         mine = (intent, *flags)
         self._numbers[:] = (*mine, *(-value for value in mine))
         try:
-            self._wait(self._group.allreduce([self._word], self._options))
+            self._work = self._group.allreduce([self._word], self._options)
+            self._wait(self._work)
         except RuntimeError as error:
             if isinstance(error, CUDAGraphError):
                 raise
@@ -172,8 +175,12 @@ class Ranks:
             return
         text = f"rank {self.rank}: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # the store can be gone, with the process that had it
+            if self._found():
+                self._say_why()  # of which the error here is a consequence
+                return
             self._store.set(_FAILED, text)
             self._store.set(f"read/{self.rank}", "")
+            self._leave()  # who waits for this process learns it at once
             if self.rank == 0:
                 others = [f"read/{rank}" for rank in range(1, self.size)]
                 deadline_s = time.monotonic() + _READ_TIMEOUT_S
@@ -185,9 +192,21 @@ class Ranks:
         self._closed.set()
         if self._watch is not None and self._watch is not threading.current_thread():
             self._watch.join(timeout=2 * _LOOK_EVERY.total_seconds())
+        self._leave()
+
+    def _leave(self) -> None:
+        """Let go of the group; its thread must not be in the middle of an exchange."""
         group, self._group = self._group, None
-        if group is not None and self._failed is None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        work, self._work = self._work, None
+        if group is None or not dist.is_initialized():
+            return
+        if work is not None and not work.is_completed():
+            # It ends when the others let go of theirs.
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(seconds=_READ_TIMEOUT_S))
+            if not work.is_completed():
+                return
+        dist.destroy_process_group(group)
 
     def _look(self) -> None:
         if self._found():
@@ -226,13 +245,18 @@ class Ranks:
                 break
         else:
             return
-        print(
-            f"lightning_cudagraph: rank {self.rank} ends, because another process has failed:"
-            f" {self._failed}",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._say_why()
         self._abort()
         if not self._closed.wait(_GRACE_S):
             print(f"lightning_cudagraph: rank {self.rank} ends by force", file=sys.stderr, flush=True)
             os._exit(1)
+
+    def _say_why(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            print(
+                f"lightning_cudagraph: rank {self.rank} ends, because another process has failed:"
+                f" {self._failed}",
+                file=sys.stderr,
+                flush=True,
+            )
