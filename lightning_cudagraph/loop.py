@@ -431,7 +431,7 @@ class GraphedTraining:
             self._replicas.replayed(place)
             loss = self._take_outputs(outputs, closure)
             is_next_due = self._clock.is_due(steps_before + body.has_optimizer)
-            self._clock.ended(outputs.marks, self._step_number(), is_next_due)
+            self._clock.ended(outputs.marks if step.timed else None, self._step_number(), is_next_due)
             return loss
         if self._phase is Phase.WARMING:
             logs.warmed_up(place, closure.batch)

@@ -14,6 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.capture.emulator import EmulatedGraph, EmulatorBackend, HostEvent
+from lightning_cudagraph.capture.takes import Take
+from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.run_times import RunTimes
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
@@ -143,10 +145,37 @@ def test_an_untimed_step_replays_a_graph_without_events(
     assert timed == [4, 8, 12, 16, 20]
 
 
-def test_each_capture_is_verified(tmp_path: Path, accelerator: str) -> None:
+@both_turns
+def test_each_capture_is_verified(
+    tmp_path: Path,
+    accelerator: str,
+    monkeypatch: pytest.MonkeyPatch,
+    readings: list[Reading],
+    takes: int,
+) -> None:
+    """One with events and one without, in the first replays, and not when a step is first timed."""
+    monkeypatch.setattr(EmulatorBackend, "graphs_per_step", takes)
+    verified: list[tuple[int, bool]] = []
+    replay, check = Take.replay, Verifier.check
+
+    def noting_replay(self: Any, *args: Any) -> Any:
+        verified.append((-1, self.outputs.marks is not None))
+        return replay(self, *args)
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = len(verified)
+        done = check(self, *args, **kwargs)
+        verified[before] = (self.checked, verified[before][1])
+        return done
+
+    monkeypatch.setattr(Take, "replay", noting_replay)
+    monkeypatch.setattr(Verifier, "check", noting)
     callback = graph(8)
     run(tmp_path, accelerator, callback)
-    assert "3 replay(s) verified" in (callback.report or "")
+    # Steps 3 and 4 are verified; of those that are timed, 8 and 16, none has to be.
+    assert [found for found in verified if found[0] > 0] == [(1, False), (2, True)]
+    assert "2 replay(s) verified" in (callback.report or "")
+    assert [reading.step for reading in readings] == [8, 16]
 
 
 @pytest.mark.parametrize("n", [1, 3])

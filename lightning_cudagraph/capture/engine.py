@@ -367,7 +367,7 @@ class StepEngine(Generic[T]):
         return captured, raised, mine
 
     def _replayed(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T]:
-        outputs = self._replay(captured, step, step.between if captured.has_turns else None)
+        outputs = self._replay(captured, step, step.between if captured.has_turns else None, step.timed)
         if self._is_plain(captured):
             self._plain[step.place] = captured
         return self._done(captured, outputs)
@@ -400,7 +400,11 @@ class StepEngine(Generic[T]):
         return self._graphs.static
 
     def _replay(
-        self, captured: CapturedStep[T], step: Step[T], between: Callable[[T, int], None] | None
+        self,
+        captured: CapturedStep[T],
+        step: Step[T],
+        between: Callable[[T, int], None] | None,
+        timed: bool,
     ) -> T:
         def turn(outputs: T, index: int) -> None:
             assert between is not None
@@ -411,16 +415,14 @@ class StepEngine(Generic[T]):
                 self._backend.in_turn = False
 
         batch = step.batch
-        if step.timed:
+        if timed:
             step.upcoming(captured.upcoming(True))
             if batch is not captured.static.batch:
                 with step.copying():
                     captured.static.copy_from(batch)
                 batch = captured.static.batch
         with self._around_replays():
-            return captured.replay(
-                batch, turn if between is not None else None, self._handed, step.timed
-            )
+            return captured.replay(batch, turn if between is not None else None, self._handed, timed)
 
     def _verify(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T | None]:
         def eagerly() -> dict[str, Tensor]:
@@ -429,13 +431,14 @@ class StepEngine(Generic[T]):
 
         def replay() -> tuple[T, dict[str, Tensor]]:
             put_back_gradients()
-            outputs = self._replay(captured, step, None)
+            outputs = self._replay(captured, step, None, timed)
             return outputs, step.values(outputs)
 
         def put_back_gradients() -> None:
             for parameter, gradient in before:
                 parameter.grad = gradient
 
+        timed = captured.kind_to_prove(step.timed)
         captured.adopt_gradients()
         before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
         reason = ""

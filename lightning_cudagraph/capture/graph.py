@@ -240,6 +240,17 @@ class CapturedStep(Generic[T]):
         """Whether the capture that `replay` will run next has never been replayed."""
         return not self._turns[timed][0].replayed
 
+    def kind_to_prove(self, timed: bool) -> bool:
+        """Whether a replay that is verified had best be of a capture with timing events.
+
+        Those of a step that is not timed say nothing to anybody, but the next one that is timed need not
+        be verified then.
+
+        Args:
+            timed: the step is timed.
+        """
+        return timed or (self.is_unproved(True) and not self.is_unproved(False))
+
     def hand_out(self, handed: HandedOut) -> None:
         """After a replay: give the parameters copies of its gradients, which no replay overwrites."""
         if self._last is not None:
