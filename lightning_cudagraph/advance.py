@@ -23,13 +23,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cudagraph import lightning_source
 from lightning_cudagraph.capture.stand_ins import StandIn
-from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.logs import Logs
 from lightning_cudagraph.plain_replay import NOT_PLAIN, PlainReplay
@@ -77,6 +76,10 @@ def _are_kept(connector: Any) -> bool:
         or sys.getrefcount(connector._logged_metrics) > _REFERENCES_OF_ATTRIBUTE
         or sys.getrefcount(connector._progress_bar_metrics) > _REFERENCES_OF_ATTRIBUTE
     )
+
+
+# Of the loop: called before each batch where there are several processes, which meet elsewhere here.
+_SIGTERM = "_broadcast_sigterm_tensor"
 
 
 class QuickAdvance:
@@ -154,7 +157,7 @@ class QuickAdvance:
             and type(loop) is _TrainingEpochLoop
             and vars(loop).keys().isdisjoint(_AROUND)
             and type(vars(trainer)["profiler"]) is PassThroughProfiler
-            and isinstance(strategy, SingleDeviceStrategy)
+            and (trainer.world_size == 1 or type(vars(loop).get(_SIGTERM)) is StandIn)
             and not strategy.handles_gradient_accumulation
             and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
             and module.automatic_optimization
@@ -244,7 +247,8 @@ class QuickAdvance:
         """The step itself; returns what callbacks are given of it, if there are any."""
         trainer, loop = self._trainer, self._loop
         window = trainer.accumulate_grad_batches
-        place = Place(batch_idx % window == 0, is_last or (batch_idx + 1) % window == 0)
+        steps = is_last or (batch_idx + 1) % window == 0
+        place = self._replay.place(batch_idx % window == 0, steps)
         output = self._replay(batch, place, self._ends)
         if output is NOT_PLAIN:
             self._settle()

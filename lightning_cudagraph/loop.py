@@ -213,6 +213,7 @@ class GraphedTraining:
                 self._metrics,
                 logs,
                 self._clock,
+                self._replicas,
                 self._account_plain,
             ),
             logs,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product, starmap
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from lightning_cudagraph.logs import Logs
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.optimizer_part import OptimizerPart
 from lightning_cudagraph.recording import StepOutputs
+from lightning_cudagraph.replicas import Replicas
 from lightning_cudagraph.timing.clock import FitClock
 
 __all__ = ["NOT_PLAIN", "PlainReplay"]
@@ -44,6 +46,7 @@ class PlainReplay:
         metrics: those in the graph.
         logs: what the steps log.
         clock: says which steps are timed.
+        replicas: of the module, in the processes of the run.
         account: told of each replay, and whether the optimizer has taken its step in it; does what the
             host does after any replay, but for the logs.
     """
@@ -57,6 +60,7 @@ class PlainReplay:
         metrics: StepMetrics,
         logs: Logs,
         clock: FitClock,
+        replicas: Replicas,
         account: Callable[[StepOutputs, bool], None],
     ) -> None:
         self._trainer = trainer
@@ -66,12 +70,16 @@ class PlainReplay:
         self._metrics = metrics
         self._logs = logs
         self._clock = clock
+        self._replicas = replicas
         self._account = account
         self._refreshes = {
-            Place(drops, steps): partial(self._refresh, Place(drops, steps))
-            for drops in (False, True)
-            for steps in (False, True)
+            place: partial(self._refresh, place)
+            for place in starmap(Place, product((False, True), repeat=3))
         }
+
+    def place(self, drops: bool, steps: bool) -> Place:
+        """Where a step stands that drops gradients, or in which the optimizer takes its step."""
+        return Place(drops, steps, steps and self._replicas.are_averaged)
 
     def is_possible(self) -> bool:
         """Whether Lightning would do nothing of somebody else's on the way to the replay."""
@@ -91,7 +99,7 @@ class PlainReplay:
 
         Args:
             batch: what it is done on.
-            place: whether it drops gradients, and whether the optimizer takes its step.
+            place: in the window of batches whose gradients are accumulated.
             wanted: somebody is given the step's outputs.
 
         Returns:
@@ -104,6 +112,7 @@ class PlainReplay:
             part.behind is not None
             or optimization._skip_backward
             or not part.is_of(self._trainer.strategy.optimizers[0])
+            or self._replicas.unlike_others(place)
         ):
             return NOT_PLAIN
         timed = self._clock.is_due(optimization.optim_progress.optimizer_steps)
@@ -118,6 +127,7 @@ class PlainReplay:
                 total.ready -= 1
                 current.ready -= 1
             return NOT_PLAIN
+        self._replicas.replayed(place)
         given: Any = None
         if wanted:
             # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.

@@ -52,6 +52,11 @@ class Replicas:
         self._broken = False
 
     @property
+    def are_averaged(self) -> bool:
+        """Whether there is a wrapper, which averages gradients in the last step of each window."""
+        return self._ddp is not None
+
+    @property
     def syncs(self) -> bool:
         """Whether gradients are averaged in the step that is about to run."""
         return self._ddp is not None and self._ddp.require_backward_grad_sync

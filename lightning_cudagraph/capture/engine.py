@@ -133,6 +133,8 @@ class StepEngine(Generic[T]):
         agreement: Agreement | None = None,
     ) -> None:
         self._agreement = agreement
+        # What processes have said of the batch at hand, if they have.
+        self._met: tuple[Intent, Intent] | None = None
         self._backend = backend
         self._guards = guards
         self._carried = carried
@@ -195,6 +197,11 @@ class StepEngine(Generic[T]):
             or self._verifier.due(captured, captured.replays, captured.is_unproved(timed))
         ):
             return None
+        if self._agreement is not None:
+            self._met = self._agreement.meet(Intent.REPLAY)
+            if self._met[1] is not Intent.REPLAY:
+                return None
+            self._met = None
         refresh()
         if timed:
             upcoming(captured.upcoming(True))
@@ -308,7 +315,8 @@ class StepEngine(Generic[T]):
     def _agreed(self, plan: _Plan[T], agreement: Agreement) -> _Plan[T]:
         """What this process does with the batch, since the others have plans of theirs."""
         intent, reason, signature, captured = plan
-        lowest, highest = agreement.meet(intent)
+        lowest, highest = self._met or agreement.meet(intent)
+        self._met = None
         if lowest is highest:
             return plan
         if highest is Intent.GIVE_UP:

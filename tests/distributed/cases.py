@@ -20,6 +20,7 @@ from lightning_cudagraph import (
     LayerTimings,
     UnsupportedError,
 )
+from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.errors import PeerError, VerificationError
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same, loader, make, train
 
@@ -129,6 +130,54 @@ def same_numbers_with_the_optimizer_behind(here: Here) -> None:
     assert graph.counts.replayed >= 10, graph.counts
 
 
+class Stream(IterableDataset[Any]):
+    """Batches without a number of them, one of which may be smaller."""
+
+    def __init__(self, batches: int, odd: int = -1) -> None:
+        self.batches = batches
+        self.odd = odd
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(loader(ragged=False, batches=self.batches)):
+            yield [x[: BATCH_SIZE // 2] for x in batch] if index == self.odd else batch
+
+
+class _Again:
+    """Counts the steps that were plainly one more replay."""
+
+    def __init__(self) -> None:
+        self.plain = 0
+        self.others = 0
+
+    def __enter__(self) -> _Again:
+        self._again = again = StepEngine.again
+
+        def counting(engine: Any, *args: Any) -> Any:
+            outputs = again(engine, *args)
+            self.plain += outputs is not None
+            self.others += outputs is None
+            return outputs
+
+        StepEngine.again = counting  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        StepEngine.again = self._again  # type: ignore[method-assign]
+
+
+def same_numbers_on_the_short_way(here: Here) -> None:
+    """Nobody's code but Lightning's runs between steps."""
+    with _Again() as again:
+        _, graph = here.assert_same_runs(
+            watched=False,
+            checkpoint_every=0,
+            accumulate_grad_batches=2,
+            train_loader=loader(batches=30),
+        )
+    assert graph.counts.replayed >= 8, graph.counts
+    assert again.plain >= 4, vars(again)
+
+
 class OddBatch(Net):
     """On one process, one batch in the middle is smaller."""
 
@@ -154,6 +203,20 @@ class OtherDropout(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 16:
             pl_module.features[3].p = 0.5
+
+
+def another_shape_on_the_short_way(here: Here) -> None:
+    """One process finds another shape where the others are about to replay."""
+    batches = DataLoader(Stream(24, odd=18 if here.rank == 1 else -1), batch_size=None)
+    with _Again() as again:
+        _, graph = here.assert_same_runs(
+            watched=False, checkpoint_every=0, max_epochs=2, train_loader=batches
+        )
+    assert graph.counts.captures == 1, graph.counts
+    assert again.plain >= 10, vars(again)
+    reasons = " ".join(graph.counts.eager)
+    expected = "another batch signature" if here.rank == 1 else "not all processes could take this step"
+    assert expected in reasons, reasons
 
 
 def a_guard_in_one_process(here: Here) -> None:
@@ -261,16 +324,6 @@ def a_shorter_loader(here: Here) -> None:
     batches = loader(batches=14 + 4 * here.rank)
     graph = here.train("graph", CUDAGraphCallback(), train_loader=batches, raises=ConfigurationError)
     assert "number of training batches: 8 on rank 0, 10 on rank 1" in str(graph.error), graph.error
-
-
-class Stream(IterableDataset[Any]):
-    """Batches without a number of them."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(loader(ragged=False, batches=self.batches))
 
 
 def a_shorter_stream(here: Here) -> None:

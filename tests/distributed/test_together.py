@@ -14,9 +14,11 @@ SAME = (
     "same_numbers_accumulated",
     "same_numbers_in_buckets",
     "same_numbers_with_the_optimizer_behind",
+    "same_numbers_on_the_short_way",
 )
 AGREED = (
     "another_shape",
+    "another_shape_on_the_short_way",
     "a_guard_in_one_process",
     "a_capture_that_one_refuses",
     "a_capture_that_one_refuses_goes_on",
