@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -37,6 +37,7 @@ _ACTIVITIES = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 # Launches of a capture for which nothing runs.
 _MOST_EMPTY = 16
+_ENGINE = "autograd::engine::evaluate_function"
 _HOST_CALLS = ("cuda_runtime", "cuda_driver")
 
 
@@ -49,12 +50,14 @@ class Launch:
         at_us: when.
         op: the innermost op around it.
         correlation: what the device's part of it has, too.
+        node: number of the node of autograd that is run around it, or None outside of backward passes.
     """
 
     kind: str
     at_us: float
     op: str
     correlation: int
+    node: int | None
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,12 @@ class Captured:
     Attributes:
         launches: in the order of the graph.
         marks: for each mark, in the order of the graph, how many launches came before it.
+        nodes: for each mark, the number of the node of autograd that is made next.
     """
 
     launches: tuple[Launch, ...]
     marks: tuple[int, ...]
+    nodes: tuple[float, ...]
 
     @property
     def kinds(self) -> list[str]:
@@ -111,7 +116,21 @@ class Captured:
     def only(self, numbers: list[int]) -> Captured:
         """The same without the other launches."""
         launches = tuple(self.launches[number] for number in numbers)
-        return Captured(launches, tuple(bisect_left(numbers, mark) for mark in self.marks))
+        marks = tuple(bisect_left(numbers, mark) for mark in self.marks)
+        return Captured(launches, marks, self.nodes)
+
+    def backward_of(self, calls: Iterable[tuple[int, int]]) -> set[int]:
+        """The launches in nodes of autograd that were made between marks.
+
+        Args:
+            calls: numbers of marks around pieces of the forward pass.
+        """
+        made = [(self.nodes[begin], self.nodes[end]) for begin, end in calls]
+        return {
+            number
+            for number, launch in enumerate(self.launches)
+            if launch.node is not None and any(first <= launch.node < last for first, last in made)
+        }
 
 
 @dataclass(frozen=True)
@@ -172,6 +191,21 @@ def _correlation(event: dict[str, Any]) -> int:
     return int(event.get("args", {}).get("correlation", -1))
 
 
+@dataclass
+class _Op:
+    """An op that has not ended, and the node of autograd whose part in a backward pass it is."""
+
+    until_us: float
+    name: str
+    node: int | None
+
+
+def _node(event: dict[str, Any]) -> tuple[int | None, int]:
+    """The node of autograd that an op makes, or, with the thread of its forward pass, is."""
+    args = event.get("args", {})
+    return args.get("Sequence number"), args.get("Fwd thread id", 0)
+
+
 class Trace:
     """The events of a trace.
 
@@ -183,6 +217,7 @@ class Trace:
         self._events = sorted(
             (event for event in events if event.get("ph") == "X"), key=lambda event: event["ts"]
         )
+        self._times_us = [event["ts"] for event in self._events]
         self._launches = self._find_launches()
 
     def calls(self) -> Counter[str]:
@@ -203,14 +238,16 @@ class Trace:
                         ends_us = event["ts"]
             launches = [launch for launch in self._launches if begins_us <= launch.at_us <= ends_us]
             times_us = [launch.at_us for launch in launches]
-            marks = [
-                # In its middle: the clocks of host and driver need not agree to the microsecond.
-                bisect_left(times_us, event["ts"] + event["dur"] / 2)
+            # In its middle: the clocks of host and driver need not agree to the microsecond.
+            marks_us = [
+                event["ts"] + event["dur"] / 2
                 for event in self._events
                 if event["name"] == MARK and begins_us <= event["ts"] <= ends_us
             ]
-            if marks:
-                found.append(Captured(tuple(launches), tuple(marks)))
+            if marks_us:
+                marks = tuple(bisect_left(times_us, mark_us) for mark_us in marks_us)
+                nodes = tuple(self._next_node(mark_us, ends_us) for mark_us in marks_us)
+                found.append(Captured(tuple(launches), marks, nodes))
         return found
 
     def replays(self) -> list[Replayed]:
@@ -241,23 +278,40 @@ class Trace:
                 end_us = event["ts"] + event["dur"]
                 yield _correlation(event), Activity(event["name"], kind, event["ts"], end_us)
 
+    def _next_node(self, from_us: float, until_us: float) -> float:
+        """The number that the first op of a forward pass in some time gives to its node."""
+        for event in self._events[bisect_left(self._times_us, from_us) :]:
+            if event["ts"] > until_us:
+                break
+            number, thread = _node(event)
+            if number is not None and not thread:
+                return number
+        return inf
+
     def _find_launches(self) -> list[Launch]:
-        """All launches, with the op around each: the last one of its thread that has not ended."""
+        """All launches, with the ops around each: those of its thread that have not ended."""
         launches: list[Launch] = []
-        open_ops: dict[Any, list[tuple[float, str]]] = defaultdict(list)
+        open_ops: dict[Any, list[_Op]] = defaultdict(list)
         in_call_until_us: dict[Any, float] = {}
         for event in self._events:
             thread, at_us = event.get("tid"), event["ts"]
             ops = open_ops[thread]
-            while ops and ops[-1][0] < at_us:
+            while ops and ops[-1].until_us < at_us:
                 ops.pop()
             if event.get("cat") == "cpu_op" and event["name"] not in (CAPTURE, MARK):
-                ops.append((at_us + event["dur"], event["name"]))
+                number, forward_thread = _node(event)
+                node = number if forward_thread else None
+                for around in ops:
+                    # What the engine itself does with the gradients of a node comes behind it.
+                    if node is not None and around.name.startswith(_ENGINE):
+                        around.node = node
+                ops.append(_Op(at_us + event["dur"], event["name"], node))
             # A call of the driver from within one of the runtime is the same launch.
             is_inner = at_us < in_call_until_us.get(thread, at_us)
             if (kind := _launch_kind(event)) is not None and not is_inner:
-                op = ops[-1][1] if ops else ""
-                launches.append(Launch(kind, at_us, op, _correlation(event)))
+                name = ops[-1].name if ops else ""
+                node = next((op.node for op in reversed(ops) if op.node is not None), None)
+                launches.append(Launch(kind, at_us, name, _correlation(event), node))
                 in_call_until_us[thread] = at_us + event["dur"]
         return launches
 

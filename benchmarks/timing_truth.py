@@ -92,6 +92,8 @@ class Row:
         profiler_us: what the profiler said of the same replays.
         busy_us: of that, without the gaps between kernels.
         alone_us: what the marks said while the profiler did not watch.
+        of_layer: in a backward pass, how many kernels autograd runs in nodes that the layer has made.
+        inside: how many of these lie between its marks.
     """
 
     tag: str
@@ -101,6 +103,8 @@ class Row:
     profiler_us: float
     busy_us: float
     alone_us: float
+    of_layer: int
+    inside: int
 
     @property
     def off_us(self) -> float:
@@ -157,6 +161,14 @@ class Truth:
 
     def part(self, name: str) -> Row | None:
         return next((row for row in self.rows if row.tag == STEP_TAG + name), None)
+
+    @property
+    def backward(self) -> str:
+        """Whether the kernels that autograd runs for the leaves lie between their marks."""
+        leaves = [row for row in self.rows if row.is_leaf and row.tag.startswith(BACKWARD_TAG)]
+        inside, own = sum(row.inside for row in leaves), sum(row.of_layer for row in leaves)
+        others = sum(row.kernels for row in leaves) - inside
+        return f"{inside} of the leaves' {own} kernels between their marks, with {others} others"
 
     def parts_us(self, value: Callable[[Row], float]) -> float:
         """The sum of the parts of the step."""
@@ -391,11 +403,14 @@ def compare(name: str, watched: Watched, leaves: set[str]) -> Truth:
     ours_ms = [reading.durations_ms.tolist() for _, reading in pairs]
     alone_ms = [reading.durations_ms.tolist() for reading in alone]
     mapped = list(_positions(layout, plan))
+    forward = {span.tag.removeprefix(FORWARD_TAG): span.calls for span in layout.spans}
     for number, tag, calls in mapped:
+        layer = tag.partition("/")[2]
+        own = plan.backward_of(forward.get(layer, ())) if tag.startswith(BACKWARD_TAG) else set()
         truth.rows.append(
             Row(
                 tag,
-                tag.partition("/")[2] in leaves,
+                layer in leaves,
                 sum(last - first for first, last in calls),
                 statistics.median(times[number] for times in ours_ms) * 1e3,
                 statistics.median(
@@ -403,6 +418,8 @@ def compare(name: str, watched: Watched, leaves: set[str]) -> Truth:
                 ),
                 statistics.median(sum(replay.busy_us(*call) for call in calls) for replay, _ in pairs),
                 statistics.median(times[number] for times in alone_ms) * 1e3,
+                len(own),
+                sum(n in own for n in range(len(plan.launches)) if any(a <= n < b for a, b in calls)),
             )
         )
     if outside := [span.tag for span in layout.spans if span.tag not in {tag for _, tag, _ in mapped}]:
@@ -421,13 +438,13 @@ def _percent(value_us: float, of_us: float) -> str:
 def summary(truths: list[Truth], above_us: float) -> str:
     """One line a model, as a table in Markdown."""
     lines = [
-        "| model | kernels | layers | within 5 % or 3 µs | worst | alone | sum of parts | step |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | kernels | layers | in 5 % or 3 µs | worst | alone | sum of parts | step | backward |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for truth in truths:
         layers, total = truth.layers(above_us), truth.part("total")
         if total is None:
-            lines.append(f"| {truth.name} | {truth.n_kernels} | not compared | | | | | |")
+            lines.append(f"| {truth.name} | {truth.n_kernels} | not compared | | | | | | |")
             continue
         worst = max(layers, key=lambda row: abs(row.off_us) / row.tolerance_us, default=None)
         said = (
@@ -443,7 +460,7 @@ def summary(truths: list[Truth], above_us: float) -> str:
             f" | {_share([row.alone_is_within for row in layers])} | {parts}, alone {alone}"
             f" | {total.ours_us:.0f} µs by marks, {truth.replay_us:.0f} by the profiler"
             f" ({_percent(total.ours_us, truth.replay_us)}); alone {total.alone_us:.0f} by marks,"
-            f" {truth.step_us:.0f} by the host |"
+            f" {truth.step_us:.0f} by the host | {truth.backward} |"
         )
     return "\n".join(lines)
 

@@ -11,13 +11,14 @@ import pytest
 from benchmarks.fits import BlockedBatches, Blocks, fits_in_turn
 from benchmarks.kineto import CAPTURE, MARK, Trace
 from benchmarks.layer_timings import BASELINE, VARIANTS, measure, table
-from benchmarks.models import MODELS, leaf_names
+from benchmarks.models import MODELS, Workload, leaf_names
 from benchmarks.timing_truth import Phase, Truth, Watched, compare, details, summary, watch
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 
 Event = dict[str, Any]
 KERNELS_US = (10.0, 30.0, 25.0, 5.0, 40.0)
 GAP_US = 1.0
+COMPUTED = ("aten::mm", "aten::sum", "aten::threshold_backward", "aten::gelu_backward")
 # An op for each kernel: two of them are one op's.
 OPS = ("aten::addmm", "aten::addmm", "aten::relu", "aten::mse_loss", "AddmmBackward0")
 # Marks of the step, and around the second and the third kernel.
@@ -238,6 +239,32 @@ def test_marks_of_a_fit_are_in_its_trace() -> None:
     assert {mark for span in of_layers for call in span.calls for mark in call} < set(range(len(marks)))
     assert layout.n_marks >= len(marks)
     assert compare("MLP", found, set()).problems[0].startswith("no launches of a capture")
+
+
+# The example validates, which takes no part in this.
+@pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no")
+@pytest.mark.parametrize("model", MODELS[:2], ids=lambda model: model.name)
+def test_kernels_of_a_backward_pass_lie_between_the_marks_of_their_layer(model: Workload) -> None:
+    found = watch(model, replays=2, tiny=True)
+    # On a CPU nothing is launched: so let every op have a kernel that comes in as it does on a GPU.
+    events = found.capture._events
+    inner = [e for e in events if e["name"] in COMPUTED and "Sequence number" not in e["args"]]
+    launches = [
+        event("cuda_runtime", "cudaLaunchKernel", op["ts"] + op["dur"] / 2, 0, correlation=number)
+        | {"tid": op["tid"]}
+        for number, op in enumerate(inner)
+    ]
+    (plan,) = Trace([*events, *launches]).captures()
+    spans = {span.tag: span.calls for span in found.readings[-1].layout.spans}
+    seen = 0
+    for leaf in leaf_names(model.make(True)):
+        if (calls := spans.get(f"layer_backward_ms/{leaf}")) is None:
+            continue
+        own = plan.backward_of(spans[f"layer_forward_ms/{leaf}"])
+        between = {n for begin, end in calls for n in range(plan.marks[begin], plan.marks[end])}
+        assert own == between, leaf
+        seen += len(own)
+    assert seen > 30
 
 
 def test_fits_take_turns() -> None:
