@@ -97,8 +97,9 @@ class KnownValues:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Take one op, after it has run."""
-        if func._schema.is_mutable:
-            self._forget({storage_id(tensor) for tensor in written_by(func, args, kwargs)})
+        written = written_by(func, args, kwargs)
+        if written or func._schema.is_mutable:
+            self._forget({*map(storage_id, written)})
             return
         if func._schema.name not in _EXACT or not isinstance(result, Tensor):
             return

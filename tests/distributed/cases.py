@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cudagraph import (
@@ -127,6 +128,21 @@ def same_numbers_with_the_optimizer_behind(here: Here) -> None:
     _, graph = here.assert_same_runs(
         CUDAGraphCallback(scope="forward_backward"), accumulate_grad_batches=2, max_epochs=8
     )
+    assert graph.counts.replayed >= 10, graph.counts
+
+
+def same_numbers_compressed(here: Here) -> None:
+    """Gradients are averaged in bfloat16, by a hook of torch's; mixed precision, and clipping."""
+    wrapper = {"ddp_comm_hook": default_hooks.bf16_compress_hook}
+    _, graph = here.assert_same_runs(
+        wrapper=wrapper, max_epochs=4, precision="bf16-mixed", gradient_clip_val=0.5
+    )
+    assert graph.counts.replayed >= 10, graph.counts
+
+
+def same_numbers_with_shared_batch_norm(here: Here) -> None:
+    """Batch norm over the batches of all processes: collectives in the forward pass too."""
+    _, graph = here.assert_same_runs(max_epochs=4, sync_batchnorm=True)
     assert graph.counts.replayed >= 10, graph.counts
 
 
