@@ -6,6 +6,7 @@ import contextlib
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from tests.distributed.launch import launch
 # Less than this after one process has met its end.
 ALL_ENDED_S = 30.0
 BEGUN_S = 240.0
+FOR_EVER = "trains_for_ever"
+
+Process = subprocess.Popen[bytes]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -30,29 +34,38 @@ def test_an_error_in_one_process_ends_all(tmp_path: Path, accelerator: str, rank
     assert apart_s < ALL_ENDED_S, apart_s
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=str)
-def test_a_signal_ends_all_behind_the_same_batch(
-    tmp_path: Path, accelerator: str, ranks: tuple[int, ...]
-) -> None:
-    case = "trains_for_ever"
-    signalled_s = 0.0
+def _sender(number: int, ranks: tuple[int, ...]) -> Callable[[Path, list[Process]], None]:
+    """What sends a signal to some processes once all have begun to replay."""
 
-    def send(folder: Path, processes: list[subprocess.Popen[bytes]]) -> None:
-        nonlocal signalled_s
+    def send(folder: Path, processes: list[Process]) -> None:
         deadline_s = time.monotonic() + BEGUN_S
-        while not all((folder / case / f"begun{rank}").exists() for rank in (0, 1)):
+        while not all((folder / FOR_EVER / f"begun{rank}").exists() for rank in (0, 1)):
             assert time.monotonic() < deadline_s, (folder / "said0.txt").read_text()[-2000:]
             with contextlib.suppress(subprocess.TimeoutExpired):
                 processes[0].wait(timeout=0.1)
         for rank in ranks:
-            processes[rank].send_signal(signal.SIGTERM)
-        signalled_s = time.monotonic()
+            processes[rank].send_signal(number)
 
-    ended = launch(tmp_path, [case], accelerator, timeout_s=ALL_ENDED_S, act=send)
+    return send
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=str)
+def test_a_signal_ends_all_behind_the_same_batch(
+    tmp_path: Path, accelerator: str, ranks: tuple[int, ...]
+) -> None:
+    act = _sender(signal.SIGTERM, ranks)
+    ended = launch(tmp_path, [FOR_EVER], accelerator, timeout_s=ALL_ENDED_S, act=act)
     # Lightning's exception for the signal ends Python as `sys.exit()` does.
     assert [process.status for process in ended] == [0, 0], ended
-    notes = {(tmp_path / case / f"ended{rank}").read_text() for rank in (0, 1)}
+    notes = {(tmp_path / FOR_EVER / f"ended{rank}").read_text() for rank in (0, 1)}
     assert len(notes) == 1, notes
     assert notes.pop().startswith("SIGTERMException after ")
     assert "Received SIGTERM: 15" in ended[ranks[0]].said
-    assert max(process.ended_s for process in ended) - signalled_s < ALL_ENDED_S
+
+
+def test_ctrl_c_in_one_process_ends_all(tmp_path: Path, accelerator: str) -> None:
+    act = _sender(signal.SIGINT, (0,))
+    ended = launch(tmp_path, [FOR_EVER], accelerator, timeout_s=ALL_ENDED_S, act=act)
+    assert [process.status for process in ended] == [1, 1], ended
+    # In a collective of the step, the connection is what it misses; then the reason is told beside it.
+    assert "rank 0: KeyboardInterrupt" in ended[1].cases[FOR_EVER] + ended[1].said, ended[1]
