@@ -26,6 +26,7 @@ from lightning_cudagraph.support import (
     Stage,
     callbacks_of,
     check_run,
+    check_where_evaluated,
     make_backend,
 )
 from lightning_cudagraph.timing.report import evaluation_report
@@ -311,6 +312,8 @@ class CUDAGraphCallback(Callback):
         refused: UnsupportedError | None = None
         try:
             check_run(trainer, module)
+            if self.evaluation and self.on_unsupported == "raise":
+                check_where_evaluated(trainer)  # now, and not after the first epoch
             backend = self._backend_for(trainer)
             training = GraphedTraining(trainer, module, backend, settings, processes.agreement)
         except UnsupportedError as error:

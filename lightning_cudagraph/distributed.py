@@ -24,6 +24,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -31,6 +32,7 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.connectors import signal_connector
@@ -48,6 +50,8 @@ from lightning_cudagraph.errors import ConfigurationError, PeerError, Unsupporte
 
 __all__ = ["Distributed", "settle_nccl", "wrapped_on_side_stream"]
 
+# How long the device may take for what is launched, before it is taken to wait for other processes.
+_DRAIN_S = 5.0
 _GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 # What Lightning's own handler says is said in its name.
 _log = logging.getLogger(signal_connector.__name__)
@@ -103,7 +107,6 @@ class Distributed:
         self._patches = ExitStack()
         self._ranks: Ranks | None = None
         self._sigterm = False
-        self._aborted = False
         if trainer.world_size > 1 and dist.is_initialized():
             self._ranks = Ranks(self._flags, self._met, self._abort)
 
@@ -160,10 +163,26 @@ class Distributed:
         if self._ranks is None or isinstance(error, SIGTERMException):
             return
         self._ranks.fail(error)
-        if self._trainer.strategy.root_device.type == "cuda" and not self._aborted:
-            # What was launched may wait for the others for ever. In a thread, because NCCL waits in turn
-            # for the graphs, which are let go of meanwhile.
+        if self._is_stuck():
+            # In a thread, because NCCL waits in turn for the graphs, which are let go of meanwhile.
             threading.Thread(target=self._abort, name="cudagraph-abort", daemon=True).start()
+
+    def _is_stuck(self) -> bool:
+        """Whether what this process has launched waits for what others will not launch any more."""
+        device = self._trainer.strategy.root_device
+        if device.type != "cuda":
+            return False
+        launched = torch.cuda.Event()
+        try:
+            launched.record(torch.cuda.current_stream(device))
+            deadline_s = time.monotonic() + _DRAIN_S
+            while not launched.query():
+                if time.monotonic() > deadline_s:
+                    return True
+                threading.Event().wait(0.01)
+        except RuntimeError:
+            pass  # the device is lost, and waits for nothing
+        return False
 
     def close(self) -> None:
         """Leave Lightning's objects as they were."""
@@ -194,7 +213,6 @@ class Distributed:
             self._trainer._signal_connector.received_sigterm = True
 
     def _abort(self) -> None:
-        self._aborted = True
         world: Any = dist.group.WORLD
         if world is not None and hasattr(world, "abort"):
             world.abort()

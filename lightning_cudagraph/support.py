@@ -39,6 +39,7 @@ __all__ = [
     "check_optimizer_part",
     "check_private_names",
     "check_run",
+    "check_where_evaluated",
     "described_hook",
     "is_overridden",
     "make_backend",
@@ -153,14 +154,23 @@ def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Sta
         needed["_evaluation_loop"] = (trainer._evaluation_loop, ("_results",))
     _check_names(needed)
     _check_placement(trainer)
+    check_where_evaluated(trainer)
+    _check_precision(trainer)
+    _check_batches(module, f"{stage}_step")
+    _check_modules(module)
+
+
+def check_where_evaluated(trainer: pl.Trainer) -> None:
+    """Refuse evaluations of several processes.
+
+    Raises:
+        UnsupportedError: if there are, or can be, several.
+    """
     if isinstance(trainer.strategy, DDPStrategy):
         raise UnsupportedError(
             f"Evaluation on {trainer.world_size} device(s) with `DDPStrategy` is not captured yet.",
             "Leave out `evaluation=True`.",
         )
-    _check_precision(trainer)
-    _check_batches(module, f"{stage}_step")
-    _check_modules(module)
 
 
 _Names = dict[str, tuple[Any, tuple[str, ...]]]

@@ -39,7 +39,9 @@ _LOOK_EVERY = timedelta(seconds=1)
 _POLL_S = 0.001
 # For those who are still making ready: processes come to the start of training at about the same time.
 _START_TIMEOUT_S = 60.0
-# From the moment a process knows that another has failed, until it ends by force.
+# From the moment a process knows that another has failed, until what it waits for is ended; and from
+# then on, until it ends by force.
+_ABORT_AFTER_S = 3.0
 _GRACE_S = 15.0
 # How long a process that fails, and has the store, waits for the others to read why.
 _READ_TIMEOUT_S = 3.0
@@ -246,6 +248,8 @@ class Ranks:
         else:
             return
         self._say_why()
+        if self._closed.wait(_ABORT_AFTER_S):
+            return
         self._abort()
         if not self._closed.wait(_GRACE_S):
             print(f"lightning_cudagraph: rank {self.rank} ends by force", file=sys.stderr, flush=True)

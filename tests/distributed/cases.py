@@ -94,6 +94,9 @@ def same_numbers(here: Here) -> None:
     reasons = "; ".join(graph.counts.eager)
     assert "not broadcast in the step after a validation" in reasons
     assert "verified against eager steps" in str(graph.callback and graph.callback.report)
+    loop = graph.trainer.fit_loop.epoch_loop  # type: ignore[union-attr]
+    assert "_broadcast_sigterm_tensor" not in vars(loop)
+    assert "_setup_model" not in vars(graph.trainer.strategy)  # type: ignore[union-attr]
 
 
 def same_numbers_with_sampled_times(here: Here) -> None:
@@ -137,6 +140,12 @@ def same_numbers_compressed(here: Here) -> None:
     _, graph = here.assert_same_runs(
         wrapper=wrapper, max_epochs=4, precision="bf16-mixed", gradient_clip_val=0.5
     )
+    assert graph.counts.replayed >= 10, graph.counts
+
+
+def same_numbers_in_fp16(here: Here) -> None:
+    """Losses are scaled; all processes see the same overflows."""
+    _, graph = here.assert_same_runs(max_epochs=4, precision="16-mixed")
     assert graph.counts.replayed >= 10, graph.counts
 
 
@@ -326,6 +335,14 @@ def different_arguments(here: Here) -> None:
     callback = CUDAGraphCallback(verify_replays=1 + here.rank)
     graph = here.train("graph", callback, raises=ConfigurationError)
     assert "argument `verify_replays`: 1 on rank 0, 2 on rank 1" in str(graph.error), graph.error
+
+
+def evaluation_is_refused_at_the_start(here: Here) -> None:
+    """And not after the first epoch."""
+    callback = CUDAGraphCallback(evaluation=True)
+    graph = here.train("graph", callback, raises=UnsupportedError)
+    assert "Evaluation on 2 device(s) with `DDPStrategy`" in str(graph.error), graph.error
+    assert not graph.steps
 
 
 def switched_off_in_one(here: Here) -> None:

@@ -25,7 +25,13 @@ AGREED = (
     "a_capture_that_fails_in_the_backward_pass",
     "a_check_that_one_fails",
 )
-DIFFERENT = ("different_arguments", "switched_off_in_one", "a_shorter_loader", "a_shorter_stream")
+DIFFERENT = (
+    "different_arguments",
+    "switched_off_in_one",
+    "evaluation_is_refused_at_the_start",
+    "a_shorter_loader",
+    "a_shorter_stream",
+)
 
 
 @pytest.mark.parametrize(
