@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -27,6 +28,12 @@ from tests.harness import BATCH_SIZE, Net, Trace, assert_same, loader, make, tra
 
 # Iterations that DistributedDataParallel needs before a capture.
 WARM_UP = 11
+
+
+def _fit_of_all(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+    """A fit, which has ended when all processes have written their files."""
+    trainer.fit(*args, **kwargs)
+    dist.barrier()
 
 
 @dataclass
@@ -71,6 +78,7 @@ class Here:
             accelerator=self.accelerator,
             strategy=strategy,
             devices=2,
+            fit=_fit_of_all,
             **arguments,
         )
 
