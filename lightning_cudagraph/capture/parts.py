@@ -31,6 +31,8 @@ class CudaParts:
         self._generators = generators
         self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        # A node does not keep its event alive.
+        self._ends: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
         """Begin the capture of the next part, on the current stream."""
@@ -39,6 +41,11 @@ class CudaParts:
             graph.register_generator_state(generator)
         self._graphs.append(graph)
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end_in(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        """Put a node at the end of the part under way, which comes after all that `stream` waits for."""
+        self._ends.append(event)
+        event.record(stream)
 
     def end(self) -> None:
         """End the capture of the part under way."""
