@@ -37,8 +37,10 @@ _FAILED = "failed"
 # How often somebody who waits looks whether another process has failed.
 _LOOK_EVERY = timedelta(seconds=1)
 _POLL_S = 0.001
-# For those who are still making ready: processes come to the start of training at about the same time.
-_START_TIMEOUT_S = 60.0
+# How long a process waits at the start of training for others, which may still make something ready; and
+# after how long it says so.
+_START_TIMEOUT_S = 300.0
+_NOTICE_AFTER_S = 20.0
 # From the moment a process knows that another has failed, until what it waits for is ended; and from
 # then on, until it ends by force.
 _ABORT_AFTER_S = 3.0
@@ -148,18 +150,23 @@ class Ranks:
         keys = [f"{self._told}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], pickle.dumps(mine))
         started_s = looked_s = time.monotonic()
+        next_s = min(_NOTICE_AFTER_S, timeout_s or _NOTICE_AFTER_S)
         try:
             while not self._store.check(keys):
                 now_s = time.monotonic()
                 if now_s - looked_s > _LOOK_EVERY.total_seconds():
                     looked_s = now_s
                     self._look()
-                if timeout_s is not None and now_s - started_s > timeout_s:
+                if timeout_s is not None and now_s - started_s > next_s:
                     missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
-                    raise PeerError(
+                    text = (
                         f"Rank {', '.join(map(str, missing))} did not come to the start of training"
-                        f" within {timeout_s:.0f} s. Give every process the same callbacks."
+                        f" within {next_s:.0f} s. Give every process the same callbacks."
                     )
+                    if next_s >= timeout_s:
+                        raise PeerError(text)
+                    print(f"lightning_cudagraph: {text}", file=sys.stderr, flush=True)
+                    next_s = timeout_s
                 self._closed.wait(_POLL_S)
             said = [pickle.loads(self._store.get(key)) for key in keys]
         except RuntimeError as error:
