@@ -195,7 +195,7 @@ class Distributed:
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         return int(self._sigterm), int(progress.is_last_batch), progress.current.ready
 
-    def _met(self, lowest: list[int], highest: list[int]) -> None:
+    def _met(self, lowest: tuple[int, ...], highest: tuple[int, ...]) -> None:
         sigterm, _, batch = highest
         if lowest[2] != batch:
             raise PeerError(

@@ -1,8 +1,9 @@
 """The processes of a run, and how they agree.
 
-Before each step they exchange a few numbers, by a group of their own that works on the CPU (gloo): a GPU
-never waits for it, and a host seldom, since it has launched the step before by then. It takes the place
-of a broadcast that Lightning does before each batch.
+Before each step they exchange a few numbers on the CPU: by shared memory if all are on one machine,
+else by a process group of their own (gloo). A GPU never waits for it, and a host seldom, since it has
+launched the step before by then. It takes the place of a broadcast that Lightning does before each
+batch.
 
 What is said seldom goes over the store that the process group was made with: settings at the start,
 reasons, and errors. A process that fails leaves its error there. The others find it while they wait for
@@ -18,7 +19,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,12 +28,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_cudagraph.capture.agreement import Intent
+from lightning_cudagraph.capture.board import Board
 from lightning_cudagraph.errors import CUDAGraphError, PeerError
 
 __all__ = ["Ranks"]
 
 T = TypeVar("T")
 
+# A plan; whether a SIGTERM has come; whether the batch is the last of its epoch; its number.
+_Fields = tuple[int, ...]
+_FIELDS = 4
+_NAP_S = 0.0005
 _FAILED = "failed"
 # How often somebody who waits looks whether another process has failed.
 _LOOK_EVERY = timedelta(seconds=1)
@@ -55,15 +61,16 @@ class Ranks:
     """The processes of one run. Every process makes one, and calls the same methods in the same order.
 
     Args:
-        flags: numbers of this process that are exchanged along with each plan.
+        flags: what is exchanged along with each plan: whether a SIGTERM has come, whether the batch is
+            the last one of its epoch, and its number.
         on_flags: told the lowest and the highest of each of them.
         abort: called in a thread when another process has failed, to end what waits for it.
     """
 
     def __init__(
         self,
-        flags: Callable[[], Sequence[int]],
-        on_flags: Callable[[list[int], list[int]], None],
+        flags: Callable[[], tuple[int, int, int]],
+        on_flags: Callable[[tuple[int, ...], tuple[int, ...]], None],
         abort: Callable[[], None],
     ) -> None:
         global _runs
@@ -79,6 +86,9 @@ class Ranks:
         self._has_said = False
         self._group: Any = None
         self._work: Any = None  # the latest exchange
+        self._board: Board | None = None
+        self._timeout_s = 0.0
+        self._since_s = self._looked_s = 0.0  # of the meeting at hand
         self._closed = threading.Event()
         self._watch: threading.Thread | None = None
 
@@ -89,16 +99,37 @@ class Ranks:
             timeout: how long processes may wait for one another.
             watches: look for failures of others in a thread, because this process can wait for its GPU.
         """
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
-        options: Any = distributed_c10d.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        self._options = options
-        self._n_flags = len(self._flags())
-        self._word = torch.zeros(2 + 2 * self._n_flags, dtype=torch.int64)
-        self._numbers = self._word.numpy()
+        self._timeout_s = timeout.total_seconds()
+        self._board = self._shared_board()
+        if self._board is None:
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            options: Any = distributed_c10d.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            self._options = options
+            self._word = torch.zeros(2 * _FIELDS, dtype=torch.int64)
+            self._numbers = self._word.numpy()
         if watches:
             self._watch = threading.Thread(target=self._look_out, name="cudagraph-ranks", daemon=True)
             self._watch.start()
+
+    def _shared_board(self) -> Board | None:
+        """A page that all processes see, if there can be one."""
+        made: tuple[str, int] | None = None
+        if self.rank == 0:
+            with contextlib.suppress(OSError):
+                made = Board.made(self.size)
+        made = self.exchanged(made)[0]
+        board: Board | None = None
+        if made is not None:
+            path, token = made
+            with contextlib.suppress(OSError, ValueError):
+                board = Board(path, self.rank, self.size)
+                if board.token != token:
+                    board = None  # another machine's
+        all_have = all(self.exchanged(board is not None))
+        if self.rank == 0 and made is not None:
+            os.unlink(made[0])  # it lives as long as it is mapped
+        return board if all_have else None
 
     def meet(self, intent: Intent) -> tuple[Intent, Intent]:
         """Exchange plans and flags; see `Agreement`.
@@ -106,8 +137,41 @@ class Ranks:
         Raises:
             PeerError: if another process has failed.
         """
-        flags = self._flags()
-        mine = (intent, *flags)
+        sigterm, is_last, batch = self._flags()
+        mine = (int(intent), sigterm, is_last, batch)
+        if self._board is not None:
+            lowest, highest = self._met_on_board(self._board, mine)
+        else:
+            lowest, highest = self._met_over_sockets(mine)
+        self._on_flags(lowest[1:], highest[1:])
+        return Intent(lowest[0]), Intent(highest[0])
+
+    def _met_on_board(self, board: Board, mine: _Fields) -> tuple[_Fields, _Fields]:
+        intent, sigterm, is_last, batch = mine
+        self._since_s = self._looked_s = time.monotonic()
+        words = board.exchange(batch << 5 | is_last << 4 | sigterm << 3 | intent, self._nap)
+        if words is None:
+            raise self._peer_error("it has left")
+        said = [(word & 7, word >> 3 & 1, word >> 4 & 1, word >> 5) for word in {*words}]
+        if len(said) == 1:
+            return said[0], said[0]
+        by_field = [*zip(*said, strict=True)]
+        lowest, highest = [*map(min, by_field)], [*map(max, by_field)]
+        return (*lowest,), (*highest,)
+
+    def _nap(self) -> None:
+        self._closed.wait(_NAP_S)
+        now_s = time.monotonic()
+        if now_s - self._looked_s > _LOOK_EVERY.total_seconds():
+            self._looked_s = now_s
+            self._look()
+        if now_s - self._since_s > self._timeout_s:
+            raise PeerError(
+                f"Another process has not come to this batch within {self._timeout_s:.0f} s, and rank"
+                f" {self.rank} ends."
+            )
+
+    def _met_over_sockets(self, mine: _Fields) -> tuple[_Fields, _Fields]:
         self._numbers[:] = (*mine, *(-value for value in mine))
         try:
             self._work = self._group.allreduce([self._word], self._options)
@@ -117,10 +181,8 @@ class Ranks:
                 raise
             raise self._peer_error(f"the connection to it was lost ({error})") from error
         values = self._numbers.tolist()
-        half = 1 + self._n_flags
-        highest, lowest = values[:half], [-value for value in values[half:]]
-        self._on_flags(lowest[1:], highest[1:])
-        return Intent(lowest[0]), Intent(highest[0])
+        highest, lowest = values[:_FIELDS], [-value for value in values[_FIELDS:]]
+        return (*lowest,), (*highest,)
 
     def _wait(self, work: Any) -> None:
         while True:
@@ -189,6 +251,8 @@ class Ranks:
                 return
             self._store.set(_FAILED, text)
             self._store.set(f"read/{self.rank}", "")
+            if self._board is not None:
+                self._board.leave()
             self._leave()  # who waits for this process learns it at once
             if self.rank == 0:
                 others = [f"read/{rank}" for rank in range(1, self.size)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
@@ -22,6 +23,7 @@ from lightning_cudagraph import (
     LayerTimings,
     UnsupportedError,
 )
+from lightning_cudagraph.capture.board import Board
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.errors import PeerError, VerificationError
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same, loader, make, train
@@ -140,6 +142,22 @@ def same_numbers_with_the_optimizer_behind(here: Here) -> None:
         CUDAGraphCallback(scope="forward_backward"), accumulate_grad_batches=2, max_epochs=8
     )
     assert graph.counts.replayed >= 10, graph.counts
+
+
+def same_numbers_over_sockets(here: Here) -> None:
+    """Processes without memory that they share, as on several machines."""
+
+    def made(size: int) -> Any:
+        raise OSError("no shared memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Board, "made", made)
+        with _Again() as again:
+            _, graph = here.assert_same_runs(
+                watched=False, checkpoint_every=0, train_loader=loader(batches=20)
+            )
+    assert graph.counts.replayed >= 10, graph.counts
+    assert again.plain >= 4, vars(again)
 
 
 def same_numbers_compressed(here: Here) -> None:

@@ -15,6 +15,7 @@ SAME = (
     "same_numbers_in_buckets",
     "same_numbers_with_the_optimizer_behind",
     "same_numbers_on_the_short_way",
+    "same_numbers_over_sockets",
 )
 AGREED = (
     "another_shape",

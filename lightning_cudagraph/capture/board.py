@@ -1,0 +1,96 @@
+"""A page of memory that the processes of one machine share, and on which each writes a number.
+
+A message over a socket takes a few hundred microseconds and several threads; a replay may take less. A
+number of 64 bits is written and read whole, so that nothing else is needed to keep order: it carries the
+count of the exchange that it belongs to. Two exchanges use two rows in turn: who writes the next but one
+has seen that all have read the last.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+
+import numpy as np
+
+__all__ = ["VALUE_BITS", "Board"]
+
+# Of each number, the rest is the count of the exchange.
+VALUE_BITS = 48
+_COUNTS = 1 << (63 - VALUE_BITS)
+_LEFT = -1
+_SHARED = "/dev/shm"
+_ITEM_BYTES = 8
+# Without giving way to others, and then giving way before each look.
+_EAGER_LOOKS = 200
+_LOOKS = 20_000
+
+
+class Board:
+    """The page, as one process sees it.
+
+    Args:
+        path: of the file that it is mapped from.
+        rank: of this process.
+        size: how many processes there are.
+
+    Raises:
+        OSError: if there is no such file here.
+    """
+
+    def __init__(self, path: str, rank: int, size: int) -> None:
+        with open(path, "r+b") as file:
+            self._page = mmap.mmap(file.fileno(), _n_bytes(size))
+        numbers = np.frombuffer(self._page, dtype=np.int64)
+        self.token = int(numbers[0])
+        self._rows = [numbers[1 : 1 + size], numbers[1 + size :]]
+        self._rank = rank
+        self._count = 0
+
+    @staticmethod
+    def made(size: int) -> tuple[str, int]:
+        """Make the file; returns its path, and a number by which others can tell that it is this one."""
+        folder = _SHARED if os.access(_SHARED, os.W_OK) else None
+        handle, path = tempfile.mkstemp(prefix="cudagraph-", dir=folder)
+        token = secrets.randbits(62)
+        with os.fdopen(handle, "wb") as file:
+            file.write(token.to_bytes(_ITEM_BYTES, "little").ljust(_n_bytes(size), b"\0"))
+        return path, token
+
+    def exchange(self, value: int, wait: Callable[[], None]) -> list[int] | None:
+        """Write a number, and read those of all.
+
+        Args:
+            value: not negative, and of no more than `VALUE_BITS` bits.
+            wait: called again and again when it takes long.
+
+        Returns:
+            The numbers in the order of the ranks; None if a process has left.
+        """
+        self._count += 1
+        row, count = self._rows[self._count % 2], self._count % _COUNTS
+        row[self._rank] = count << VALUE_BITS | value
+        looks = 0
+        while True:
+            numbers: list[int] = row.tolist()
+            if all(number >> VALUE_BITS == count for number in numbers):
+                return [number & ((1 << VALUE_BITS) - 1) for number in numbers]
+            if _LEFT in numbers:
+                return None
+            looks += 1
+            if looks > _LOOKS:
+                wait()
+            elif looks > _EAGER_LOOKS:
+                os.sched_yield()
+
+    def leave(self) -> None:
+        """Tell who waits for this process that it does not come any more."""
+        for row in self._rows:
+            row[self._rank] = _LEFT
+
+
+def _n_bytes(size: int) -> int:
+    return _ITEM_BYTES * (1 + 2 * size)
