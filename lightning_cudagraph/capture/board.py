@@ -27,6 +27,8 @@ _ITEM_BYTES = 8
 # Without giving way to others, and then giving way before each look.
 _EAGER_LOOKS = 200
 _LOOKS = 20_000
+# Not on every system.
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 class Board:
@@ -84,7 +86,7 @@ class Board:
             if looks > _LOOKS:
                 wait()
             elif looks > _EAGER_LOOKS:
-                os.sched_yield()
+                _give_way()
 
     def leave(self) -> None:
         """Tell who waits for this process that it does not come any more."""

@@ -128,7 +128,8 @@ class Ranks:
                     board = None  # another machine's
         all_have = all(self.exchanged(board is not None))
         if self.rank == 0 and made is not None:
-            os.unlink(made[0])  # it lives as long as it is mapped
+            with contextlib.suppress(OSError):
+                os.unlink(made[0])  # it lives as long as it is mapped
         return board if all_have else None
 
     def meet(self, intent: Intent) -> tuple[Intent, Intent]:

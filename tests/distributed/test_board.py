@@ -1,0 +1,57 @@
+"""The page that processes share: what they read from it, and in which order."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from lightning_cudagraph.capture.board import VALUE_BITS, Board
+
+EXCHANGES = 2_000
+
+
+def test_every_exchange_gives_all_numbers_in_order() -> None:
+    path, token = Board.made(2)
+    boards = [Board(path, rank, 2) for rank in (0, 1)]
+    assert [board.token for board in boards] == [token, token]
+    os.unlink(path)
+    for board in boards:  # the numbers have room for so many counts, and begin anew in the middle
+        board._count = (1 << (63 - VALUE_BITS)) - EXCHANGES // 2
+    wrong: list[object] = []
+
+    def meet(rank: int) -> None:
+        for index in range(EXCHANGES):
+            said = boards[rank].exchange(2 * index + rank, lambda: None)
+            if said != [2 * index, 2 * index + 1]:
+                wrong.append((rank, index, said))
+                return
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+def test_the_largest_number_is_read_whole() -> None:
+    path, _ = Board.made(1)
+    largest = (1 << VALUE_BITS) - 1
+    assert Board(path, 0, 1).exchange(largest, lambda: None) == [largest]
+    os.unlink(path)
+
+
+def test_who_waits_learns_that_another_has_left() -> None:
+    path, _ = Board.made(2)
+    Board(path, 1, 2).leave()
+    assert Board(path, 0, 2).exchange(1, lambda: None) is None
+    os.unlink(path)
+
+
+def test_there_is_no_page_of_another_machine(tmp_path: Path) -> None:
+    with pytest.raises(OSError):  # noqa: PT011
+        Board(str(tmp_path / "elsewhere"), 0, 2)
