@@ -61,7 +61,8 @@ class CUDAGraphCallback(Callback):
         scope: what is captured. ``"step"``: everything from forward to the optimizer's step.
             ``"forward_backward"``: clipping and the optimizer run eagerly behind the graph.
             ``"auto"``: the first where it can be, else the second, and the report says why.
-        warmup_steps: training steps before the capture. None: 3, or 11 with several processes.
+        warmup_steps: training steps before the capture. None: 3. With `DDPStrategy`, warm-up goes on
+            until gradients have been averaged eleven times, which its wrapper needs.
         on_unsupported: ``"raise"`` an error when something cannot be captured, or train on without a
             graph (``"eager"``) and say why in the report.
         timings: which layers are timed by events in the graph; None for none.
