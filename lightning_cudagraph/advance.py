@@ -122,8 +122,11 @@ class QuickAdvance:
         self._starts = self._ends = False
         self._validates = self._accumulates = False
         # Where a hook is put that has not been there when it was looked: the code of a dataloader can.
+        self._callbacks: list[Callback] = []
         self._places: list[Any] = []
         self._sizes: list[int] = []
+        # What says whether there is validation in this epoch, which such code can set too.
+        self._validation: tuple[Any, Any] = None, None
         # The logger connector has yet to collect the values of the last batch.
         self._owes = False
 
@@ -174,9 +177,15 @@ class QuickAdvance:
             for name in ("on_train_batch_start", "on_train_batch_end")
         )
         self._validates = loop._should_check_val_epoch()
-        self._places = [vars(module), callbacks, *map(vars, callbacks)]
+        self._validation = self._validation_now()
+        self._callbacks = [*callbacks]
+        self._places = [vars(module), *map(vars, callbacks)]
         self._sizes = [*map(len, self._places)]
         return True
+
+    def _validation_now(self) -> tuple[Any, Any]:
+        trainer: Any = self._trainer  # which sets attributes without declaring them
+        return trainer.check_val_every_n_epoch, trainer.limit_val_batches
 
     def _advance(self, data_fetcher: Any) -> None:
         """As `advance` in lightning 2.6, without what is known to do nothing."""
@@ -185,7 +194,7 @@ class QuickAdvance:
         if loop.val_loop.restarting:
             loop.val_loop.restarting = False
         fetched = next(data_fetcher)
-        if [*map(len, self._places)] != self._sizes:
+        if callbacks_of(trainer) != self._callbacks or [*map(len, self._places)] != self._sizes:
             self._looked = False
             self._settle()
             self._on_change()
@@ -286,6 +295,7 @@ class QuickAdvance:
             or trainer.received_sigterm
             or loop._skip_next_val
             or (loop.max_steps != -1 and loop.global_step >= loop.max_steps)
+            or self._validation_now() != self._validation
             or (self._validates and loop._should_check_val_fx(data_fetcher))
             or not self._is_steady()
         )

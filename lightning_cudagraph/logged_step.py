@@ -128,12 +128,13 @@ class LoggedStep:
         """
         return self._is_last and not self._others and (self._sums.live or not self._events)
 
-    def hand_over(self, trainer: pl.Trainer, replays: int = 1) -> Tensor | None:
+    def hand_over(self, trainer: pl.Trainer, replays: int = 1, is_late: bool = False) -> Tensor | None:
         """Call the metrics and log the values of the last replay, as the step itself would have.
 
         Args:
             trainer: whose results and logger connector take them.
             replays: how many there were since this was last called; more than one if it could wait.
+            is_late: the batch of the step is done; there may be another one by now.
 
         Returns:
             A copy of the loss, if there is one.
@@ -144,7 +145,7 @@ class LoggedStep:
             values.update(zip(indices, packed.clone().unbind(), strict=True))
         if self._events:
             if self._sums.live:
-                self._book(trainer, values, replays)
+                self._book(trainer, values, replays, is_late)
             else:
                 self._log_again(trainer, list(enumerate(self._events)), values)
         if self._is_last:
@@ -153,7 +154,7 @@ class LoggedStep:
             return values.get(_LOSS)
         return self._loss.clone()
 
-    def _book(self, trainer: pl.Trainer, values: dict[_Key, Any], replays: int) -> None:
+    def _book(self, trainer: pl.Trainer, values: dict[_Key, Any], replays: int, is_late: bool) -> None:
         """Note on Lightning's objects what the graph has added up."""
         for slot, index, log in self._added:
             if slot.is_held():
@@ -162,7 +163,7 @@ class LoggedStep:
                 # A hook has logged the same name on the host, in the middle of the replay.
                 _log(trainer, log, values[index], entered=True)
         results = trainer.fit_loop.epoch_loop._results  # only training has anything added up
-        if results.batch_size is None:
+        if results.batch_size is None and not is_late:
             results.batch_size = self._sums.batch_size
         if self._others:
             self._log_again(trainer, self._others, values)

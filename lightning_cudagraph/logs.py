@@ -12,6 +12,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import RLock
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_cudagraph.capture.graph import outside_inference_mode
 from lightning_cudagraph.capture.stand_ins import in_place
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.log_numbers import LoggedNumbers
@@ -81,6 +83,8 @@ class Logs:
         self._waiting: LoggedStep | None = None
         self._waits_at: Hashable = None
         self._replays = 0
+        # A thread that asks for metrics hands over too; nobody else reads them, or replays, until then.
+        self._lock = RLock()
         # Of the capture that is under way, which is the first of several of one step, or a later one.
         self._slots: dict[str, Slot] = {}
         self._is_first_take = True
@@ -134,8 +138,8 @@ class Logs:
 
     def before_replay(self, place: Hashable) -> None:
         """Bring what has been added up so far to where the graphs of this place add to it."""
-        if self._waiting is not None:
-            if self._waits_at == place:
+        with self._lock:
+            if self._waiting is not None and self._waits_at == place:
                 return  # nobody has looked since the replay before
             self.settle()
         if sums := self._places.get(place):
@@ -150,20 +154,20 @@ class Logs:
         the next step would have done; before any other step, they are handed over.
         """
         if logged.can_wait:
-            self._replays = self._replays + 1 if self._waiting is not None else 1
-            self._waiting, self._waits_at = logged, place
+            with self._lock:
+                self._replays = self._replays + 1 if self._waiting is not None else 1
+                self._waiting, self._waits_at = logged, place
         else:
             self.settle()
             logged.hand_over(self._trainer)
 
     def settle(self) -> None:
         """Hand over what has been put off."""
-        if (logged := self._waiting) is not None:
-            self._waiting = None
-            results = self._results
-            batch_size = results.batch_size  # perhaps of another batch by now
-            logged.hand_over(self._trainer, self._replays)
-            results.batch_size = batch_size
+        with self._lock:
+            if (logged := self._waiting) is not None:
+                self._waiting = None
+                with outside_inference_mode():  # whoever asks may be in it, and was not in the step
+                    logged.hand_over(self._trainer, self._replays, is_late=True)
 
     def close(self) -> None:
         """Leave Lightning's results with tensors of their own."""

@@ -7,6 +7,7 @@ batch, or before some. `tests/gpu/test_plain_replays.py` collects these tests ag
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings, lightning_source
 from lightning_cudagraph.capture.engine import StepEngine
+from lightning_cudagraph.logged_step import LoggedStep
+from lightning_cudagraph.logs import Logs
 from tests.harness import Net, Trace, assert_same, differences, make, train
 
 BATCHES = 14
@@ -219,6 +222,73 @@ def test_a_dictionary_that_is_kept(
     assert len({float(value) for value in seen}) > 20
 
 
+def test_who_looks_in_inference_mode_gets_plain_tensors(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values were made in a step, wherever they are asked for."""
+
+    class Infers(Sized):
+        def look(self) -> Any:
+            with torch.inference_mode():
+                found = dict(self.trainer.callback_metrics)
+            return found, [value.is_inference() for value in found.values()]
+
+    runs = Both(
+        tmp_path, accelerator, monkeypatch, lambda: Infers(LOOKS["sometimes"]), log_every_n_steps=50
+    )
+    assert runs.plain_replays > 20
+    assert any(runs.loaders[1].seen[-1][1]) is False
+
+
+def test_who_looks_while_another_thread_does(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values that a thread is about to hand over are there for all."""
+    begun, asked = threading.Event(), threading.Event()
+    hand_over, settle = LoggedStep.hand_over, Logs.settle
+    main = threading.current_thread()
+
+    def halting(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not main:
+            begun.set()
+            asked.wait()
+        return hand_over(*args, **kwargs)
+
+    def telling(logs: Logs) -> None:
+        if begun.is_set() and threading.current_thread() is main:
+            asked.set()
+        settle(logs)
+
+    monkeypatch.setattr(LoggedStep, "hand_over", halting)
+    monkeypatch.setattr(Logs, "settle", telling)
+    in_threads: list[Any] = []
+
+    class InTwoThreads(Sized):
+        def look(self) -> Any:
+            trainer = self.trainer
+            begun.clear()
+            asked.clear()
+            other = threading.Thread(target=lambda: in_threads.append(dict(trainer.callback_metrics)))
+            other.start()
+            while other.is_alive() and not begun.is_set():
+                other.join(0.001)
+            found = dict(trainer.callback_metrics)
+            asked.set()
+            other.join()
+            return found
+
+    runs = Both(
+        tmp_path,
+        accelerator,
+        monkeypatch,
+        lambda: InTwoThreads(lambda index: index % 3 == 2),
+        log_every_n_steps=50,
+    )
+    assert runs.plain_replays > 20
+    half = len(in_threads) // 2
+    assert not differences(in_threads[:half], in_threads[half:])
+
+
 CASES: dict[str, dict[str, Any]] = {
     "validation in mid-epoch": {"val_check_interval": 5},
     "validation every so many batches of the run": {
@@ -406,6 +476,52 @@ def test_a_callback_that_is_added_in_mid_epoch(
     plain, graph = added
     assert len(plain.seen) == BATCHES * 2 - 9
     assert not differences(plain.seen, graph.seen)
+
+
+@pytest.mark.parametrize("how", ["a new list", "in the place of another"])
+def test_the_callbacks_are_others_in_mid_epoch(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    added: list[Comes] = []
+
+    def act(index: int, trainer: Any) -> None:
+        if index == 9 and trainer.current_epoch == 1:
+            added.append(Comes())
+            if how == "a new list":
+                trainer.callbacks = [*trainer.callbacks, added[-1]]
+            else:
+                kinds = [type(callback) for callback in trainer.callbacks]
+                trainer.callbacks[kinds.index(Introduces)] = added[-1]
+
+    runs = Both(tmp_path, accelerator, monkeypatch, lambda: Sized(LOOKS["sometimes"], act))
+    assert runs.plain_replays > 8
+    plain, graph = added
+    assert len(plain.seen) == BATCHES * 2 - 9
+    assert not differences(plain.seen, graph.seen)
+
+
+@pytest.mark.parametrize("name", ["check_val_every_n_epoch", "limit_val_batches"])
+def test_validation_is_switched_on_in_mid_epoch(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def act(index: int, trainer: Any) -> None:
+        if index == 3 and trainer.current_epoch == 1:
+            setattr(trainer, name, 1)
+            if name == "limit_val_batches":
+                trainer.fit_loop.epoch_loop.val_loop._max_batches = [1]
+
+    runs = Both(
+        tmp_path,
+        accelerator,
+        monkeypatch,
+        lambda: Sized(LOOKS["always"], act),
+        val_check_interval=5,
+        **{name: 0 if name == "limit_val_batches" else 4},
+    )
+    assert runs.plain_replays > 20
+    seen = runs.loaders[1].seen
+    assert "val_loss" not in seen[BATCHES + 4]["callback_metrics"]
+    assert "val_loss" in seen[BATCHES + 5]["callback_metrics"]
 
 
 class Notes(CSVLogger):
