@@ -183,3 +183,26 @@ def test_nothing_is_due_without_timings() -> None:
     train(clock, device, [], range(20))
     assert device.made == 0
     assert sink.readings == []
+
+
+def test_the_whole_step_is_waited_for() -> None:
+    """Its last mark may be passed before those on other streams."""
+
+    class TwoStreams(Marks):
+        def replay(self) -> None:
+            super().replay()
+            self.other = self.device.event()
+            self.device.now_ms += 0.125
+            self.device.mark(self.other)
+
+        def read(self) -> list[float]:
+            times = super().read()
+            assert self.other.query()
+            return times
+
+    device = Device(9.0)
+    clock, sink = clock_of(device, 1)
+    takes: list[Marks] = [TwoStreams(device), TwoStreams(device)]
+    train(clock, device, takes, range(10))
+    clock.finish()
+    assert [reading.step for reading in sink.readings] == list(range(10))

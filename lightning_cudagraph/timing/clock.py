@@ -96,7 +96,7 @@ class FitClock:
     def upcoming(self, marks: StepMarks | None) -> None:
         """A replay that sets events anew comes now: read what they say of the one before."""
         while any(unread.marks is marks for unread in self._unread):
-            self._read_first()
+            self._await_first()
 
     def ended(self, marks: StepMarks | None, step: int, is_next_due: bool) -> None:
         """A step that can be timed has been launched.
@@ -131,7 +131,7 @@ class FitClock:
     def finish(self) -> None:
         """No more steps come: read what is left to read, waiting for it."""
         while self._unread:
-            self._read_first()
+            self._await_first()
 
     def close(self) -> None:
         """Close the sinks; events that have not been read are left alone."""
@@ -145,6 +145,11 @@ class FitClock:
         event = self._free.pop() if self._free else self._backend.event()
         self._backend.mark(event)
         return event
+
+    def _await_first(self) -> None:
+        # Of the step as a whole: marks may lie on several streams.
+        self._unread[0].ended.synchronize()
+        self._read_first()
 
     def _read_first(self) -> None:
         marks, lead_in, step, _, owned = self._unread.popleft()
