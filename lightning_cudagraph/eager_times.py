@@ -6,11 +6,12 @@ strategy have hooks and stand-ins of ours during a timed step only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
@@ -21,6 +22,7 @@ from lightning_cudagraph.run_times import RunTimes
 from lightning_cudagraph.support import make_backend
 from lightning_cudagraph.timing.layers import LayerChoice
 from lightning_cudagraph.timing.marks import StepMarks
+from lightning_cudagraph.transfer import TRANSFER
 
 __all__ = ["EagerTimes"]
 
@@ -93,7 +95,11 @@ class EagerTimes:
             self._untimed = marks.untimed
 
     def pause(self) -> None:
-        """Something that is not a training step comes now (validation, a checkpoint)."""
+        """Something that is not a training step comes now (validation, a checkpoint), even in a step."""
+        self._times.pause()
+
+    def epoch_changes(self) -> None:
+        """An epoch begins or ends."""
         self._abandon()  # a batch that a hook has skipped has no end
         self._times.pause()
 
@@ -128,13 +134,15 @@ class EagerTimes:
         if not self._module.automatic_optimization:
             with marks.stage("optimizer"):
                 return original(*args, **kwargs)
-        result = original(*args, **kwargs)
+        with _forwards_told(args, marks):
+            result = original(*args, **kwargs)
         self._end_marks()
         return result
 
     def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """In the place of `Strategy.batch_to_device`."""
-        if not (self._trainer.training and self._is_due(1)):
+        by_loop = self._trainer.training and self._module._current_fx_name == TRANSFER
+        if not (by_loop and self._is_due(1)):
             return self._move(batch, *args, **kwargs)
         with self._clock.copying():
             return self._move(batch, *args, **kwargs)
@@ -146,6 +154,26 @@ class EagerTimes:
         """Leave a step that has not come to its end."""
         self._step.__exit__(GeneratorExit, GeneratorExit(), None)
         self._marks = None
+
+
+@contextmanager
+def _forwards_told(args: Sequence[Any], marks: StepMarks) -> Iterator[None]:
+    """Tell the marks of each forward pass: LBFGS calls the closure several times in a step."""
+    closure = next((arg for arg in args if isinstance(arg, Closure)), None)
+    if closure is None:
+        yield
+        return
+    before = closure._step_fn
+
+    def told() -> ClosureResult:
+        marks.forward_began()
+        return before()
+
+    closure._step_fn = told
+    try:
+        yield
+    finally:
+        closure._step_fn = before
 
 
 def _clock_of(trainer: pl.Trainer) -> Backend:

@@ -77,11 +77,11 @@ class LayerTimings(LayerChoice, Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None:
-            self._run.pause()
+            self._run.epoch_changes()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None:
-            self._run.pause()
+            self._run.epoch_changes()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

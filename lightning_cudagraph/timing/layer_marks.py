@@ -13,6 +13,7 @@ The hooks are there for the time of a capture, or of a timed step, only.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from lightning_cudagraph.capture.batch import flatten_batch
 from lightning_cudagraph.errors import CUDAGraphError
@@ -51,6 +53,8 @@ def check_autograd_names() -> None:
         (node, "_sequence_nr"),
     ]
     places += [(checkpoint, name) for name in PRIVATE_NAMES]
+    handle = RemovableHandle(OrderedDict())
+    places += [(handle, name) for name in ("hooks_dict_ref", "extra_dict_ref", "id")]
     for owner, name in places:
         if not hasattr(owner, name):
             raise CUDAGraphError(
@@ -98,6 +102,24 @@ def _out_of_reach(layers: Mapping[str, nn.Module]) -> dict[str, str]:
     return found
 
 
+def _nobody(tags: frozenset[str]) -> None:
+    pass
+
+
+def _number(handle: RemovableHandle, number: int) -> None:
+    """Give a hook a number of ours, the same in each step.
+
+    torch.compile remembers the numbers of hooks, and would compile anew for each step that is timed.
+    """
+    tables = [ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
+    ours = [table for table in tables if table is not None and handle.id in table]
+    if any(number in table for table in ours):
+        return
+    for table in ours:
+        table[number] = table.pop(handle.id)
+    handle.id = number
+
+
 class LayerMarks:
     """Follows a step through its layers.
 
@@ -135,12 +157,21 @@ class LayerMarks:
         """
         self._captured = captured
         with ExitStack() as stack:
+            stack.callback(self._leave)
             stack.enter_context(self._recomputation.noticed())
             for name, layer in self._layers.items():
                 if name not in self._out_of_reach:
                     for handle in self._hook(name, layer):
                         stack.callback(handle.remove)
             yield
+
+    def _leave(self) -> None:
+        """Tell nobody any more: nodes that the user keeps may run again, and the step's events be gone.
+
+        Nor may the events wait for the collector of cycles, which comes when it likes, or never.
+        """
+        self._pass = None
+        self._tell = _nobody
 
     def begin_forward(self) -> None:
         """The forward pass begins, perhaps once more."""
@@ -177,7 +208,7 @@ class LayerMarks:
             if name in self._out_of_reach:
                 found[f"`{name}`"] = self._out_of_reach[name]
             elif FORWARD_TAG + name not in timed:
-                found[f"`{name}`"] = "it is not called in the step"
+                found[f"`{name}`"] = "it is not called in the step, or by compiled code only"
             elif self._differentiated_twice:
                 found[f"the backward pass of `{name}`"] = (
                     "the step differentiates with `create_graph=True`, and the nodes that it makes by"
@@ -213,22 +244,31 @@ class LayerMarks:
             self._tell(frozenset(self._pass + name for name in layers))
 
     def _hook(self, name: str, layer: nn.Module) -> list[Any]:
+        # Of hooks that torch.compile comes upon nothing is to be left in what it compiles: it would
+        # break there, and kernels that were one elsewhere would be two.
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             call = self._calls.begin(self._here | {name})
             self._turn_to(call.layers)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             if self._calls.stack.pop().end():
                 self._made_nodes.add(name)
             self._turn_to(self._here)
             self._watch_tensors(output)
 
-        return [
-            # Before the user's hooks and after them: what they compute is part of the layer.
-            layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-            # Also when the call fails: recomputation ends in the middle of a call, by an exception.
-            layer.register_forward_hook(after, with_kwargs=True, always_call=True),
-        ]
+        # Before the user's hooks and after them: what they compute is part of the layer.
+        first = layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        # Also when the call fails: recomputation ends in the middle of a call, by an exception.
+        last = layer.register_forward_hook(after, with_kwargs=True, always_call=True)
+        _number(first, -1)
+        _number(last, -2)
+        hooks: Any = layer._forward_pre_hooks
+        hooks.move_to_end(first.id, last=False)
+        return [first, last]
 
     def _watch_tensors(self, tree: Any) -> None:
         for node in _nodes_of(tree):

@@ -1,0 +1,179 @@
+"""Eager steps that are timed, and in which something happens that most steps do not have."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from lightning_cudagraph import LayerTimings
+from lightning_cudagraph.timing.marks import StepMarks
+from lightning_cudagraph.timing.spans import Reading
+from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
+from tests.harness import Net, assert_same, loader, make, train
+from tests.test_clock import events, steps
+from tests.test_layer_timings import TwoNets, run
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")  # there is nothing to validate on
+@pytest.mark.parametrize("first", ["timings", "saves"])
+@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_end"])
+@pytest.mark.parametrize("cls", [Net, TwoNets])
+def test_a_checkpoint_in_the_middle_of_a_step(
+    tmp_path: Path, accelerator: str, cls: Any, hook: str, first: str
+) -> None:
+    """Its step goes on being timed."""
+
+    class Saves(Callback):
+        pass
+
+    def save(trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    saves = Saves()
+    setattr(saves, hook, save)
+    both: list[Callback] = [LayerTimings(), saves]
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator=accelerator,
+        devices=1,
+        callbacks=both if first == "timings" else both[::-1],
+        logger=TensorBoardLogger(tmp_path),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        log_every_n_steps=1,
+    )
+    trainer.fit(make(cls), loader(ragged=False, batches=4))
+    found = events(tmp_path)
+    assert steps(found, "step_ms/total") == [0, 1, 2, 3]
+    assert "step_ms/optimizer" in found.Tags()["scalars"]
+
+
+class _Lbfgs(Net):
+    """Three forward passes in a step of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.LBFGS(parameters, max_iter=3, max_eval=3))
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.trainer.global_step)
+        return super().forward(x)
+
+
+def test_a_closure_that_is_called_several_times(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings: list[Reading] = []
+    add = TensorBoardWriter.add
+    monkeypatch.setattr(
+        TensorBoardWriter, "add", lambda self, one: (readings.append(one), add(self, one))
+    )
+    plain = train(make(_Lbfgs), tmp_path / "plain", accelerator=accelerator)
+    timed = train(make(_Lbfgs), tmp_path / "timed", accelerator=accelerator, callbacks=(LayerTimings(),))
+    assert_same(plain, timed)
+    assert isinstance(timed.module, _Lbfgs)
+    calls = timed.module.seen.count(2)
+    assert calls > 1
+    (reading,) = [one for one in readings if one.step == 2]
+    spans = {span.tag: span.calls for span in reading.layout.spans}
+    for tag in ("step_ms/forward", "layer_forward_ms/head", "layer_backward_ms/head"):
+        assert len(spans[tag]) == calls
+
+
+def test_steps_do_not_wait_for_the_collector(tmp_path: Path, accelerator: str) -> None:
+    """The events of a step are gone when it has been read, also in a run without garbage collection."""
+    alive: list[int] = []
+
+    class Counts(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            alive.append(sum(type(thing) is StepMarks for thing in gc.get_objects()))
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(tmp_path, accelerator, LayerTimings(), Counts(), max_epochs=2)
+    finally:
+        gc.enable()
+    assert len(alive) == 16
+    assert max(alive) <= 4  # those under way, and on a GPU those that it has not come to
+
+
+class _KeepsALoss(Net):
+    """Goes back once more through the graph of a step, behind it."""
+
+    kept: Any = None
+    behind = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        self.kept = outputs["loss"]
+        return outputs
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(retain_graph=True)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.autograd.set_multithreading_enabled(False):
+            gradients = torch.autograd.grad(self.kept, [self.head.bias], retain_graph=False)
+        self.behind += len(gradients)
+
+
+def test_a_backward_pass_behind_the_step(tmp_path: Path, accelerator: str) -> None:
+    plain = train(make(_KeepsALoss), tmp_path / "plain", accelerator=accelerator)
+    timed = train(
+        make(_KeepsALoss), tmp_path / "timed", accelerator=accelerator, callbacks=(LayerTimings(),)
+    )
+    assert_same(plain, timed)
+    assert isinstance(timed.module, _KeepsALoss)
+    assert timed.module.behind == len(timed.steps)
+
+
+class _PartlyCompiled(Net):
+    """Layers called by code that torch.compile compiles; which graphs it makes is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled_ops: list[int] = []
+        self.fast = torch.compile(self.both, backend=self.compiles)
+
+    def compiles(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.compiled_ops.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fast(x) if self.training else self.both(x)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_layers_in_compiled_code(tmp_path: Path, accelerator: str, n: int) -> None:
+    """What is compiled is what it would be without timings, and is not compiled for each step."""
+
+    def fit(name: str, *callbacks: Callback) -> Any:
+        torch.compiler.reset()
+        return train(
+            make(_PartlyCompiled),
+            tmp_path / name,
+            accelerator=accelerator,
+            callbacks=callbacks,
+            train_loader=loader(ragged=False),
+        )
+
+    timings = LayerTimings(every_n_steps=n)
+    plain, timed = fit("plain"), fit("timed", timings)
+    assert_same(plain, timed)
+    (ops,) = plain.module.compiled_ops
+    # With hooks on the layers, and without.
+    assert timed.module.compiled_ops == [ops] * n
+    assert "`head`: it is not called in the step, or by compiled code only" in (timings.report or "")
