@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_cudagraph import (
     ConfigurationError,
@@ -141,6 +142,28 @@ def same_numbers_with_the_optimizer_behind(here: Here) -> None:
     _, graph = here.assert_same_runs(
         CUDAGraphCallback(scope="forward_backward"), accumulate_grad_batches=2, max_epochs=8
     )
+    assert graph.counts.replayed >= 10, graph.counts
+
+
+class SharedLogs(Net):
+    """Logs what all processes have come to, in each step and at the end; and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = MulticlassAccuracy(4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        self.log("shared", result["loss"], on_step=True, on_epoch=True, sync_dist=True)
+        self.log("most", result["loss"], on_epoch=True, reduce_fx="max", sync_dist=True)
+        self.right(result["logits"], batch[1])
+        self.log("right", self.right, on_epoch=True, on_step=False)
+        return result
+
+
+def same_numbers_with_shared_logs(here: Here) -> None:
+    """What is logged of all processes takes collectives between two replays."""
+    _, graph = here.assert_same_runs(build=SharedLogs, max_epochs=4)
     assert graph.counts.replayed >= 10, graph.counts
 
 

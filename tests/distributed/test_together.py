@@ -16,6 +16,7 @@ SAME = (
     "same_numbers_with_the_optimizer_behind",
     "same_numbers_on_the_short_way",
     "same_numbers_over_sockets",
+    "same_numbers_with_shared_logs",
 )
 AGREED = (
     "another_shape",
