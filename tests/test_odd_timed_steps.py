@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_cudagraph import LayerTimings
+from lightning_cudagraph.timing.layer_marks import LayerMarks
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
@@ -135,6 +138,37 @@ def test_a_backward_pass_behind_the_step(tmp_path: Path, accelerator: str) -> No
     assert_same(plain, timed)
     assert isinstance(timed.module, _KeepsALoss)
     assert timed.module.behind == len(timed.steps)
+
+
+class _Copies(Net):
+    """Makes a copy of its layers in a step, and goes on using it."""
+
+    teacher: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.teacher is None:
+            self.__dict__["teacher"] = copy.deepcopy(self.features)
+        with torch.no_grad():
+            self.log("agreement", (self.teacher(batch[0]) * self.features(batch[0])).mean())
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_copy_of_layers(tmp_path: Path, accelerator: str) -> None:
+    """What it calls belongs to no layer, and nothing grows with its calls."""
+    timings = LayerTimings(modules=["features.*"])
+    plain = train(make(_Copies), tmp_path / "plain", accelerator=accelerator)
+    timed = train(make(_Copies), tmp_path / "timed", accelerator=accelerator, callbacks=(timings,))
+    assert_same(plain, timed)
+    assert isinstance(timed.module, _Copies)
+    x = torch.zeros(8, 12, device=timed.module.device)
+    hooks = [*timed.module.teacher[0]._forward_pre_hooks.values()]
+    assert hooks
+    for hook in hooks:
+        cells = [cell.cell_contents for cell in hook.__closure__]
+        (marks,) = [content for content in cells if isinstance(content, LayerMarks)]
+        before = len(marks._calls._made[threading.get_ident()][0])
+        timed.module.teacher(x)
+        assert len(marks._calls._made[threading.get_ident()][0]) == before
 
 
 class _PartlyCompiled(Net):

@@ -244,16 +244,17 @@ class LayerMarks:
             self._tell(frozenset(self._pass + name for name in layers))
 
     def _hook(self, name: str, layer: nn.Module) -> list[Any]:
+        # A copy of a layer that is made in the step has the hooks too, for good.
         # Of hooks that torch.compile comes upon nothing is to be left in what it compiles: it would
         # break there, and kernels that were one elsewhere would be two.
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or module is not layer:
                 return
             call = self._calls.begin(self._here | {name})
             self._turn_to(call.layers)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or module is not layer:
                 return
             if self._calls.stack.pop().end():
                 self._made_nodes.add(name)
