@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 from lightning_cudagraph.support import callbacks_of
 
-__all__ = ["batches_unseen", "undisturbed"]
+__all__ = ["batches_unseen", "gradients_unseen", "undisturbed"]
 
 # The hooks that Lightning calls between two steps in the middle of an epoch, or between two parts of a
 # replay. What runs at its ends, and around validation and checkpoints, makes the guards look at
@@ -41,6 +41,12 @@ def undisturbed(trainer: pl.Trainer, module: pl.LightningModule, stage: str = "t
         hooks += [getattr(module, name) for name in _OPTIMIZER_METHODS]
         hooks += [config.scheduler.step for config in getattr(trainer, "lr_scheduler_configs", ())]
     return _all_known(hooks)
+
+
+def gradients_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether no hooks between two steps, and no loggers, are the user's and can keep gradients."""
+    loggers = [logger.log_metrics for logger in trainer.loggers]
+    return undisturbed(trainer, module) and _all_known(loggers)
 
 
 def batches_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

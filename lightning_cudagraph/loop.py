@@ -32,7 +32,7 @@ from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.errors import HookError, UnsupportedError
-from lightning_cudagraph.hooks import undisturbed
+from lightning_cudagraph.hooks import gradients_unseen, undisturbed
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.inner_hooks import InnerHooks
 from lightning_cudagraph.marked_steps import timed_closure, timed_stages
@@ -416,7 +416,9 @@ class GraphedTraining:
             mend=self._replicas.mend,
             unlike_others=self._replicas.unlike_others(place),
             in_window=self._trainer.accumulate_grad_batches > 1,
-            kept=lambda: self._part.behind is not None or not undisturbed(self._trainer, self._module),
+            kept=lambda: (
+                self._part.behind is not None or not gradients_unseen(self._trainer, self._module)
+            ),
             learning=self._learning,
             takes=self._times.takes(place, self._trainer.accumulate_grad_batches),
             timed=self._clock.is_due(steps_before),

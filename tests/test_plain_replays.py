@@ -557,6 +557,50 @@ def test_a_logger_that_looks(tmp_path: Path, accelerator: str, monkeypatch: pyte
     assert len(loggers) == 2
 
 
+class KeepsGradients(Notes):
+    """One that keeps gradients of the second epoch's steps and later ones, without a copy."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if self.trainer.current_epoch > 0:
+            self.seen.append([p.grad for p in self.trainer.model.parameters()])
+        CSVLogger.log_metrics(self, metrics, step)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("kind", [Notes, KeepsGradients])
+def test_a_logger_that_keeps_gradients(
+    tmp_path: Path,
+    accelerator: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Notes],
+    window: int,
+) -> None:
+    loggers: list[Notes] = []
+
+    class Meets(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            loggers.append(kind(tmp_path / str(len(loggers))))
+            loggers[-1].trainer, loggers[-1].seen = trainer, []
+            trainer.loggers = [loggers[-1]]
+
+    runs = Both(
+        tmp_path,
+        accelerator,
+        monkeypatch,
+        Sized,
+        lambda: (Meets(),),
+        accumulate_grad_batches=window,
+        log_every_n_steps=4,
+    )
+    kept = "code outside of the step keeps a gradient, or a part of one"
+    assert runs.plain_replays > (20 if kind is Notes else 0)
+    assert runs.traces[1].counts.replayed > 20
+    assert runs.traces[1].counts.recaptures == ([kept] if kind is KeepsGradients else [])
+    plain, graph = loggers
+    assert len(plain.seen) == len(graph.seen) > 3
+    assert not differences(plain.seen, graph.seen)
+
+
 class Watched(Net):
     """A hook of the user's runs after every step."""
 

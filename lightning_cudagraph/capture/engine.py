@@ -193,6 +193,7 @@ class StepEngine(Generic[T]):
             tensors = None if timed else static.tensors_of(batch, device_type)
         if (
             tensors is None
+            or (captured.can_be_kept and any(each.is_kept() for each in self._graphs.all()))
             or self._backend.host_value_moved()
             or self._verifier.due(captured, captured.replays, captured.is_unproved(timed))
         ):

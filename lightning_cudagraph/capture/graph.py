@@ -165,8 +165,13 @@ class CapturedStep(Generic[T]):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a replay needs nothing of the host, and nobody to be asked about gradients."""
-        return not self.has_turns and self._holds is None and not self._absent
+        """Whether a replay needs nothing of the host, and leaves all gradients where the graph does."""
+        return not self.has_turns and not self._absent
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether code of the user's can keep gradients of the graph."""
+        return self._holds is not None
 
     @contextmanager
     def gradients_kept(self) -> Iterator[None]:
