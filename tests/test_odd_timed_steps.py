@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
+import io
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lightning_cudagraph import LayerTimings
-from lightning_cudagraph.timing.layer_marks import LayerMarks
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph.timing.layer_marks import _no_hook
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
@@ -154,21 +154,15 @@ class _Copies(Net):
 
 
 def test_a_copy_of_layers(tmp_path: Path, accelerator: str) -> None:
-    """What it calls belongs to no layer, and nothing grows with its calls."""
+    """What it calls belongs to no layer, and it holds nothing of the step's marks."""
     timings = LayerTimings(modules=["features.*"])
     plain = train(make(_Copies), tmp_path / "plain", accelerator=accelerator)
     timed = train(make(_Copies), tmp_path / "timed", accelerator=accelerator, callbacks=(timings,))
     assert_same(plain, timed)
     assert isinstance(timed.module, _Copies)
-    x = torch.zeros(8, 12, device=timed.module.device)
-    hooks = [*timed.module.teacher[0]._forward_pre_hooks.values()]
-    assert hooks
-    for hook in hooks:
-        cells = [cell.cell_contents for cell in hook.__closure__]
-        (marks,) = [content for content in cells if isinstance(content, LayerMarks)]
-        before = len(marks._calls._made[threading.get_ident()][0])
-        timed.module.teacher(x)
-        assert len(marks._calls._made[threading.get_ident()][0]) == before
+    for layer in timed.module.teacher:
+        for hook in (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()):
+            assert hook is _no_hook
 
 
 class _PartlyCompiled(Net):
@@ -211,3 +205,31 @@ def test_layers_in_compiled_code(tmp_path: Path, accelerator: str, n: int) -> No
     # With hooks on the layers, and without.
     assert timed.module.compiled_ops == [ops] * n
     assert "`head`: it is not called in the step, or by compiled code only" in (timings.report or "")
+
+
+class _Pickles(Net):
+    """Pickles itself in each step."""
+
+    loaded: Any = None
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        found = io.BytesIO()
+        torch.save(self.features, found)
+        found.seek(0)
+        self.__dict__["loaded"] = torch.load(found, weights_only=False)
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_a_pickle_in_the_middle_of_a_step(tmp_path: Path, accelerator: str, graphed: bool) -> None:
+    """Also in the warm-up steps of a run with graphs, the last of which is timed."""
+    timings = LayerTimings(modules=["features.*"])
+    callback = CUDAGraphCallback(timings=timings) if graphed else None
+    others = () if graphed else (timings,)
+    plain = train(make(_Pickles), tmp_path / "plain", accelerator=accelerator)
+    timed = train(
+        make(_Pickles), tmp_path / "timed", callback=callback, accelerator=accelerator, callbacks=others
+    )
+    assert_same(plain, timed)
+    assert isinstance(timed.module, _Pickles)
+    loaded = timed.module.loaded
+    assert loaded(torch.zeros(2, 12, device=next(loaded.parameters()).device)).shape[0] == 2

@@ -120,6 +120,34 @@ def _number(handle: RemovableHandle, number: int) -> None:
     handle.id = number
 
 
+def _no_hook(*args: Any) -> None:
+    """In the place of a hook of ours, in copies and pickles of its layer."""
+
+
+def _make_no_hook() -> Callable[..., None]:
+    return _no_hook
+
+
+class _Hook:
+    """A hook of ours on a layer.
+
+    It does nothing where torch.compile comes upon it: what that compiles would break there, and kernels
+    that were one elsewhere would be two. Copies of the layer that are made in the step have none.
+    """
+
+    def __init__(self, layer: nn.Module, act: Callable[..., None]) -> None:
+        self._layer = layer
+        self._act = act
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        # A shallow copy of the layer has this very hook, for good.
+        if not torch.compiler.is_compiling() and module is self._layer:
+            self._act(*args)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _make_no_hook, ()
+
+
 class LayerMarks:
     """Follows a step through its layers.
 
@@ -244,27 +272,20 @@ class LayerMarks:
             self._tell(frozenset(self._pass + name for name in layers))
 
     def _hook(self, name: str, layer: nn.Module) -> list[Any]:
-        # A copy of a layer that is made in the step has the hooks too, for good.
-        # Of hooks that torch.compile comes upon nothing is to be left in what it compiles: it would
-        # break there, and kernels that were one elsewhere would be two.
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling() or module is not layer:
-                return
+        def before(args: Any, kwargs: Any) -> None:
             call = self._calls.begin(self._here | {name})
             self._turn_to(call.layers)
 
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or module is not layer:
-                return
+        def after(args: Any, kwargs: Any, output: Any) -> None:
             if self._calls.stack.pop().end():
                 self._made_nodes.add(name)
             self._turn_to(self._here)
             self._watch_tensors(output)
 
         # Before the user's hooks and after them: what they compute is part of the layer.
-        first = layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        first = layer.register_forward_pre_hook(_Hook(layer, before), with_kwargs=True, prepend=True)
         # Also when the call fails: recomputation ends in the middle of a call, by an exception.
-        last = layer.register_forward_hook(after, with_kwargs=True, always_call=True)
+        last = layer.register_forward_hook(_Hook(layer, after), with_kwargs=True, always_call=True)
         _number(first, -1)
         _number(last, -2)
         hooks: Any = layer._forward_pre_hooks

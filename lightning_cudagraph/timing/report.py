@@ -118,17 +118,17 @@ def _parts_line(label: str, summary: WindowSummary) -> list[str]:
 
 
 def _gap_line(summary: WindowSummary) -> list[str]:
-    """In a sentence, how long the device waits for the host."""
+    """In a sentence, how much time passes between two steps."""
     gap, period = summary.get(GAP_TAG), summary.period
     if gap is None or period is None or period.p50_ms <= 0:
         return []
     share = gap.p50_ms / period.p50_ms
     text = (
-        f"  gap       between two steps the device waits for the host, {gap.p50_ms:.3f} of"
+        f"  gap       between two steps, beside the copy of the batch, {gap.p50_ms:.3f} of"
         f" {period.p50_ms:.3f} ms ({share:.0%})"
     )
     if share >= _LARGE_GAP:
-        text += ": loggers, hooks or the dataloader take longer than the step"
+        text += ": the device waits for loggers, hooks or the dataloader, or works for them"
     return [text]
 
 

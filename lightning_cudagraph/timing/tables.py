@@ -23,7 +23,7 @@ _BAR_WIDTH = 24
 # beside the backward pass, so these are no part of its time.
 _PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
 _BESIDE = {
-    "gap": "since the step before: the device waits for the host",
+    "gap": "since the step before, beside the copy",
     "copy": "of the batch, before the step",
     "all_reduce": "of gradients, beside the backward pass",
 }
