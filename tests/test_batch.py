@@ -234,3 +234,11 @@ def test_a_write_is_found_by_version_and_by_memory() -> None:
     static.batch["x"][0].mul_(2)
     with pytest.raises(CaptureError, match=r"writes into `batch\['x'\]` in place"):
         loan.refuse_changes()
+
+
+def test_a_step_that_asks_for_the_gradient_of_its_batch() -> None:
+    static = StaticBatch([torch.zeros(3)])
+    static.batch[0].requires_grad_()
+    static.copy_from([torch.ones(3)])
+    assert static.batch[0].tolist() == [1.0, 1.0, 1.0]
+    assert static.batch[0].requires_grad

@@ -184,6 +184,8 @@ class _PartlyCompiled(Net):
         return self.fast(x) if self.training else self.both(x)
 
 
+# Inductor's own imports, in torch 2.11.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("n", [1, 2])
 def test_layers_in_compiled_code(tmp_path: Path, accelerator: str, n: int) -> None:
     """What is compiled is what it would be without timings, and is not compiled for each step."""

@@ -370,9 +370,8 @@ class StepEngine(Generic[T]):
         if is_broken:
             step.mend()
         if failure is not None:
-            reason = failure.reason
-            self.unsupported(failure)
-            return None, reason, False
+            self.unsupported(failure)  # and put into the words of what these steps are
+            return None, failure.reason, False
         return captured, raised, mine
 
     def _replayed(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T]:

@@ -165,7 +165,6 @@ class StaticBatch:
 
         self.batch = map_leaves(example, static)
         self._buffers = list(buffers.values())
-        self._differentiable = any(buffer.requires_grad for buffer in self._buffers)
         self.copy_from(example)
         self._pattern = _Pattern(example)
 
@@ -207,10 +206,11 @@ class StaticBatch:
         """Copy tensors, as `tensors_of` gives them, into the static buffers."""
         if len(tensors) != len(self._buffers):  # before anything is copied
             raise ValueError(f"{len(tensors)} tensors for {len(self._buffers)} static buffers")
-        if self._differentiable:
+        # As those of the same signature do, or because a step has asked for it: `x.requires_grad_()`.
+        if any(buffer.requires_grad for buffer in self._buffers):
             with torch.no_grad():
                 self._copy(tensors)
-        else:  # neither these nor those of the same signature
+        else:
             self._copy(tensors)
 
     def _copy(self, tensors: list[Tensor]) -> None:
