@@ -25,6 +25,7 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import copied_leaf, map_leaves
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.engine import StepEngine
+from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import detach_recomputed
 from lightning_cudagraph.capture.stand_ins import replace_method
@@ -399,12 +400,15 @@ class GraphedTraining:
             self._metrics.adopt()
             logs.before_replay(place)
 
+        def record(batch: Any, cut: Cut, timed: bool) -> StepOutputs:
+            with self._replicas.undone():  # each capture of the step begins where the first one does
+                layers = self._times.layers if timed else None
+                return self._recorder.record(batch, closure, body, layers, cut)
+
         step = Step(
             batch=closure.batch,
             run=run_eagerly,
-            record=lambda batch, cut, timed: self._recorder.record(
-                batch, closure, body, self._times.layers if timed else None, cut
-            ),
+            record=record,
             rehearse=lambda batch: self._recorder.record(batch, closure, body, None, None),
             between=lambda outputs, index: self._host_turn(outputs, index, closure, body),
             values=StepOutputs.values,

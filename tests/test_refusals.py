@@ -49,6 +49,12 @@ class SparseNet(Net):
         self.table = nn.Embedding(4, 4, sparse=True)
 
 
+class ScriptedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head: Any = torch.jit.script(self.head)
+
+
 class Iter(Net):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
@@ -72,11 +78,13 @@ REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
     "detect_anomaly": (Net, {"detect_anomaly": True}, r"`Trainer\(detect_anomaly=True\)`"),
     "double precision": (Net, {"precision": "64-true"}, r"`DoublePrecision` \(precision '64-true'\)"),
     "sparse gradients": (SparseNet, {}, r"`table` is a `Embedding\(sparse=True\)`"),
+    "TorchScript": (ScriptedNet, {}, "`head` is a TorchScript module"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore:You have turned on", "ignore:Using ModelCheckpoint with manual")
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated, and in use
 def test_refused_before_the_first_step(tmp_path: Path, accelerator: str, name: str) -> None:
     build, kwargs, message = REFUSED[name]
     kwargs = {"accelerator": accelerator, **kwargs}

@@ -25,6 +25,12 @@ def refuse_unfit_modules(model: nn.Module) -> None:
                 f"{named} is compiled; a capture around compiled code is not supported yet.",
                 "Leave out `torch.compile`.",
             )
+        if isinstance(child, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{named} is a TorchScript module, whose tables and attributes cannot be compared with"
+                " what a graph has baked in.",
+                "Leave out `torch.jit.script` and `torch.jit.trace` for training.",
+            )
         if isinstance(child, (DataParallel, DistributedDataParallel)):
             raise UnsupportedError(
                 f"{named} is a `{type(child).__name__}`; captured so far are runs on a single device.",

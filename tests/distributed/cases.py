@@ -129,6 +129,17 @@ def same_numbers_accumulated(here: Here) -> None:
     assert graph.counts.replayed >= 16, graph.counts
 
 
+def same_numbers_accumulated_with_sampled_times(here: Here) -> None:
+    """Each capture of a step that does not average broadcasts buffers, and not the first one alone."""
+    _, graph = here.assert_same_runs(
+        CUDAGraphCallback(timings=LayerTimings(every_n_steps=2)),
+        max_epochs=6,
+        accumulate_grad_batches=2,
+        train_loader=loader(batches=12),
+    )
+    assert graph.counts.replayed >= 12, graph.counts
+
+
 def same_numbers_in_buckets(here: Here) -> None:
     """Gradients that are views of several buckets; on a GPU, with a graph that is always the same."""
     static = here.accelerator == "gpu"  # its table of parameters is on the host

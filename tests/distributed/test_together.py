@@ -12,6 +12,7 @@ SAME = (
     "same_numbers",
     "same_numbers_with_sampled_times",
     "same_numbers_accumulated",
+    "same_numbers_accumulated_with_sampled_times",
     "same_numbers_in_buckets",
     "same_numbers_with_the_optimizer_behind",
     "same_numbers_on_the_short_way",
