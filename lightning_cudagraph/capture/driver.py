@@ -68,7 +68,7 @@ def event_times(events: Sequence[torch.cuda.Event]) -> Callable[[], list[float]]
         have been passed, and raises a RuntimeError otherwise.
     """
     # The newer one (CUDA 12.8) does not look for errors of work that is pending. While the device is
-    # busy, that takes the older one, and torch's queries, 3 to 4 us a pair (H200); the newer, 0.5.
+    # busy, that takes the older one, and torch's queries, 3 to 4 us a pair (H200); the newer, 0.5 to 1.
     function = _driver_function("cuEventElapsedTime_v2", "cuEventElapsedTime")
     if function is None:
         return lambda: [0.0, *map(events[0].elapsed_time, events[1:])]

@@ -91,6 +91,6 @@ class SideStream:
     def keep_workspaces(self) -> None:
         """Before work on the stream, as the current one, that a graph will hold or be like.
 
-        Workspaces that were cleared are made anew in their pool. Takes some tens of microseconds.
+        Workspaces that were cleared are made anew in their pool.
         """
         self._lane.keep_workspaces()
