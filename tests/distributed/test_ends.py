@@ -54,7 +54,9 @@ def test_a_signal_ends_all_behind_the_same_batch(
     tmp_path: Path, accelerator: str, ranks: tuple[int, ...]
 ) -> None:
     act = _sender(signal.SIGTERM, ranks)
-    ended = launch(tmp_path, [FOR_EVER], accelerator, timeout_s=ALL_ENDED_S, act=act)
+    ended = launch(
+        tmp_path, [FOR_EVER], accelerator, ALL_ENDED_S, act=act, limit_s=BEGUN_S + ALL_ENDED_S
+    )
     # Lightning's exception for the signal ends Python as `sys.exit()` does.
     assert [process.status for process in ended] == [0, 0], ended
     notes = {(tmp_path / FOR_EVER / f"ended{rank}").read_text() for rank in (0, 1)}
@@ -65,7 +67,9 @@ def test_a_signal_ends_all_behind_the_same_batch(
 
 def test_ctrl_c_in_one_process_ends_all(tmp_path: Path, accelerator: str) -> None:
     act = _sender(signal.SIGINT, (0,))
-    ended = launch(tmp_path, [FOR_EVER], accelerator, timeout_s=ALL_ENDED_S, act=act)
+    ended = launch(
+        tmp_path, [FOR_EVER], accelerator, ALL_ENDED_S, act=act, limit_s=BEGUN_S + ALL_ENDED_S
+    )
     assert [process.status for process in ended] == [1, 1], ended
     # In a collective of the step, the connection is what it misses; then the reason is told beside it.
     assert "rank 0: KeyboardInterrupt" in ended[1].cases[FOR_EVER] + ended[1].said, ended[1]

@@ -1,13 +1,21 @@
-"""One process of a launch: runs cases, and writes what became of each."""
+"""One process of a launch: runs cases, and writes what became of each.
+
+A warning is a failure, as in all tests, but it is no error in the middle of a step: in one process
+alone, that would leave the others waiting for it. A case that hangs says where.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import re
 import sys
+import threading
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,39 +23,117 @@ from tests.distributed import cases
 
 # As in pyproject.toml; and one run is not told about logging that the other is told about.
 _IGNORED = (
-    r".*treespec, LeafSpec.*",
-    r".*does not have many workers.*",
-    r".*GPU available but not used.*",
-    r"The number of training batches .* is smaller than the logging interval.*",
-    r"Checkpoint directory .* exists and is not empty.*",
-    r"It is recommended to use `self.log.*",
+    r".*treespec, LeafSpec",
+    r".*does not have many workers",
+    r".*GPU available but not used",
+    r"The number of training batches .* is smaller than the logging interval",
+    r"Checkpoint directory .* exists and is not empty",
+    r"It is recommended to use `self.log",
     # Without the callback, Lightning wraps the module on a stream of its own.
-    r"The AccumulateGrad node's stream does not match.*",
-    r".*has Tensor Cores.*",
+    r"The AccumulateGrad node's stream does not match",
+    r".*has Tensor Cores",
     # The first thing that autograd's thread does is a product of matrices.
-    r".*no current CUDA context.*",
+    r".*no current CUDA context",
 )
+_ROOT = str(Path(__file__).parents[2])
+_LOOK_EVERY_S = 0.2
+# How long a process may go on with a case that has failed in another one.
+_FAILED_ELSEWHERE_S = 25.0
 
 
-def main(folder: Path, accelerator: str, names: list[str]) -> int:
+class _Results:
+    """What came of the cases in each process, as files that all of them read.
+
+    Args:
+        folder: of the files.
+        rank: of this process.
+        size: how many there are.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._size = size
+        self._mine: dict[str, str] = {}
+
+    def note(self, case: str, result: str) -> None:
+        self._mine[case] = result
+        path = self._folder / f"cases{self._rank}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(self._mine))
+        part.replace(path)  # whole, or not at all
+
+    def of_others(self, case: str) -> list[str | None]:
+        """What came of a case in the other processes, as far as it is known."""
+        found: list[str | None] = []
+        for rank in range(self._size):
+            path = self._folder / f"cases{rank}.json"
+            if rank != self._rank:
+                found.append(json.loads(path.read_text()).get(case) if path.exists() else None)
+        return found
+
+    def has_failed_elsewhere(self, case: str) -> bool:
+        return any(found is not None and found != "ok" for found in self.of_others(case))
+
+
+def _watch(results: _Results, case: str, ended: threading.Event) -> None:
+    """In a thread: do not wait for ever for a process in which the case has failed."""
+    while not ended.wait(_LOOK_EVERY_S):
+        if results.has_failed_elsewhere(case):
+            break
+    if not ended.wait(_FAILED_ELSEWHERE_S):
+        print(f"{case} has failed in another process, and goes on here:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback()
+        os._exit(3)
+
+
+def _run(case: str, here: cases.Here) -> str:
+    """What comes of a case: ``"ok"``, or what was raised or warned of."""
+    warned: list[str] = []
+
+    def note(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+        if any(re.match(ignored, str(message), re.IGNORECASE) for ignored in _IGNORED):
+            return
+        if issubclass(category, DeprecationWarning) and not filename.startswith(_ROOT):
+            return  # between other packages
+        warned.append(f"{filename}:{lineno}: {category.__name__}: {message}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        try:
+            getattr(cases, case)(here)
+        except Exception:
+            return traceback.format_exc() + "".join(f"\nwarned: {text}" for text in warned)
+    return "\n".join(f"warned: {text}" for text in warned) or "ok"
+
+
+def main(folder: Path, accelerator: str, limit_s: float, names: list[str]) -> int:
     """Run the cases; returns the exit status."""
     torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    for message in _IGNORED:
-        warnings.filterwarnings("ignore", message)
-    rank = int(os.environ["LOCAL_RANK"])
-    found: dict[str, str] = {}
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    results = _Results(folder, rank, size)
     for name in names:
         place = folder / name
         place.mkdir(exist_ok=True)
+        ended = threading.Event()
+        watch = threading.Thread(target=_watch, args=(results, name, ended), daemon=True)
+        watch.start()
+        faulthandler.dump_traceback_later(limit_s, exit=True)
         try:
-            getattr(cases, name)(cases.Here(place, rank, accelerator))
-            found[name] = "ok"
-        except Exception:
-            found[name] = traceback.format_exc()
-        (folder / f"cases{rank}.json").write_text(json.dumps(found))
-    return 0 if set(found.values()) == {"ok"} else 1
+            result = _run(name, cases.Here(place, rank, accelerator, size))
+        finally:
+            ended.set()
+        results.note(name, result)
+        # The next one begins with all processes in the same place.
+        while result == "ok" and None in results.of_others(name):
+            threading.Event().wait(_LOOK_EVERY_S)
+        faulthandler.cancel_dump_traceback_later()
+        watch.join()
+        if result != "ok" or results.has_failed_elsewhere(name):
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]))

@@ -6,7 +6,12 @@ from pathlib import Path
 
 from tests.distributed.launch import assert_all_ok, launch
 
-CASES = ("same_numbers_compressed", "same_numbers_in_fp16", "same_numbers_with_shared_batch_norm")
+CASES = (
+    "same_numbers_compressed",
+    "same_numbers_in_fp16",
+    "same_numbers_with_shared_batch_norm",
+    "same_numbers_with_a_static_graph",
+)
 
 
 def test_gpus_train_as_without_the_callback(tmp_path: Path) -> None:
