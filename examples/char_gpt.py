@@ -1,10 +1,15 @@
-"""A character-level GPT which learns to write Python from the sources of the standard library.
+r"""A character-level GPT which learns to write Python from the sources of the standard library.
 
 They come with Python: there is nothing to download. The training ends with a sample of what the
 model writes.
 
     python examples/char_gpt.py fit
     lightning-cudagraph fit --config configs/char_gpt.yaml
+
+On several GPUs, here two; `examples/slurm/char_gpt.sbatch` is for several machines:
+
+    torchrun --standalone --nproc-per-node 2 examples/char_gpt.py fit \
+        --trainer.strategy ddp --trainer.devices 2
 """
 
 from __future__ import annotations

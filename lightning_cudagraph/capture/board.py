@@ -4,31 +4,47 @@ A message over a socket takes a few hundred microseconds and several threads; a 
 number of 64 bits is written and read whole, so that nothing else is needed to keep order: it carries the
 count of the exchange that it belongs to. Two exchanges use two rows in turn: who writes the next but one
 has seen that all have read the last.
+
+A file is no proof of memory that is shared: several machines can see one folder over a network, and each
+then maps pages of its own. So processes first compare the names of their machines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
-__all__ = ["VALUE_BITS", "Board"]
+__all__ = ["VALUE_BITS", "Board", "machine"]
 
 # Of each number, the rest is the count of the exchange.
 VALUE_BITS = 48
 _COUNTS = 1 << (63 - VALUE_BITS)
 _LEFT = -1
 _SHARED = "/dev/shm"
+# Another one after each start of a machine; Linux.
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ITEM_BYTES = 8
 # Without giving way to others, and then giving way before each look.
 _EAGER_LOOKS = 200
 _LOOKS = 20_000
 # Not on every system.
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+
+
+def machine() -> str:
+    """A name that processes have in common only if they are on one machine, in one container of it."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        return f"{name} {_BOOT_ID.read_text().strip()}"
+    return name
 
 
 class Board:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_cudagraph.capture.agreement import Intent
-from lightning_cudagraph.capture.board import Board
+from lightning_cudagraph.capture.board import Board, machine
 from lightning_cudagraph.errors import CUDAGraphError, PeerError
 
 __all__ = ["Ranks"]
@@ -113,7 +113,9 @@ class Ranks:
             self._watch.start()
 
     def _shared_board(self) -> Board | None:
-        """A page that all processes see, if there can be one."""
+        """A page that all processes see, if there can be one: the same answer in all of them."""
+        if len({*self.exchanged(machine())}) > 1:
+            return None
         made: tuple[str, int] | None = None
         if self.rank == 0:
             with contextlib.suppress(OSError):
@@ -125,7 +127,7 @@ class Ranks:
             with contextlib.suppress(OSError, ValueError):
                 board = Board(path, self.rank, self.size)
                 if board.token != token:
-                    board = None  # another machine's
+                    board = None  # another one of this name
         all_have = all(self.exchanged(board is not None))
         if self.rank == 0 and made is not None:
             with contextlib.suppress(OSError):

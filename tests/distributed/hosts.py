@@ -1,0 +1,92 @@
+"""One process of a run on two machines, as `torchrun` starts it.
+
+Both are this machine; the name by which processes tell machines apart is that of the agent which started
+them. So ranks are not local ranks, and processes of one agent have no memory in common with the others.
+
+    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --rdzv-backend static \
+        --master-addr 127.0.0.1 --master-port PORT -m tests.distributed.hosts FOLDER cpu
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.capture import ranks
+from lightning_cudagraph.capture.ranks import Ranks
+from tests.distributed.cases import _fit_of_all
+from tests.distributed.worker import _IGNORED
+from tests.harness import Net, Trace, assert_same, loader, make, train
+
+
+def _machine() -> str:
+    return f"{socket.gethostname()} of agent {os.environ['GROUP_RANK']}"
+
+
+def _run(folder: Path, callback: CUDAGraphCallback | None, accelerator: str) -> Trace:
+    folder.mkdir(parents=True, exist_ok=True)
+    local_size, size = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    return train(
+        make(Net),
+        folder,
+        callback,
+        accelerator=accelerator,
+        strategy=DDPStrategy(),
+        devices=local_size,
+        num_nodes=size // local_size,
+        fit=_fit_of_all,
+        train_loader=loader(ragged=False, batches=7 * size),
+        val_loader=loader(seed=1, ragged=False, batches=size),
+        max_epochs=4,
+    )
+
+
+def main(folder: Path, accelerator: str) -> None:
+    """Train without the callback and with it, and compare."""
+    boards: list[object] = []
+    shared_board = Ranks._shared_board
+
+    def noted(of: Ranks) -> Any:
+        boards.append(shared_board(of))
+        return boards[-1]
+
+    ranks.machine = _machine
+    Ranks._shared_board = noted  # type: ignore[method-assign]
+    plain = _run(folder / "plain", None, accelerator)
+    graph = _run(folder / "graph", CUDAGraphCallback(timings=None), accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed >= 10, graph.counts
+    assert boards == [None], "processes of two machines have found memory in common"
+    trainer = graph.trainer
+    assert trainer is not None
+    assert isinstance(trainer.strategy.cluster_environment, TorchElasticEnvironment)
+    assert trainer.global_rank == dist.get_rank() == int(os.environ["RANK"])
+    assert (
+        trainer.node_rank == int(os.environ["GROUP_RANK"]) == trainer.global_rank // trainer.num_devices
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    for message in _IGNORED:
+        warnings.filterwarnings("ignore", message)
+    said = Path(sys.argv[1]) / f"rank{os.environ['RANK']}.json"
+    try:
+        main(Path(sys.argv[1]), sys.argv[2])
+        said.write_text(json.dumps("ok"))
+    except BaseException:
+        said.write_text(json.dumps(traceback.format_exc()))
+        raise
