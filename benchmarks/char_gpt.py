@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from benchmarks.fits import synchronize
 from examples.char_gpt import CharData, CharGPT
 from lightning_cudagraph import CUDAGraphCallback
 
@@ -38,11 +39,11 @@ class Stopwatch(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == WARM_STEPS:
-            torch.cuda.synchronize()
+            synchronize()
             self._started_s = time.perf_counter()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        torch.cuda.synchronize()
+        synchronize()
         steps = trainer.global_step - WARM_STEPS
         self.step_us = (time.perf_counter() - self._started_s) / steps * 1e6
 

@@ -1,7 +1,8 @@
-"""Step time of the `char_gpt` example on several GPUs: eager, and with the callback.
+"""Step time on several GPUs, under DDP: eager, with the callback, and with the callback without timings.
 
-All fits are in one group of processes, in turn, with `strategy="ddp"`, clipping and a schedule; every
-GPU has its own batch. Rank 0 prints medians over the rounds, and the ratios.
+All fits of a model are in one group of processes, in turn, with `self.log` and TensorBoardLogger; every
+process has its own batches. Rank 0 prints, for each, the median over the rounds of the mean step, the
+fastest and the slowest of them, and how many times as fast as eager it is, taken round by round.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.several_gpus
 """
@@ -9,70 +10,123 @@ GPU has its own batch. Rank 0 prints medians over the rounds, and the ratios.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import logging
 import os
 import statistics
+import tempfile
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.data import DataLoader
 
-from benchmarks.char_gpt import Stopwatch
-from examples.char_gpt import CharData, CharGPT
+from benchmarks.char_gpt import WARM_STEPS, Stopwatch
+from benchmarks.fits import ON_GPU, environment, pinned
+from benchmarks.models import MODELS, Workload
 from lightning_cudagraph import CUDAGraphCallback
 
-VARIANTS = {
-    "eager": lambda: [],
+EAGER = "eager"
+VARIANTS: dict[str, Callable[[], list[Callback]]] = {
+    EAGER: list,
     "callback": lambda: [CUDAGraphCallback()],
     "callback, no timings": lambda: [CUDAGraphCallback(timings=None)],
 }
+# More would only take memory of the host.
+DIFFERENT_BATCHES = 8
 
 
-def step_us(args: argparse.Namespace, callbacks: list[Callback]) -> float:
-    """Microseconds of a step, without the first ones."""
+def _batches(workload: Workload, steps: int, tiny: bool) -> DataLoader[Any]:
+    torch.manual_seed(int(os.environ["RANK"]))
+    batches = [workload.batch(tiny) for _ in range(DIFFERENT_BATCHES)]
+    batches = pinned(batches)
+    every: Any = [batches[index % DIFFERENT_BATCHES] for index in range(steps)]
+    return DataLoader(every, batch_size=None)
+
+
+def step_us(workload: Workload, callbacks: list[Callback], steps: int, tiny: bool) -> float:
+    """Microseconds of a step, without the first ones.
+
+    Raises:
+        RuntimeError: if steps were not replayed.
+    """
     size = int(os.environ["WORLD_SIZE"])
-    data = CharData(batch_size=args.batch_size, train_batches=args.steps * size, max_chars=1_000_000)
-    data.setup("fit")
+    loader = _batches(workload, steps, tiny)
     pl.seed_everything(1, verbose=False)
     stopwatch = Stopwatch()
-    trainer = pl.Trainer(
-        accelerator="gpu",
-        devices=size,
-        strategy="ddp",
-        precision="bf16-mixed",
-        max_steps=args.steps,
-        gradient_clip_val=1.0,
-        logger=False,
-        callbacks=[stopwatch, *callbacks],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        limit_val_batches=0,
-    )
-    trainer.fit(CharGPT(decay_steps=args.steps, sample_chars=0), data.train_dataloader())
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = pl.Trainer(
+            accelerator="gpu" if ON_GPU else "cpu",
+            devices=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+            num_nodes=size // int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+            strategy="ddp",
+            use_distributed_sampler=False,
+            precision=workload.precision,
+            max_steps=steps,
+            gradient_clip_val=workload.clip,
+            logger=TensorBoardLogger(folder),
+            callbacks=[stopwatch, *callbacks],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            limit_val_batches=0,
+        )
+        trainer.fit(workload.make(tiny), loader)
+    for callback in callbacks:
+        assert isinstance(callback, CUDAGraphCallback)
+        counts = callback.counts
+        if counts is None or counts.captures != 1 or counts.replayed + counts.warmed_up != steps:
+            raise RuntimeError(f"Not all steps were replayed from one capture:\n{callback.report}")
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
     return stopwatch.step_us
 
 
 def main() -> None:
+    names = [workload.name for workload in MODELS]
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", choices=names, default=["GPT"])
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to see whether all runs")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
-    times_us: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for _ in range(args.rounds):
-        for name, callbacks in VARIANTS.items():
-            times_us[name].append(step_us(args, callbacks()))
-    if int(os.environ["RANK"]) != 0:
-        return
-    medians_us = {name: statistics.median(times) for name, times in times_us.items()}
-    for name, median_us in medians_us.items():
-        low_us, high_us = min(times_us[name]), max(times_us[name])
-        faster = medians_us["eager"] / median_us
-        print(f"{name:24s} {median_us:8.0f} us ({low_us:.0f} to {high_us:.0f}), {faster:.2f} x as fast")
-    if args.json:
-        args.json.write_text(json.dumps(times_us))
+    if args.steps <= WARM_STEPS:
+        parser.error(f"--steps: expected more than {WARM_STEPS}, which are not timed")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    rows: list[dict[str, Any]] = []
+    for workload in MODELS:
+        if workload.name not in args.models:
+            continue
+        if not workload.is_here:
+            print(f"{workload.name} is left out: it needs {workload.needs}")
+            continue
+        times_us: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        for _ in range(args.rounds):
+            for name, callbacks in VARIANTS.items():
+                times_us[name].append(step_us(workload, callbacks(), args.steps, args.tiny))
+        if int(os.environ["RANK"]) != 0:
+            continue
+        for name, times in times_us.items():
+            faster = [eager / time for eager, time in zip(times_us[EAGER], times, strict=True)]
+            print(
+                f"{workload.name:10s} {name:22s} {statistics.median(times):8.0f} us"
+                f" ({min(times):.0f} to {max(times):.0f}), {statistics.median(faster):5.2f} x as fast"
+                f" ({min(faster):.2f} to {max(faster):.2f})",
+                flush=True,
+            )
+            rows.append({"model": workload.name, "variant": name, "step_us": times})
+    if args.json and int(os.environ["RANK"]) == 0:
+        found = {**environment(), "gpus": int(os.environ["WORLD_SIZE"]), "steps": args.steps}
+        args.json.write_text(json.dumps({**found, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""Models of the benchmarks, trained by several processes: GPT, ResNet-18, BERT-base.
+
+Each with gradients of one batch and of four, over sixty steps of the optimizer, with validations in the
+middle of the epoch and at its end: what the run leaves is the same with the callback as without it, bit
+for bit. Both average gradients in the same buckets, or their sums would be taken in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
+
+from benchmarks.models import MODELS, Workload
+from lightning_cudagraph import CUDAGraphCallback
+from tests.distributed.cases import Here
+from tests.harness import assert_same
+
+STEPS = 60
+VALIDATED = 2
+
+
+class Buckets(Callback):
+    """Notes at the end in what buckets gradients were averaged."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, Any] = {}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        told = trainer.strategy.model._get_ddp_logging_data()
+        self.sizes = {
+            name: told.get(name)
+            for name in (
+                "has_rebuilt_buckets",
+                "rebuilt_bucket_sizes",
+                "rebuilt_per_bucket_param_indices",
+            )
+        }
+
+
+def _module(workload: Workload, tiny: bool) -> pl.LightningModule:
+    """A model that logs its loss in validation, too."""
+    pl.seed_everything(3, verbose=False)
+    module = workload.make(tiny)
+
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        inputs, targets = batch
+        outputs = self(inputs)
+        self.log("val_size", outputs.float().square().mean())
+
+    if type(module).validation_step is pl.LightningModule.validation_step:
+        module.__class__ = type("Validated", (type(module),), {"validation_step": validation_step})
+    return module
+
+
+def _batches(workload: Workload, batches: int, tiny: bool) -> DataLoader[Any]:
+    torch.manual_seed(5)
+    return DataLoader([workload.batch(tiny) for _ in range(batches)], batch_size=None)  # type: ignore[arg-type]
+
+
+def train_model(here: Here, name: str, accumulated: int) -> str:
+    """Both runs of a model; returns what they had in common, in words.
+
+    Args:
+        here: where.
+        name: of the model.
+        accumulated: how many batches the gradients of a step come from.
+    """
+    workload = next(workload for workload in MODELS if workload.name == name)
+    tiny = here.accelerator == "cpu"
+    batches = STEPS * accumulated
+    runs, buckets = [], []
+    for folder, callback in (("plain", None), ("graph", CUDAGraphCallback())):
+        buckets.append(Buckets())
+        runs.append(
+            here.train(
+                f"{folder}-{accumulated}",
+                callback,
+                build=lambda: _module(workload, tiny),
+                max_epochs=1,
+                # Each process takes its share of them.
+                train_loader=_batches(workload, batches * here.size, tiny),
+                val_loader=_batches(workload, 2 * here.size, tiny),
+                val_check_interval=batches // VALIDATED,
+                accumulate_grad_batches=accumulated,
+                precision=workload.precision,
+                gradient_clip_val=workload.clip,
+                watched=False,
+                checkpoint_every=0,
+                enable_checkpointing=False,
+                callbacks=(buckets[-1],),
+            )
+        )
+    plain, graph = runs
+    assert plain.final["global_step"] == STEPS
+    assert buckets[0].sizes == buckets[1].sizes, buckets
+    assert_same(plain, graph, ignore=("_ms/",))
+    counts = graph.counts
+    graphs = 1 if accumulated == 1 else 3
+    assert counts.captures == graphs, counts
+    assert counts.replayed > batches / 2, counts
+    sizes = buckets[0].sizes["rebuilt_bucket_sizes"] or "none"
+    return f"{counts.replayed} of {batches} batches replayed; bytes of its buckets: {sizes}"
+
+
+def _of_model(name: str, accumulated: int) -> Any:
+    def case(here: Here) -> None:
+        print(f"{name}, gradients of {accumulated}: {train_model(here, name, accumulated)}", flush=True)
+
+    return case
+
+
+CASES = {
+    f"{workload.name}-{accumulated}": _of_model(workload.name, accumulated)
+    for workload in MODELS
+    if workload.name != "MLP" and workload.is_here
+    for accumulated in (1, 4)
+}
