@@ -18,6 +18,7 @@ streams may not be freed before: `Kept` keeps it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -161,6 +162,11 @@ class Flow:
     @property
     def used(self) -> int:
         return sum(last >= 0 for last in self._last)
+
+    @property
+    def last(self) -> list[int]:
+        """For each stream its last op, or -1."""
+        return list(self._last)
 
     @property
     def leaves(self) -> list[int]:
@@ -308,8 +314,9 @@ class Kept:
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
-        # For each stream, what belongs to it: by whom it is used, and what keeps it alive.
-        self._kept: list[list[tuple[int, Any]]] = [[] for _ in range(flow.streams)]
+        # By the stream that it belongs to, and the one that uses it: the users, and what keeps it alive,
+        # in the order in which they came.
+        self._kept: dict[tuple[int, int], deque[tuple[int, Any]]] = {}
 
     def use(self, placed: Placed, home: int, owner: Any) -> None:
         """Keep memory that an op uses, if it belongs to another stream.
@@ -320,18 +327,16 @@ class Kept:
             owner: what keeps the memory alive as long as it is referred to.
         """
         if placed.stream != home:
-            self._kept[home].append((placed.number, owner))
+            self._kept.setdefault((home, placed.stream), deque()).append((placed.number, owner))
 
     def release(self) -> None:
         """Let go of what each stream may give to who asks next.
 
         To be called when an op has been placed, before it asks for memory.
         """
-        for home, kept in enumerate(self._kept):
-            if kept:
-                kept[:] = [
-                    (index, owner) for index, owner in kept if not self._flow.comes_after(home, index)
-                ]
+        for (home, _), kept in self._kept.items():
+            while kept and self._flow.comes_after(home, kept[0][0]):
+                kept.popleft()
 
     def __iter__(self) -> Iterator[Any]:
-        return (owner for kept in self._kept for _, owner in kept)
+        return (owner for kept in self._kept.values() for _, owner in kept)

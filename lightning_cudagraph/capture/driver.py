@@ -1,7 +1,7 @@
 """What CUDA's driver tells, and torch does not hand on, or not quickly.
 
-How far a capture has come: the last nodes of its graph. Counting ops would not do: a Triton
-kernel passes no dispatcher, and a view launches nothing.
+How far a capture has come, and what comes next waits for: the last nodes of its graph. Counting ops
+would not do: a Triton kernel passes no dispatcher, and a view launches nothing.
 
 When events were passed: torch asks for each pair whether both have been, and sets the device, before it
 asks for the time (c10/cuda/CUDAEvent.h). For a hundred events after every step that is too long.
@@ -10,16 +10,17 @@ asks for the time (c10/cuda/CUDAEvent.h). For a hundred events after every step 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import repeat
 from typing import Any
 
 import torch
 
-__all__ = ["event_times", "position_of"]
+__all__ = ["event_times", "let_wait", "position_of"]
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 
 
 @lru_cache(maxsize=2)
@@ -55,6 +56,30 @@ def position_of(stream: torch.cuda.Stream) -> tuple[int, ...] | None:
     if failed or status.value != _ACTIVE:
         return None
     return capture.value, *sorted(nodes[i] or 0 for i in range(number.value))
+
+
+def let_wait(stream: torch.cuda.Stream, nodes: Collection[int]) -> bool:
+    """Let the next work on a stream that is captured wait for these nodes, and for nothing else.
+
+    Args:
+        stream: the stream.
+        nodes: of the graph of its capture. Who drops others sees to it that they are waited for
+            elsewhere, before the capture ends.
+
+    Returns:
+        Whether the driver can do that, and has done it.
+    """
+    function = _driver_function("cuStreamUpdateCaptureDependencies")
+    if function is None:
+        return False
+    array = (ctypes.c_void_p * max(1, len(nodes)))(*nodes)
+    failed = function(
+        ctypes.c_void_p(stream.cuda_stream),
+        array,
+        ctypes.c_size_t(len(nodes)),
+        ctypes.c_uint(_SET_DEPENDENCIES),
+    )
+    return not failed
 
 
 def event_times(events: Sequence[torch.cuda.Event]) -> Callable[[], list[float]]:

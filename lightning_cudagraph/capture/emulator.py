@@ -253,8 +253,9 @@ class EmulatorBackend:
     lr_dtype = torch.float64  # exactly the Python float
     graphs_per_step = 1  # a replay has ended when it returns, so its events can be read at once
 
-    def __init__(self) -> None:
+    def __init__(self, streams: int = 1) -> None:
         self.device = torch.device("cpu")
+        self.streams = streams
         self.in_turn = False
         self.generators = Generators("cpu", torch.default_generator)
         self._recording: EmulatedGraph | None = None

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from lightning_cudagraph.capture.branches import Branches
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.sentry import Sentry, forbid, user_location
 from lightning_cudagraph.capture.writes import storage_id
@@ -132,11 +133,15 @@ class MendingSentry(Sentry):
     Args:
         generators: those that the graph may draw from.
         memory: what copies read.
+        branches: the streams of the capture, if it has several.
     """
 
-    def __init__(self, generators: Generators, memory: HostMemory) -> None:
+    def __init__(
+        self, generators: Generators, memory: HostMemory, branches: Branches | None = None
+    ) -> None:
         super().__init__("cuda", generators)
         self._memory = memory
+        self._branches = branches
         # Host tensors made inside the step, by storage; kept, so that no address comes twice.
         self._made_inside: dict[int, Tensor] = {}
 
@@ -161,6 +166,11 @@ class MendingSentry(Sentry):
                 ):
                     self._made_inside[storage_id(leaf)] = leaf
         return result
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._branches is None:
+            return func(*args, **kwargs)
+        return self._branches.run(func, args, kwargs)
 
     def _is_made_inside(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._made_inside

@@ -32,7 +32,7 @@ class CudaParts:
         self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
         # A node does not keep its event alive.
-        self._ends: list[torch.cuda.Event] = []
+        self._knots: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
         """Begin the capture of the next part, on the current stream."""
@@ -42,9 +42,9 @@ class CudaParts:
         self._graphs.append(graph)
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def end_in(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        """Put a node at the end of the part under way, which comes after all that `stream` waits for."""
-        self._ends.append(event)
+    def knot(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        """Put a node into the part under way, that comes after all that `stream` waits for."""
+        self._knots.append(event)
         event.record(stream)
 
     def end(self) -> None:

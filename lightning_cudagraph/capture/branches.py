@@ -1,0 +1,180 @@
+"""A capture whose graph has several branches, because ops that do not need one another are in it.
+
+Work that is captured on one stream is chained, each kernel to the one before, and small kernels leave
+most of a GPU idle. Here each op of the step is run on one of a few streams of the capture, and waits for
+those ops alone that it needs. For everybody else nothing changes: between two ops the current stream is
+the step's own, and *it waits for all that has been issued*. So what comes to it unseen (a Triton kernel,
+an extension, a collective that is waited for, an event) comes after all ops before it; that it came is
+seen in the state of the capture before the next op, and all that follows waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from lightning_cudagraph.capture.accesses import Access, access_of, made_by, only_looks
+from lightning_cudagraph.capture.dataflow import Flow, Kept, Placed
+from lightning_cudagraph.capture.driver import let_wait, position_of
+from lightning_cudagraph.capture.parts import CudaParts
+
+__all__ = ["Branches", "SentBackError"]
+
+
+class SentBackError(RuntimeError):
+    """A step cannot be captured on several streams, and is to be captured on one."""
+
+
+class Branches:
+    """The streams of one capture.
+
+    Args:
+        streams: they are captured together. The first one is the step's own, and current between ops.
+        graph: what they are captured into.
+
+    Attributes:
+        used: how many of them have been given an op.
+        barriers: what everything else had to wait for, and how often.
+    """
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream], graph: CudaParts) -> None:
+        self._graph = graph
+        self._streams = list(streams)
+        self._own = self._streams[0]
+        # By the address of memory, the stream that it was allocated on; the step's own if it is not
+        # known: what allocates unseen does so there.
+        self._homes: dict[int, int] = {}
+        self._events: list[torch.cuda.Event] = []
+        self._flow = Flow(len(self._streams))
+        self._kept = Kept(self._flow)
+        self._nodes: list[tuple[int, ...]] = []
+        self._left: tuple[int, ...] = ()
+        self.used = 0
+        self.barriers: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """The capture of the next part has begun on the step's own stream, which is current.
+
+        Raises:
+            SentBackError: if the driver does not tell what work waits for.
+        """
+        self._flow = Flow(len(self._streams))
+        self._kept = Kept(self._flow)
+        self._nodes = []
+        fork = torch.cuda.Event()
+        fork.record(self._own)
+        self._events.append(fork)
+        for stream in self._streams[1:]:
+            stream.wait_event(fork)
+        self._left = self._position(self._own)
+        self._wait(self._own, self._left)
+
+    def end(self) -> None:
+        """Before the capture of the part ends, be it in an error: the streams come together."""
+        self.used = max(self.used, self._flow.used)
+        for stream in self._streams[1:]:
+            if position_of(stream) is not None:
+                self._own.wait_stream(stream)
+        self._kept = Kept(self._flow)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op where it may go.
+
+        Raises:
+            SentBackError: if it is not certain that the order is right.
+        """
+        if torch.cuda.current_stream(self._own.device) != self._own:
+            # A stream of the user's, who lets it wait for the step's own, and that for it.
+            return func(*args, **kwargs)
+        self._notice()
+        if only_looks(func):
+            return func(*args, **kwargs)
+        access = access_of(func, args, kwargs)
+        if access is None or not all(map(self._is_here, access.tensors)):
+            return self._run_alone(func, args, kwargs)
+        if not any(tensor.is_cuda for tensor in access.tensors) and not _makes_on_cuda(kwargs):
+            return func(*args, **kwargs)
+        return self._run_placed(func, args, kwargs, access)
+
+    def _run_placed(self, func: Any, args: Any, kwargs: Any, access: Access) -> Any:
+        before = self._flow.last
+        placed = self._flow.add(access.reads, access.writes, access.cost)
+        for tensor in access.tensors:
+            if tensor.is_cuda:
+                storage = tensor.untyped_storage()
+                self._kept.use(placed, self._homes.get(storage.data_ptr(), 0), storage)
+        self._kept.release()
+        stream = self._streams[placed.stream]
+        self._wait(stream, self._nodes_of([before[placed.stream], *placed.waits]))
+        torch.cuda.set_stream(stream)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            torch.cuda.set_stream(self._own)
+        self._nodes.append(self._position(stream))
+        self._take(placed, made_by(result, access.tensors, "cuda"))
+        self._join()
+        return result
+
+    def _run_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op of which too little is known after all before it, and before all after it."""
+        result = func(*args, **kwargs)
+        self._bar(str(func))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
+                self._homes[leaf.untyped_storage().data_ptr()] = 0
+        return result
+
+    def _take(self, placed: Placed, made: list[Tensor]) -> None:
+        spans = []
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            start = storage.data_ptr()
+            self._homes[start] = placed.stream
+            spans.append((start, start + storage.nbytes()))
+        if self._flow.made(placed, spans):
+            raise SentBackError("memory was given to an op while others still used it")
+
+    def _notice(self) -> None:
+        """See whether something was issued that was no op."""
+        if not self._nodes and not self._position(self._own):
+            self._graph.knot(torch.cuda.Event(external=True), self._own)  # to begin in one node
+        if self._position(self._own) != self._left:
+            self._bar("work that is no op of torch's" if self._nodes else "the beginning")
+
+    def _bar(self, what: str) -> None:
+        self.barriers[what] = self.barriers.get(what, 0) + 1
+        self._flow.barrier()
+        self._nodes.append(self._position(self._own))
+        self._kept.release()
+        self._left = self._nodes[-1]
+
+    def _join(self) -> None:
+        """Let what comes next on the step's own stream wait for all that has been issued."""
+        self._wait(self._own, self._nodes_of(self._flow.leaves))
+        self._left = self._position(self._own)
+
+    def _nodes_of(self, numbers: Iterable[int]) -> set[int]:
+        return {node for number in numbers if number >= 0 for node in self._nodes[number]}
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return not tensor.is_cuda or tensor.device == self._own.device
+
+    def _position(self, stream: torch.cuda.Stream) -> tuple[int, ...]:
+        position = position_of(stream)
+        if position is None:
+            raise SentBackError("the driver does not tell how far the capture has come")
+        return position[1:]
+
+    def _wait(self, stream: torch.cuda.Stream, nodes: Iterable[int]) -> None:
+        if not let_wait(stream, tuple(nodes)):
+            raise SentBackError("the driver does not let work of a capture wait for chosen nodes")
+
+
+def _makes_on_cuda(kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cuda"
