@@ -62,7 +62,7 @@ class EagerTimes:
         trainer, module = self._trainer, self._module
         # Without the optimizer if the gradients of more batches come to these.
         steps = not (module.automatic_optimization and trainer.fit_loop._should_accumulate())
-        marks = self._marks = StepMarks(self._backend, self._times.layers, steps)
+        marks = self._marks = self._times.eager_marks(steps)
         strategy = trainer.strategy
         original = strategy.optimizer_step
         self._step.enter_context(

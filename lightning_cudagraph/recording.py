@@ -35,6 +35,7 @@ from lightning_cudagraph.marked_steps import timed_forward, timed_stages
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.profilers import unprofiled
+from lightning_cudagraph.replicas import has_replicas
 from lightning_cudagraph.support import check_optimizer_part
 from lightning_cudagraph.timing.layers import Placement
 from lightning_cudagraph.timing.marks import StepMarks
@@ -208,7 +209,13 @@ class Recorder:
         )
         marks: StepMarks | None = None
         if layers is not None:
-            marks = StepMarks(self._backend, layers, body.has_optimizer, self._placement)
+            marks = StepMarks(
+                self._backend,
+                layers,
+                body.has_optimizer,
+                self._placement,
+                with_collectives=has_replicas(self._trainer.strategy),
+            )
         if marks is not None:
             inner._step_fn = timed_forward(inner._step_fn, marks)
         drops = inner._zero_grad_fn is not None

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.capture.steps import Place
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "has_replicas"]
 
 # The reducer takes times of its first ten iterations and of one in so many later, by events that no
 # capture can hold (torch/csrc/distributed/c10d/reducer.hpp, `kDDPRuntimeLoggingSampleRate`).
@@ -36,6 +36,11 @@ def _is_unfinished(ddp: DistributedDataParallel) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def has_replicas(strategy: Strategy) -> bool:
+    """Whether there is a wrapper, whose collectives are part of steps."""
+    return isinstance(strategy.model, DistributedDataParallel)
 
 
 class Replicas:

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.steps import Place, StepCounts
+from lightning_cudagraph.replicas import has_replicas
 from lightning_cudagraph.timing.clock import FitClock, Sink
 from lightning_cudagraph.timing.dashboard import Dashboard
 from lightning_cudagraph.timing.layers import LayerChoice, select_layers, untimed_notes
@@ -54,6 +55,7 @@ class RunTimes:
     ) -> None:
         self.layers: dict[str, nn.Module] = {} if choice is None else select_layers(module, choice)
         self.pace = StepPace()
+        self._trainer = trainer
         self._backend = backend
         self._every_n_steps = 0 if choice is None else choice.every_n_steps
         self._takes_in_turn = backend.graphs_per_step > 1
@@ -95,7 +97,12 @@ class RunTimes:
         Args:
             has_optimizer: the step ends with that of the optimizer, and not with the backward pass.
         """
-        return StepMarks(self._backend, self.layers, has_optimizer)
+        return StepMarks(
+            self._backend,
+            self.layers,
+            has_optimizer,
+            with_collectives=has_replicas(self._trainer.strategy),
+        )
 
     def pause(self) -> None:
         """Something that is not a training step comes now (validation, a checkpoint)."""

@@ -534,27 +534,6 @@ def test_second_derivatives_are_named() -> None:
     assert "create_graph=True" in step.marks.untimed["the backward pass of `a`"]
 
 
-def test_a_part_of_the_users_own() -> None:
-    model = Model(chain("a"), a=Op(torch.tanh))
-
-    def run(marks: StepMarks, x: Tensor) -> None:
-        loss = model(x).sum()
-        marks.forward_ended(loss)
-        loss.backward()
-        if isinstance(marks, StepMarks):
-            with marks.part("all_reduce", "communication"):
-                torch.ones(2).mul_(3)
-            end = marks.begin_part("all_reduce", "communication")
-            torch.ones(2).mul_(3)
-            end()
-        marks.backward_ended()
-
-    step = Captured(model, step=run)
-    assert step.ops(f"{STEP_TAG}all_reduce") == ["ones", "mul_"] * 2
-    assert step.spans[f"{STEP_TAG}all_reduce"].lane == "communication"
-    assert step.ops(f"{STEP_TAG}backward")[-4:] == ["ones", "mul_"] * 2
-
-
 def test_captures_of_one_step_share_their_layout() -> None:
     model = Model(chain("a"), a=Op(torch.tanh))
     assert Captured(model).layout is Captured(model).layout
@@ -580,5 +559,5 @@ def test_marks_are_read_after_a_replay_only() -> None:
         marks.read()
     graph.replay()
     assert marks.read()[0] == 0.0
-    with pytest.raises(CUDAGraphError, match="not being recorded"), marks.part("late", "host"):
+    with pytest.raises(CUDAGraphError, match="not being recorded"), marks.stage("host"):
         pass

@@ -121,6 +121,16 @@ class Backend(Protocol):
             forked: in a capture, what follows does not wait for it.
         """
 
+    def mark_end(self, event: Any, work: Any) -> None:
+        """Let `event` say when a collective that runs beside the current stream has finished.
+
+        Nothing else waits for it. What it works on must live until it has.
+
+        Args:
+            event: the event. Those of several collectives are passed in the order of these calls.
+            work: the collective, as `torch.distributed` handed it out.
+        """
+
     def event_times(self, events: Sequence[Any]) -> Callable[[], list[float]]:
         """What reads when events were passed.
 
@@ -193,6 +203,8 @@ class CudaBackend:
         self._other_sides: list[SideStream] = []
         # Each stream that is marked has one beside it: what waits for one would hold up the other.
         self._timing_streams = {self._side_stream: torch.cuda.Stream(device)}
+        # Waits for collectives, which run on streams that torch does not show.
+        self._collectives_stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
         self._live: list[_Live] = []
@@ -370,6 +382,14 @@ class CudaBackend:
         self._forked.add(branch)
         branch.wait_event(fork)
         event.record(branch)
+
+    def mark_end(self, event: Any, work: Any) -> None:
+        branch = self._collectives_stream
+        with torch.cuda.stream(branch):
+            work.wait()  # the stream waits, and not the host
+        event.record(branch)
+        if self._recording is not None:
+            self._forked.add(branch)
 
     def _current_stream(self) -> torch.cuda.Stream:
         """The current stream; to ask torch for it, which makes an object, takes several us each time."""

@@ -54,6 +54,7 @@ class HostEvent:
 
     def __init__(self) -> None:
         self._time_s: float | None = None
+        self._passed: threading.Event | None = None  # of what another thread takes the time of
 
     def record(self) -> None:
         """Take the time now; inside a capture, each time that a replay comes to this point."""
@@ -67,8 +68,20 @@ class HostEvent:
         """Take the time, whatever is being captured."""
         self._time_s = time.perf_counter()
 
+    def record_behind(self, work: Any) -> None:
+        """Take the time when a collective has ended that other threads work on."""
+        passed = self._passed = threading.Event()
+
+        def ended(_: Any) -> None:
+            self.take_time()
+            passed.set()
+
+        work.get_future().add_done_callback(ended)
+
     def synchronize(self) -> None:
-        """Nothing to wait for: the emulator works in the calling thread."""
+        """Wait for a collective; all else has ended, for the emulator works in the calling thread."""
+        if self._passed is not None:
+            self._passed.wait()
 
     def query(self) -> bool:
         """Whether it has been recorded."""
@@ -306,6 +319,12 @@ class EmulatorBackend:
 
     def mark(self, event: HostEvent, forked: bool = True) -> None:
         event.record()
+
+    def mark_end(self, event: HostEvent, work: Any) -> None:
+        if self._recording is None:
+            event.record_behind(work)
+        else:
+            event.record()  # a replay waits for each
 
     def event_times(self, events: Sequence[HostEvent]) -> Callable[[], list[float]]:
         return lambda: [0.0, *map(events[0].elapsed_time, events[1:])]

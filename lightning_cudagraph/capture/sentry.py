@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.heard import call_heard
 from lightning_cudagraph.capture.known import KnownValues
 from lightning_cudagraph.capture.writes import Writes
 from lightning_cudagraph.errors import CaptureError
@@ -363,7 +364,10 @@ class Sentry(TorchDispatchMode):
         if (known := self.known.read(func, args)) is not None:
             return known
         check(func, args, kwargs, self._device_type)
-        result = self.run(func, args, kwargs)
+        if func.namespace == "c10d":
+            result = call_heard(func, args, lambda: self.run(func, args, kwargs))
+        else:
+            result = self.run(func, args, kwargs)
         self.writes.note(func, args, kwargs, result)
         self.known.note(func, args, kwargs, result)
         return result

@@ -8,15 +8,17 @@ neighbouring layers, and a container and its first member, have a mark in common
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend, Event
+from lightning_cudagraph.capture.heard import listening
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.errors import CUDAGraphError
+from lightning_cudagraph.timing.collective_marks import Collectives
 from lightning_cudagraph.timing.layer_marks import LayerMarks
 from lightning_cudagraph.timing.layers import Placement
 from lightning_cudagraph.timing.spans import (
@@ -62,11 +64,23 @@ class StepMarks:
     that several layers add to is added up in the one whose part comes last. Layers that are called
     several times have the sum of their calls; a layer called inside itself counts once.
 
+    With several processes there are parts beside the stages, in a lane of their own:
+
+    - all_reduce: the all-reduces of the step, which are those of the gradients under
+      `DistributedDataParallel`, one for each of its buckets. Each lasts from when it can begin (what it
+      reduces is there, and the collective before it is done) until it is done, so it has in it how
+      long this process waits for others to come to it too. They run beside the backward pass.
+    - all_reduce_exposed: how long the step waits for them: from when the last gradients are there
+      until the last all-reduce is done. Those that run between the kernels of the step, as the
+      ones of `SyncBatchNorm` do, are waited for from their beginning to their end.
+    - broadcast, all_gather, and so on: other collectives of the step, likewise.
+
     Args:
         backend: where the step runs.
         layers: the modules to time, by name.
         has_optimizer: the step ends with that of the optimizer, and not with the backward pass.
         placement: ``"serial"`` to have the events between the kernels, and not beside them.
+        with_collectives: time the collectives too.
 
     Attributes:
         layout: what is timed, after `recording`: ``step_ms/`` and a stage or a part,
@@ -84,8 +98,11 @@ class StepMarks:
         layers: Mapping[str, nn.Module],
         has_optimizer: bool = True,
         placement: Placement = "forked",
+        with_collectives: bool = False,
     ) -> None:
         self._backend = backend
+        self._with_collectives = with_collectives
+        self._collectives = Collectives()
         self._has_optimizer = has_optimizer
         self._forked = placement == "forked"
         self._names = list(layers)
@@ -94,10 +111,10 @@ class StepMarks:
         # What reads them, once all have been recorded.
         self._times: Callable[[], list[float]] | None = None
         self._position: object | None = None
+        self._here = -1  # the mark at this position
         self._stage: Stage | None = None
         self._stage_begin = 0
         self._stages: dict[Stage, _Calls] = {}
-        self._parts: dict[str, tuple[Lane, _Calls]] = {}
         # What is under way, by tag, and the marks at which it began.
         self._open: dict[str, int] = {}
         self._calls: dict[str, _Calls] = {}
@@ -106,7 +123,10 @@ class StepMarks:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around the step: mark its beginning and its end, and its layers in between."""
-        with self._layers.followed(captured=is_capturing()):
+        with ExitStack() as stack:
+            stack.enter_context(self._layers.followed(captured=is_capturing()))
+            if self._with_collectives:
+                stack.enter_context(listening(self._collective, captured=is_capturing()))
             self._is_recording = True
             try:
                 self._enter("forward")
@@ -115,6 +135,8 @@ class StepMarks:
                 self._enter(None)
             finally:
                 self._is_recording = False
+        if is_capturing():  # all of it waits for all that is captured
+            self._collectives.let_go()
         self._lay_out()
 
     def forward_began(self) -> None:
@@ -147,35 +169,6 @@ class StepMarks:
         yield
         self._enter(around)
 
-    @contextmanager
-    def part(self, name: str, lane: Lane) -> Iterator[None]:
-        """Time what is done inside on the current stream, as ``step_ms/{name}``, beside all else.
-
-        Args:
-            name: what it is.
-            lane: where it is drawn on a timeline.
-        """
-        end = self.begin_part(name, lane)
-        yield
-        end()
-
-    def begin_part(self, name: str, lane: Lane) -> Callable[[], None]:
-        """Time something as `part` does, that ends elsewhere: in a callback, or on another stream.
-
-        Args:
-            name: what it is.
-            lane: where it is drawn on a timeline.
-
-        Returns:
-            What marks its end, on the stream that is current then.
-        """
-        begin = self._mark()
-
-        def end() -> None:
-            self._parts.setdefault(name, (lane, []))[1].append((begin, self._mark()))
-
-        return end
-
     @property
     def start(self) -> Event:
         """The first of the events."""
@@ -196,16 +189,18 @@ class StepMarks:
             raise CUDAGraphError("The marks of a step were to be read, and no step has been recorded.")
         events = self._events
         try:
-            events[-1].synchronize()
-            for _, calls in self._parts.values():  # on streams of their own
-                events[calls[-1][1]].synchronize()
+            events[self._here].synchronize()
+            if (last := self._collectives.last) is not None:  # on a stream of its own
+                events[last].synchronize()
             if self._times is None:
                 self._times = self._backend.event_times(events)
-            return self._times()
+            times_ms = self._times()
         except (RuntimeError, ValueError) as error:
             raise CUDAGraphError(
                 f"The marks of a step cannot be read: {error} Expected a replay of its graph before."
             ) from error
+        self._collectives.let_go()
+        return times_ms + self._collectives.begins_ms(times_ms)
 
     def _mark(self) -> int:
         """Mark this point; returns the number of the mark."""
@@ -215,9 +210,27 @@ class StepMarks:
         if position is None or position != self._position:
             event = self._backend.event()
             self._backend.mark(event, self._forked)
-            self._events.append(event)
+            self._here = self._take(event)
             self._position = self._backend.position()  # an event between kernels has moved it
+        return self._here
+
+    def _take(self, event: Event) -> int:
+        self._events.append(event)
         return len(self._events) - 1
+
+    def _collective(self, name: str, tensors: Any) -> Callable[[Any], None]:
+        """Mark when a collective can begin; returns what marks its end."""
+        ready = self._mark()
+
+        def issued(work: Any) -> None:
+            if work is None:
+                self._collectives.add_waited_for(name, ready, self._mark())
+                return
+            event = self._backend.event()
+            self._backend.mark_end(event, work)
+            self._collectives.add(name, ready, self._take(event), tensors)
+
+        return issued
 
     def _enter(self, stage: Stage | None) -> None:
         number = self._mark()
@@ -237,7 +250,7 @@ class StepMarks:
 
     def _lay_out(self) -> None:
         """Say what the marks mean."""
-        last = len(self._events) - 1
+        last = self._here
         spans = [
             Span(STEP_TAG + stage, lane, tuple(self._stages[stage]))
             for stage, lane in _LANES.items()
@@ -245,9 +258,7 @@ class StepMarks:
         ]
         if self._has_optimizer:
             spans.append(Span(f"{STEP_TAG}total", "host", ((0, last),)))
-        spans += [
-            Span(STEP_TAG + name, lane, tuple(calls)) for name, (lane, calls) in self._parts.items()
-        ]
+        spans += self._collectives.spans(len(self._events))
         for name in self._names:
             for tag, lane in _PASSES:
                 if calls := self._calls.get(tag + name):
@@ -256,7 +267,7 @@ class StepMarks:
         self.untimed = self._layers.untimed(frozenset(span.tag for span in spans))
         if not self._layers.backward_is_known:
             spans = [span for span in spans if not span.tag.startswith(BACKWARD_TAG)]
-        key = (tuple(spans), len(self._events))
+        key = (tuple(spans), len(self._events) + self._collectives.n_begins)
         self.layout = _layouts.setdefault(key, SpanLayout(*key))
 
 

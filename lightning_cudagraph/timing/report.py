@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.timing.lead_in import GAP_TAG
 from lightning_cudagraph.timing.pace import StepPace
-from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
+from lightning_cudagraph.timing.spans import BACKWARD_TAG, EXPOSED_TAG, FORWARD_TAG, STEP_TAG
 from lightning_cudagraph.timing.tables import Layer, layers_of, shortened
 from lightning_cudagraph.timing.windows import Times, WindowSummary
 
@@ -16,7 +16,7 @@ __all__ = ["eager_report", "evaluation_report", "fit_report"]
 _SLOWEST_LAYERS = 10
 _NAME_WIDTH = 48
 _BAR_WIDTH = 24
-_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer", "all_reduce", "copy")
+_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer", "copy")
 # The share of a step from which on a gap is said to come from a slow host.
 _LARGE_GAP = 0.1
 _NO_TIMES = WindowSummary([])
@@ -114,7 +114,11 @@ def _parts_line(label: str, summary: WindowSummary) -> list[str]:
     parts = [(part, times) for part in _PARTS if (times := summary.get(STEP_TAG + part)) is not None]
     if not parts:
         return []
-    return [f"  {label:<10}" + ", ".join(f"{part} {times.p50_ms:.3f} ms" for part, times in parts)]
+    texts = [f"{part} {times.p50_ms:.3f} ms" for part, times in parts]
+    reduced, exposed = summary.get(f"{STEP_TAG}all_reduce"), summary.get(EXPOSED_TAG)
+    if reduced is not None and exposed is not None:
+        texts.append(f"all_reduce {reduced.p50_ms:.3f} ms ({exposed.p50_ms:.3f} exposed)")
+    return [f"  {label:<10}" + ", ".join(texts)]
 
 
 def _gap_line(summary: WindowSummary) -> list[str]:

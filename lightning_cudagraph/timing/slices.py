@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Lane, Reading
+from lightning_cudagraph.timing.spans import (
+    BACKWARD_TAG,
+    EXPOSED_TAG,
+    FORWARD_TAG,
+    STEP_TAG,
+    Lane,
+    Reading,
+)
 
 __all__ = ["LANES", "TICKS_PER_MS", "Slice", "slices_of", "step_end"]
 
@@ -18,7 +25,8 @@ LANES: tuple[Lane, ...] = ("host", "copy", "forward", "backward", "optimizer", "
 TICKS_PER_MS = 8000
 
 _PREFIXES = (FORWARD_TAG, BACKWARD_TAG, STEP_TAG)
-_TOTAL = f"{STEP_TAG}total"
+# Sums of what is shown otherwise.
+_NOT_SHOWN = (f"{STEP_TAG}total", EXPOSED_TAG)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ def _name(tag: str) -> str:
 
 
 def slices_of(reading: Reading) -> list[Slice]:
-    """The slices of a step, lane by lane; the step as a whole is none of them.
+    """The slices of a step, lane by lane; neither the step as a whole nor what it waits for is one.
 
     Args:
         reading: the step.
@@ -58,7 +66,7 @@ def slices_of(reading: Reading) -> list[Slice]:
     ticks = [round(offset_ms * TICKS_PER_MS) for offset_ms in reading.offsets_ms]
     by_lane: dict[Lane, list[tuple[int, int, str]]] = {lane: [] for lane in LANES}
     for span in reading.layout.spans:
-        if span.tag != _TOTAL:
+        if span.tag not in _NOT_SHOWN:
             by_lane[span.lane] += [
                 (ticks[begin], max(ticks[begin], ticks[end]), span.tag) for begin, end in span.calls
             ]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "BACKWARD_TAG",
+    "EXPOSED_TAG",
     "FORWARD_TAG",
     "STEP_TAG",
     "Lane",
@@ -27,6 +28,8 @@ __all__ = [
 FORWARD_TAG = "layer_forward_ms/"
 BACKWARD_TAG = "layer_backward_ms/"
 STEP_TAG = "step_ms/"
+# What of the step is no more than waiting for all-reduces: time that their own tag has as well.
+EXPOSED_TAG = f"{STEP_TAG}all_reduce_exposed"
 
 # Where a span is drawn on a timeline.
 Lane = Literal["forward", "backward", "optimizer", "communication", "copy", "host"]

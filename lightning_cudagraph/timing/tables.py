@@ -19,13 +19,17 @@ __all__ = [
 
 _NAME_WIDTH = 40
 _BAR_WIDTH = 24
-# The parts of a step, in their order. Gap and copy come before it, and the reduction of gradients runs
-# beside the backward pass, so these are no part of its time.
+# The parts of a step, in their order. Gap and copy come before it, so these are no part of its time, and
+# collectives are part of the others' or run beside them.
 _PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
 _BESIDE = {
     "gap": "since the step before, beside the copy",
     "copy": "of the batch, before the step",
-    "all_reduce": "of gradients, beside the backward pass",
+    "all_reduce": "beside the backward pass",
+    "all_reduce_exposed": "what of it the step waits for",
+    **dict.fromkeys(
+        ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all"), "in the parts above"
+    ),
 }
 
 

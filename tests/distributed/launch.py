@@ -58,7 +58,7 @@ def launch(
 
     Args:
         folder: where everything is written.
-        cases: functions of `tests.distributed.cases`.
+        cases: functions of `tests.distributed.cases`, or of `time_cases` beside it.
         accelerator: ``"cpu"`` or ``"gpu"``.
         timeout_s: when they must have ended.
         act: called once they have begun, with the folder and the processes.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed import cases, model_cases
+from tests.distributed import cases, model_cases, time_cases
 
 # As in pyproject.toml; and one run is not told about logging that the other is told about.
 _IGNORED = (
@@ -102,7 +102,8 @@ def _run(case: str, here: cases.Here) -> str:
         warnings.simplefilter("always")
         warnings.showwarning = note
         try:
-            model_cases.CASES[case](here) if case in model_cases.CASES else getattr(cases, case)(here)
+            known = vars(cases) | vars(time_cases) | model_cases.CASES
+            known[case](here)
         except Exception:
             return traceback.format_exc() + "".join(f"\nwarned: {text}" for text in warned)
     return "\n".join(f"warned: {text}" for text in warned) or "ok"

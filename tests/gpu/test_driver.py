@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from lightning_cudagraph.capture.backend import CudaBackend
-from lightning_cudagraph.timing.marks import StepMarks
 
 _LAG_MS = 0.02
 
@@ -109,33 +108,41 @@ def test_a_kernel_that_no_dispatcher_sees(backend: CudaBackend) -> None:
     backend.release(graph)
 
 
-def test_a_mark_does_not_wait_for_another_stream(backend: CudaBackend) -> None:
-    """What is marked on the stream of communication does not hold up the marks of the computation."""
+def test_the_mark_of_a_collective_holds_up_nothing(backend: CudaBackend) -> None:
+    """What waits for it on a stream of its own does not hold up the computation, or its marks."""
     large = torch.randn(1 << 24, device="cuda")
-    small, layer = torch.randn(8, device="cuda"), nn.Tanh()
+    small = torch.randn(8, device="cuda")
     other = torch.cuda.Stream()
 
-    def body() -> StepMarks:
-        marks = StepMarks(backend, {"layer": layer}, has_optimizer=False)
-        with marks.recording():
-            end = marks.begin_part("all_reduce", "communication")
-            other.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(other):
-                for _ in range(50):  # more than a millisecond
-                    large.sin_()
-                end()
-            layer(small)
-            marks.forward_ended()
-            torch.cuda.current_stream().wait_stream(other)
-        return marks
+    class Work:
+        """As a collective is handed out: whoever waits for it waits on the current stream."""
 
-    graph, marks = backend.capture(body)
+        def __init__(self) -> None:
+            self.done = torch.cuda.Event()
+            self.done.record(other)
+
+        def wait(self) -> None:
+            torch.cuda.current_stream().wait_event(self.done)
+
+    def body() -> tuple[Any, ...]:
+        begin, reduced, computed, end = (backend.event() for _ in range(4))
+        backend.mark(begin)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            for _ in range(50):  # more than a millisecond
+                large.sin_()
+        work = Work()
+        backend.mark_end(reduced, work)
+        small.sin_()
+        backend.mark(computed)
+        work.wait()
+        backend.mark(end)
+        return begin, reduced, computed, end, work
+
+    graph, (*events, _) = backend.capture(body)
     graph.replay()
-    offsets_ms = marks.read()
-    spans = {span.tag: span for span in marks.layout.spans}
-    ((_, reduced),) = spans["step_ms/all_reduce"].calls
-    ((_, computed),) = spans["layer_forward_ms/layer"].calls
-    assert reduced < computed  # marked before
-    assert offsets_ms[computed] < offsets_ms[reduced]
-    assert offsets_ms[-1] > offsets_ms[reduced] - _LAG_MS
+    torch.cuda.synchronize()
+    begin, reduced, computed, end = events
+    assert begin.elapsed_time(computed) < begin.elapsed_time(reduced)
+    assert begin.elapsed_time(end) > begin.elapsed_time(reduced) - _LAG_MS
     backend.release(graph)

@@ -1,0 +1,75 @@
+"""What processes measure of their steps. Each case is called in all of them at once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph.timing.spans import EXPOSED_TAG
+from tests.distributed.cases import Here
+from tests.harness import Trace, assert_same, loader
+
+ALL_REDUCE = "step_ms/all_reduce"
+# So that there are several.
+BUCKETS = {"bucket_cap_mb": 0.0005}
+
+
+def train_shown(here: Here, name: str, callback: CUDAGraphCallback | None, **kwargs: Any) -> Trace:
+    """A run of all processes with TensorBoard."""
+    arguments: dict[str, Any] = {"max_epochs": 4, "train_loader": loader(ragged=False, batches=24)}
+    logger = TensorBoardLogger(here.folder / name, name="", version="")
+    return here.train(name, callback, logger=logger, wrapper=BUCKETS, **arguments | kwargs)
+
+
+def shown(here: Here, name: str) -> EventAccumulator:
+    """What the first process has written of a run."""
+    folder = str(here.folder / name)
+    accumulator = EventAccumulator(folder, size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def times_ms(accumulator: EventAccumulator, tag: str) -> dict[int, float]:
+    """The scalars of a tag, by step."""
+    return {scalar.step: scalar.value for scalar in accumulator.Scalars(tag)}
+
+
+def all_reduces_are_timed(here: Here) -> None:
+    """In every replay; and in eager steps, where the numbers stay what they are."""
+    plain = train_shown(here, "plain", None)
+    graph = train_shown(here, "graph", CUDAGraphCallback())
+    timings = LayerTimings()
+    eager = train_shown(here, "eager", None, callbacks=(timings,))
+    assert_same(plain, graph, ignore=("_ms/",))
+    assert_same(plain, eager, ignore=("_ms/",))
+    assert graph.counts.captures == 1, graph.counts
+    for trace in (graph, eager):
+        report = str((trace.callback or timings).report)
+        assert re.search(r"all_reduce \d+\.\d+ ms \(\d+\.\d+ exposed\)", report), report
+    if here.rank > 0:
+        return
+    for name, run in (("graph", graph), ("eager", eager)):
+        found = shown(here, name)
+        reduced_ms, exposed_ms = times_ms(found, ALL_REDUCE), times_ms(found, EXPOSED_TAG)
+        total_ms, backward_ms = times_ms(found, "step_ms/total"), times_ms(found, "step_ms/backward")
+        assert set(reduced_ms) == set(exposed_ms) == set(total_ms), name
+        n_steps = run.counts.replayed if name == "graph" else run.trainer.global_step
+        assert len(reduced_ms) == n_steps > 10, (name, len(reduced_ms), n_steps)
+        for step, value_ms in reduced_ms.items():
+            assert value_ms > 0, (name, step)
+            assert 0 < exposed_ms[step] <= backward_ms[step] * 1.01, (name, step)
+
+
+def all_reduces_are_timed_with_accumulation(here: Here) -> None:
+    """Once for each step of the optimizer, by the last of its batches."""
+    graph = train_shown(here, "graph", CUDAGraphCallback(), max_epochs=8, accumulate_grad_batches=3)
+    assert graph.counts.captures == 3, graph.counts
+    if here.rank == 0:
+        found = shown(here, "graph")
+        n_forward, n_reduced = (len(found.Scalars(tag)) for tag in ("step_ms/forward", ALL_REDUCE))
+        assert n_reduced == len(found.Scalars("step_ms/total")) > 0
+        assert n_forward > 2 * n_reduced

@@ -1,0 +1,254 @@
+"""Collectives among the marks of a step: which are timed, from when, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_cudagraph.capture.backend import Backend, CudaBackend
+from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.timing.collective_marks import Collectives
+from lightning_cudagraph.timing.marks import StepMarks
+from lightning_cudagraph.timing.slices import slices_of
+from lightning_cudagraph.timing.spans import Reading, SpanLayout
+
+pytestmark = [
+    # This group's processes are one, and each test makes its own.
+    pytest.mark.filterwarnings("ignore:.*barrier.*using the device under current context"),
+    pytest.mark.filterwarnings("ignore:.*no current CUDA context"),
+]
+
+# Iterations that the wrapper needs before a capture.
+WARM_UP = 11
+BUCKETS = 3
+# Steps are captured and replayed, or run eagerly.
+both_ways = pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
+
+
+@pytest.fixture
+def device(accelerator: str) -> Iterator[torch.device]:
+    """A group of one process: its collectives are issued as those of many are."""
+    device = torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu")
+    backend = "nccl" if accelerator == "gpu" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield device
+    dist.destroy_process_group()
+
+
+class Step:
+    """A step of a wrapped model with marks, captured and replayed, or run eagerly."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        eager: bool,
+        hook: Any = None,
+        before: Callable[[Tensor], None] = lambda x: None,
+        synced: bool = True,
+        with_collectives: bool = True,
+    ) -> None:
+        self.backend: Backend = CudaBackend(device) if device.type == "cuda" else EmulatorBackend()
+        torch.manual_seed(0)
+        layers = [nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 4)]
+        self.model = nn.Sequential(*layers).to(device)
+        x = torch.randn(8, 16, device=device)
+        with self.backend.on_side_stream():
+            ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.0002)
+            if hook is not None:
+                ddp.register_comm_hook(None, hook)
+            for _ in range(WARM_UP):
+                ddp(x).square().mean().backward()
+            self.model.zero_grad()
+
+            def run() -> StepMarks:
+                marks = StepMarks(
+                    self.backend,
+                    dict(self.model.named_children()),
+                    has_optimizer=False,
+                    with_collectives=with_collectives,
+                )
+                with nullcontext() if synced else ddp.no_sync(), marks.recording():
+                    before(x)
+                    loss = ddp(x).square().mean()
+                    marks.forward_ended(loss)
+                    loss.backward()
+                    marks.backward_ended()
+                return marks
+
+            if eager:
+                self.marks = run()
+        if not eager:
+            graph, self.marks = self.backend.capture(run)
+            graph.replay()
+        self.offsets_ms = self.marks.read()
+        self.layout = self.marks.layout
+        self.gradients = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+        if not eager:
+            self.backend.release(graph)
+
+    @property
+    def calls(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Of the parts that are collectives, by name."""
+        return {
+            span.tag.removeprefix("step_ms/"): span.calls
+            for span in self.layout.spans
+            if span.lane == "communication"
+        }
+
+    def stretches_ms(self, name: str) -> list[tuple[float, float]]:
+        return [(self.offsets_ms[begin], self.offsets_ms[end]) for begin, end in self.calls[name]]
+
+
+def kernels() -> list[str]:
+    """The keys under which somebody has kernels of their own for all-reduces."""
+    keys = ("Autograd", "AutogradCPU", "AutogradCUDA")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [key for key in keys if has("c10d::allreduce_", key)]
+
+
+@both_ways
+def test_one_stretch_for_each_bucket(device: torch.device, eager: bool) -> None:
+    step = Step(device, eager)
+    assert len(step.calls["all_reduce"]) == BUCKETS
+    assert len(step.offsets_ms) == step.layout.n_marks
+    stretches = step.stretches_ms("all_reduce")
+    assert all(0 < begin <= end for begin, end in stretches), stretches
+    apart = pairwise(stretches)
+    assert all(end <= begin for (_, end), (begin, _) in apart), stretches
+    ((exposed_begin, exposed_end),) = step.stretches_ms("all_reduce_exposed")
+    assert exposed_begin <= stretches[-1][0]
+    assert exposed_end == stretches[-1][1]
+    # Buffers are broadcast in the forward pass.
+    broadcasts = step.stretches_ms("broadcast")
+    assert broadcasts
+    assert broadcasts[-1][1] <= stretches[0][0]
+    # Inside of the backward pass, whose end waits for them.
+    backward = next(span for span in step.layout.spans if span.tag == "step_ms/backward")
+    assert step.offsets_ms[backward.calls[0][0]] <= stretches[0][0]
+    lag_ms = 0.05  # a stamp on a stream of its own may come a little later than what waits for the same
+    assert stretches[-1][1] <= step.offsets_ms[backward.calls[-1][1]] + lag_ms
+    assert not kernels()
+
+
+@both_ways
+def test_gradients_are_the_same_with_and_without(device: torch.device, eager: bool) -> None:
+    timed, plain = Step(device, eager), Step(device, eager, with_collectives=False)
+    assert plain.calls == {}
+    assert len(timed.gradients) == len(plain.gradients) == 8
+    assert all(map(torch.equal, timed.gradients, plain.gradients))
+
+
+@both_ways
+def test_none_in_a_step_that_does_not_average(device: torch.device, eager: bool) -> None:
+    step = Step(device, eager, synced=False)
+    assert "all_reduce" not in step.calls
+    assert "all_reduce_exposed" not in step.calls
+
+
+@both_ways
+def test_those_of_a_communication_hook(device: torch.device, eager: bool) -> None:
+    step = Step(device, eager, hook=default_hooks.allreduce_hook)
+    assert len(step.calls["all_reduce"]) == BUCKETS
+
+
+@both_ways
+def test_those_of_the_users_own(device: torch.device, eager: bool) -> None:
+    """Waited for at once; and begun early, and waited for later."""
+
+    def before(x: Tensor) -> None:
+        dist.all_reduce(x.clone())
+        work = dist.all_gather([torch.empty_like(x)], x, async_op=True)
+        x.add(1)
+        work.wait()
+
+    step = Step(device, eager, before=before)
+    assert len(step.calls["all_reduce"]) == BUCKETS + 1
+    assert len(step.calls["all_gather"]) == 1
+    ends = [end for _, end in step.stretches_ms("all_reduce")]
+    assert ends == sorted(ends)
+
+
+def test_kernels_are_gone_after_an_error(device: torch.device) -> None:
+    def before(x: Tensor) -> None:
+        assert kernels()
+        raise ValueError("no more cheese")
+
+    with pytest.raises(ValueError, match="no more cheese"):
+        Step(device, eager=True, before=before)
+    assert not kernels()
+
+
+@both_ways
+def test_those_that_are_issued_as_one(device: torch.device, eager: bool) -> None:
+    def before(x: Tensor) -> None:
+        with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+            for part in x.clone():
+                dist.all_reduce(part)
+        manager.wait()
+
+    step = Step(device, eager, before=before)
+    assert len(step.calls["all_reduce"]) == BUCKETS + 1
+
+
+@both_ways
+def test_those_that_are_issued_later_have_no_end_yet(device: torch.device, eager: bool) -> None:
+    if device.type == "cpu":
+        pytest.skip("gloo gathers none by itself")
+
+    def before(x: Tensor) -> None:
+        with dist.distributed_c10d._coalescing_manager(device=device, async_ops=True) as manager:
+            dist.all_gather([torch.empty_like(x)], x, async_op=True)
+        manager.wait()
+
+    step = Step(device, eager, before=before)
+    assert "all_gather" not in step.calls
+    assert len(step.calls["all_reduce"]) == BUCKETS
+
+
+def test_when_each_begins_and_what_the_step_waits_for() -> None:
+    """Three buckets: the second is ready while the first is on its way, the third when both are done."""
+    found = Collectives()
+    found.add("all_reduce", 1, 3, ())
+    found.add("all_reduce", 2, 4, ())
+    found.add("all_reduce", 5, 6, ())
+    found.add_waited_for("all_gather", 0, 1)
+    offsets_ms = [0.0, 1.0, 2.0, 4.0, 6.0, 7.0, 9.5]
+    begins_ms = found.begins_ms(offsets_ms)
+    assert begins_ms == [1.0, 4.0, 7.0]
+    layout = SpanLayout(tuple(found.spans(7)), 7 + found.n_begins)
+    reading = Reading(layout, 0, 0.0, offsets_ms + begins_ms)
+    times_ms = dict(zip(layout.tags, reading.durations_ms.tolist(), strict=True))
+    assert times_ms == {
+        "step_ms/all_reduce": 3.0 + 2.0 + 2.5,
+        "step_ms/all_reduce_exposed": 2.5,
+        "step_ms/all_gather": 1.0,
+    }
+    # One behind the other in one row; what the step waits for is none of its own.
+    slices = slices_of(reading)
+    assert [one.name for one in slices] == ["all_gather", *["all_reduce"] * 3]
+    assert {(one.lane, one.row, one.depth) for one in slices} == {("communication", 0, 0)}
+
+
+def test_what_runs_between_the_kernels_is_waited_for_from_its_beginning() -> None:
+    found = Collectives()
+    found.add_waited_for("all_reduce", 0, 1)
+    found.add("all_reduce", 2, 3, ())
+    found.add("broadcast", 3, 4, ())
+    offsets_ms = [0.0, 1.0, 2.0, 5.0, 6.0]
+    begins_ms = found.begins_ms(offsets_ms)
+    layout = SpanLayout(tuple(found.spans(5)), 7)
+    times_ms = layout.durations_ms(torch.tensor(offsets_ms + begins_ms).numpy())
+    assert dict(zip(layout.tags, times_ms.tolist(), strict=True)) == {
+        "step_ms/all_reduce": 4.0,
+        "step_ms/all_reduce_exposed": 4.0,
+        "step_ms/broadcast": 1.0,
+    }
