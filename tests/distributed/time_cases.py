@@ -61,7 +61,9 @@ def all_reduces_are_timed(here: Here) -> None:
         assert len(reduced_ms) == n_steps > 10, (name, len(reduced_ms), n_steps)
         for step, value_ms in reduced_ms.items():
             assert value_ms > 0, (name, step)
-            assert 0 < exposed_ms[step] <= backward_ms[step] * 1.01, (name, step)
+            # Another thread tells when gloo has ended, and that one may have to wait for its turn.
+            most_ms = float("inf") if name == "eager" else backward_ms[step] + 0.05
+            assert 0 < exposed_ms[step] <= most_ms, (name, step)
 
 
 def all_reduces_are_timed_with_accumulation(here: Here) -> None:
