@@ -1,7 +1,8 @@
 """Several fits in one process that take turns, block by block, so that drift of the machine cancels.
 
 Each fit has a thread of its own, and one of them runs at a time: what is compared has been measured a
-second apart, on one set of clocks and temperatures, and each fit captures its graphs only once.
+second apart, on one set of clocks and temperatures, and each fit captures its graphs only once. Each has
+random numbers of its own, too, from the same seed: all see the same weights, batches and dropout.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ __all__ = [
     "environment",
     "fits_in_turn",
     "pinned",
+    "quarters",
     "synchronize",
 ]
 
 ON_GPU = torch.cuda.is_available()
 # Distinct batches, so that none is the one before.
 _READY_BATCHES = 16
+_SEED = 1
 
 
 def environment() -> dict[str, Any]:
@@ -39,6 +42,7 @@ def environment() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if ON_GPU else "CPU emulator: these figures mean nothing",
         "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
         "lightning": pl.__version__,
         "python": platform.python_version(),
     }
@@ -78,6 +82,26 @@ class Blocks:
         return self.warm_steps + self.rounds * (self.lead_steps + self.steps) + 1
 
 
+class _Random:
+    """Where a fit is in the random numbers of the process, while others draw from them."""
+
+    def __init__(self) -> None:
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if ON_GPU else []):
+            torch.manual_seed(_SEED)
+            self.keep()
+
+    def keep(self) -> None:
+        """Note where it is."""
+        self._host = torch.get_rng_state()
+        self._device = torch.cuda.get_rng_state() if ON_GPU else None
+
+    def go_on(self) -> None:
+        """Go on from there."""
+        torch.set_rng_state(self._host)
+        if self._device is not None:
+            torch.cuda.set_rng_state(self._device)
+
+
 class _Turns:
     """Whose turn it is, by a schedule that all threads know."""
 
@@ -87,14 +111,18 @@ class _Turns:
         between = [names if number % 2 == 0 else names[::-1] for number in range(rounds)]
         self._schedule = [name for order in (names, *between, names) for name in order]
         self._condition = threading.Condition()
+        self._random = {name: _Random() for name in names}
 
     def take(self, name: str) -> None:
         """Wait for one's turn."""
         with self._condition:
             self._condition.wait_for(lambda: self._schedule[:1] == [name])
+        self._random[name].go_on()
 
     def pass_on(self, name: str, for_good: bool = False) -> None:
         """One's turn is over."""
+        if not for_good:
+            self._random[name].keep()
         with self._condition:
             del self._schedule[0]
             if for_good:
@@ -107,6 +135,7 @@ class BlockedBatches:
 
     Attributes:
         step_us: microseconds of a step, for each block, the device idle at both ends.
+        begin_s: seconds until the first block: all that comes before, and the warm steps.
     """
 
     def __init__(self, make: Callable[[], Any], blocks: Blocks, name: str, turns: _Turns) -> None:
@@ -115,6 +144,8 @@ class BlockedBatches:
         self._name = name
         self._turns = turns
         self.step_us: list[float] = []
+        self.begin_s = float("nan")
+        self._started_s = time.perf_counter()
 
     def __len__(self) -> int:
         return self._blocks.total_steps
@@ -129,6 +160,8 @@ class BlockedBatches:
                 step += 1
 
         yield from some(self._blocks.warm_steps)
+        synchronize()
+        self.begin_s = time.perf_counter() - self._started_s
         for _ in range(self._blocks.rounds):
             synchronize()
             self._turns.pass_on(self._name)
@@ -151,10 +184,12 @@ class Measured:
 
     Attributes:
         step_us: microseconds of a step, for each block.
+        begin_s: seconds until the first block.
         failure: why it has no figures, or None.
     """
 
     step_us: list[float] = field(default_factory=list)
+    begin_s: float = float("nan")
     failure: BaseException | None = None
 
     @property
@@ -164,15 +199,16 @@ class Measured:
     @property
     def spread_us(self) -> tuple[float, float]:
         """The quarter points."""
-        return _quarters(self.step_us)
+        return quarters(self.step_us)
 
     def ratio_to(self, other: Measured) -> tuple[float, float, float]:
         """Median of the ratios, round by round, and their quarter points."""
         ratios = [mine / its for mine, its in zip(self.step_us, other.step_us, strict=True)]
-        return statistics.median(ratios), *_quarters(ratios)
+        return statistics.median(ratios), *quarters(ratios)
 
 
-def _quarters(values: list[float]) -> tuple[float, float]:
+def quarters(values: list[float]) -> tuple[float, float]:
+    """The quarter points of some values."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -180,7 +216,10 @@ def _quarters(values: list[float]) -> tuple[float, float]:
 
 
 def fits_in_turn(
-    fits: dict[str, Callable[[BlockedBatches], None]], make_batch: Callable[[], Any], blocks: Blocks
+    fits: dict[str, Callable[[BlockedBatches], None]],
+    make_batch: Callable[[], Any],
+    blocks: Blocks,
+    in_main_thread: str | None = None,
 ) -> dict[str, Measured]:
     """Run several fits, block by block in turn.
 
@@ -188,6 +227,7 @@ def fits_in_turn(
         fits: by name, what trains on the batches that it is given, to their end.
         make_batch: makes one batch.
         blocks: how the steps are cut into blocks.
+        in_main_thread: the name of the one fit, if any, that must not run in another thread.
 
     Returns:
         What came of each. One that fails leaves the others alone.
@@ -196,20 +236,26 @@ def fits_in_turn(
     measured = {name: Measured() for name in fits}
 
     def run(name: str, fit: Callable[[BlockedBatches], None]) -> None:
-        turns.take(name)
         try:
+            turns.take(name)
             batches = BlockedBatches(make_batch, blocks, name, turns)
             fit(batches)
             synchronize()
-            measured[name].step_us = batches.step_us
+            measured[name].step_us, measured[name].begin_s = batches.step_us, batches.begin_s
         except BaseException as error:
             measured[name].failure = error
         finally:
             turns.pass_on(name, for_good=True)
 
-    threads = [threading.Thread(target=run, args=each, name=each[0]) for each in fits.items()]
+    threads = [
+        threading.Thread(target=run, args=each, name=each[0])
+        for each in fits.items()
+        if each[0] != in_main_thread
+    ]
     for thread in threads:
         thread.start()
+    if in_main_thread in fits:
+        run(in_main_thread, fits[in_main_thread])
     for thread in threads:
         thread.join()
     return measured

@@ -10,22 +10,37 @@ that is to be checked.
 from __future__ import annotations
 
 import contextlib
+import json
+import tempfile
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.fits import ON_GPU, synchronize
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 
-__all__ = ["Activity", "Captured", "Launch", "Replayed", "Trace", "annotated"]
+__all__ = [
+    "CAPTURE",
+    "MARK",
+    "Activity",
+    "Captured",
+    "Launch",
+    "Profiled",
+    "Replayed",
+    "Trace",
+    "annotated",
+]
 
-CAPTURE = "timing_truth: capture"
-MARK = "timing_truth: mark"
+CAPTURE = "benchmark: capture"
+MARK = "benchmark: mark"
 
 # What the host calls, and what runs on the device for it.
 _LAUNCHES = {
@@ -314,6 +329,40 @@ class Trace:
                 launches.append(Launch(kind, at_us, name, _correlation(event), node))
                 in_call_until_us[thread] = at_us + event["dur"]
         return launches
+
+
+class Profiled:
+    """A profile of what happens between `start` and `stop`.
+
+    Attributes:
+        trace: of it, once it is over.
+    """
+
+    trace: Trace
+
+    def __init__(self) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
+        self._profile = profile(activities=activities)
+
+    def start(self) -> None:
+        synchronize()
+        self._profile.start()
+
+    def stop(self) -> Trace:
+        synchronize()
+        self._profile.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            self.trace = Trace(json.loads(path.read_text())["traceEvents"])
+        return self.trace
+
+    def __enter__(self) -> Profiled:
+        self.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stop()
 
 
 @contextlib.contextmanager

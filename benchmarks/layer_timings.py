@@ -16,7 +16,6 @@ import io
 import json
 import logging
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -24,12 +23,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, environment, fits_in_turn, pinned
 from benchmarks.models import MODELS, Workload, leaf_names
+from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 
 BASELINE = "no timings"
@@ -72,19 +70,7 @@ def fit(workload: Workload, timings: LayerTimings | None, batches: BlockedBatche
     """
     torch.manual_seed(1)
     callback = CUDAGraphCallback(timings=timings)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = pl.Trainer(
-            accelerator="gpu" if ON_GPU else "cpu",
-            devices=1,
-            precision=workload.precision,
-            max_epochs=1,
-            gradient_clip_val=workload.clip,
-            logger=TensorBoardLogger(folder),
-            callbacks=[callback],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
+    with trainer_for(workload, [callback]) as trainer:
         trainer.fit(workload.make(tiny), batches)
     counts = callback.counts
     if counts is None or counts.captures != 1 or counts.replayed + counts.warmed_up != len(batches):

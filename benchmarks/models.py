@@ -1,4 +1,4 @@
-"""The models that timings are measured on: from launch-bound to busy, each one Lightning module.
+"""The models of the benchmarks: from launch-bound to compute-bound, each one Lightning module.
 
 Every model logs one value, uses a fused optimizer and takes batches that lie ready in host memory. In
 their tiny sizes they fit on a CPU, for a look at whether everything runs.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,11 +16,14 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from benchmarks.nets import DLRM, ActorCritic, Critics, ViT, critics_loss, ppo_loss
 from examples.char_gpt import VOCABULARY, CharGPT
 
-__all__ = ["MODELS", "WIDE_MLP", "Workload", "leaf_names"]
+__all__ = ["CRITICS", "MODELS", "WIDE_MLP", "WORKLOADS", "Workload", "leaf_names"]
 
 CLASSES = 10
+NUMBERS = 13
+TABLES = 26
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Workload:
         name: of the model.
         description: its size, in words.
         make: builds the module; with True, a tiny one.
-        batch: one batch in host memory; with True, a tiny one.
+        batch: one batch in host memory, inputs and targets; with True, a tiny one.
         precision: of the trainer.
         clip: the gradients' norm is clipped at this value, or not at all.
         needs: the package that it comes from, if that is none of this project's own.
@@ -39,7 +43,7 @@ class Workload:
     name: str
     description: str
     make: Callable[[bool], pl.LightningModule]
-    batch: Callable[[bool], tuple[Tensor, Tensor]]
+    batch: Callable[[bool], Any]
     precision: Any = "bf16-mixed"
     clip: float | None = None
     needs: str | None = None
@@ -62,19 +66,22 @@ def leaf_names(module: nn.Module) -> list[str]:
 class _Trained(pl.LightningModule):
     """A model with a loss between its outputs and the targets, and one logged value."""
 
-    def __init__(self, net: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, net: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
         super().__init__()
         self.net = net
-        self._loss = loss
+        self._criterion = loss
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Any) -> Any:
         return self.net(inputs)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        loss = self._loss(self(inputs), targets)
+    def training_step(self, batch: tuple[Any, Any], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
         self.log("loss", loss)
         return loss
+
+    def _loss(self, batch: tuple[Any, Any]) -> Tensor:
+        inputs, targets = batch
+        return self._criterion(self(inputs), targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
@@ -122,16 +129,25 @@ def _bert_base(tiny: bool) -> pl.LightningModule:
     return _Transformers(BertForSequenceClassification(config), nn.functional.cross_entropy)
 
 
-def _vectors(rows: int, width: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows, width), torch.randn(rows, width)
+def _dlrm(tiny: bool) -> pl.LightningModule:
+    net = DLRM(NUMBERS, 4, 16, 4) if tiny else DLRM(NUMBERS, TABLES, 1000, 32)
+    return _Trained(net, nn.functional.binary_cross_entropy_with_logits)
+
+
+def _vit_tiny(tiny: bool) -> pl.LightningModule:
+    net = ViT(16, 8, 2, 2, 16, CLASSES) if tiny else ViT(96, 16, 12, 3, 192, CLASSES)
+    return _Trained(net, nn.functional.cross_entropy)
+
+
+def _vectors(rows: int, width: int, outputs: int | None = None) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, width), torch.randn(rows, width if outputs is None else outputs)
 
 
 def _tokens(rows: int, length: int, vocabulary: int) -> Tensor:
     return torch.randint(0, vocabulary, (rows, length))
 
 
-def _images(tiny: bool) -> tuple[Tensor, Tensor]:
-    rows, side = (2, 32) if tiny else (32, 64)
+def _images(rows: int, side: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, side, side), torch.randint(0, CLASSES, (rows,))
 
 
@@ -145,6 +161,18 @@ def _sentences(tiny: bool) -> tuple[Tensor, Tensor]:
     return _tokens(rows, length, words), torch.randint(0, CLASSES, (rows,))
 
 
+def _clicks(rows: int, tiny: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    rows, tables, entries = (8, 4, 16) if tiny else (rows, TABLES, 1000)
+    inputs = torch.randn(rows, NUMBERS), torch.randint(0, entries, (rows, tables))
+    return inputs, torch.randint(0, 2, (rows,)).float()
+
+
+def _transitions(tiny: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    rows = 8 if tiny else 256
+    return _vectors(rows, 24, 6), (torch.randn(rows), torch.randn(rows), torch.randn(rows))
+
+
+# Those that timings are measured on.
 MODELS = (
     Workload(
         "MLP",
@@ -160,7 +188,13 @@ MODELS = (
         _characters,
         clip=1.0,
     ),
-    Workload("ResNet-18", "batch 32 of 64 x 64, bf16-mixed", _resnet18, _images, needs="torchvision"),
+    Workload(
+        "ResNet-18",
+        "batch 32 of 64 x 64, bf16-mixed",
+        _resnet18,
+        lambda tiny: _images(2, 32) if tiny else _images(32, 64),
+        needs="torchvision",
+    ),
     Workload("BERT-base", "batch 4 x 128, bf16-mixed", _bert_base, _sentences, needs="transformers"),
 )
 
@@ -171,4 +205,53 @@ WIDE_MLP = Workload(
     lambda tiny: _mlp(32 if tiny else 2048, 6),
     lambda tiny: _vectors(8 if tiny else 512, 32 if tiny else 2048),
     "32-true",
+)
+
+CRITICS = Workload(
+    "two critics",
+    "24 to 256 to 256 to 1, batch 256, fp32",
+    lambda tiny: _Trained(Critics(2, 24, 16 if tiny else 256), critics_loss),
+    lambda tiny: _vectors(8 if tiny else 256, 24, 1),
+    "32-true",
+)
+
+_MLP, _GPT, _RESNET, _BERT = MODELS
+
+# All of them, for the comparison with peers.
+WORKLOADS = (
+    CRITICS,
+    Workload(
+        "actor-critic",
+        "two nets of width 256, the loss of PPO, batch 256, fp32, clipping",
+        lambda tiny: _Trained(ActorCritic(24, 6, 16 if tiny else 256), ppo_loss),
+        _transitions,
+        "32-true",
+        clip=0.5,
+    ),
+    *(
+        Workload(
+            f"DLRM {rows}",
+            f"{TABLES} tables of 1000 x 32, dot products, batch {rows}, fp32",
+            _dlrm,
+            partial(_clicks, rows),
+            "32-true",
+        )
+        for rows in (128, 512, 4096)
+    ),
+    _MLP,
+    _GPT,
+    _RESNET,
+    Workload(
+        "ViT-tiny",
+        "12 layers of width 192, batch 16 of 96 x 96, bf16-mixed",
+        _vit_tiny,
+        lambda tiny: _images(2, 16) if tiny else _images(16, 96),
+    ),
+    _BERT,
+    Workload(
+        "compute-bound MLP",
+        "5 layers of width 4096, dropout, batch 8192, bf16-mixed",
+        lambda tiny: _mlp(32 if tiny else 4096, 5),
+        lambda tiny: _vectors(8 if tiny else 8192, 32 if tiny else 4096),
+    ),
 )

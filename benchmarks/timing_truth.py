@@ -19,7 +19,6 @@ import json
 import logging
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -28,14 +27,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.fits import ON_GPU, environment, pinned, synchronize
-from benchmarks.kineto import Captured, Launch, Replayed, Trace, annotated
+from benchmarks.fits import environment, pinned, synchronize
+from benchmarks.kineto import Captured, Launch, Profiled, Replayed, Trace, annotated
 from benchmarks.models import MODELS, WIDE_MLP, Workload, leaf_names
+from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading, SpanLayout
 
@@ -176,26 +173,6 @@ class Truth:
         return sum(value(row) for name in names if (row := self.part(name)) is not None)
 
 
-class _Profiled:
-    """A profile of what happens between `start` and `stop`."""
-
-    def __init__(self) -> None:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
-        self._profile = profile(activities=activities)
-
-    def start(self) -> None:
-        synchronize()
-        self._profile.start()
-
-    def stop(self) -> Trace:
-        synchronize()
-        self._profile.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self._profile.export_chrome_trace(str(path))
-            return Trace(json.loads(path.read_text())["traceEvents"])
-
-
 class WatchedBatches:
     """Batches during which the profiler is switched on and off.
 
@@ -234,14 +211,14 @@ class WatchedBatches:
             into.step_us = (time.perf_counter() - started_s) / steps * 1e6
 
         yield from some(2)
-        profiled = _Profiled()
+        profiled = Profiled()
         profiled.start()
         while not self._captures() and step < SETTLING_STEPS:
             yield from some(1)
         self.captured = profiled.stop()
         yield from some(SETTLING_STEPS - step)
         yield from phase(self.before, 5 * self._n_replays)
-        profiled = _Profiled()
+        profiled = Profiled()
         profiled.start()
         yield from phase(self.profiled, self._n_replays)
         self.replayed = profiled.stop()
@@ -278,23 +255,11 @@ def watch(workload: Workload, replays: int, tiny: bool) -> Watched:
     callback = CUDAGraphCallback(timings=LayerTimings(modules=["*"]))
     batches = WatchedBatches([pinned(workload.batch(tiny)) for _ in range(8)], replays, callback)
     with (
-        tempfile.TemporaryDirectory() as folder,
+        trainer_for(workload, [callback]) as trainer,
         contextlib.redirect_stdout(io.StringIO()),
         annotated(),
         readings_kept() as readings,
     ):
-        trainer = pl.Trainer(
-            accelerator="gpu" if ON_GPU else "cpu",
-            devices=1,
-            precision=workload.precision,
-            max_epochs=1,
-            gradient_clip_val=workload.clip,
-            logger=TensorBoardLogger(folder),
-            callbacks=[callback],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
         trainer.fit(workload.make(tiny), batches)
     assert batches.captured is not None
     assert batches.replayed is not None

@@ -1,0 +1,226 @@
+"""One row of the comparison: a model, trained in all ways in turn, and what came of each."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, fits_in_turn, pinned, quarters
+from benchmarks.limits import Limits, measure_limits
+from benchmarks.models import Workload
+from benchmarks.peers import EAGER, Outcome, Peer, Unavailable
+
+__all__ = ["Cell", "Row", "Table", "measure_row"]
+
+_LONGEST_REASON = 160
+# Of a traceback, from its end.
+_FRAMES = -12
+
+
+@dataclass
+class Cell:
+    """What came of one peer with one model.
+
+    Attributes:
+        step_us: microseconds of a step, for each block.
+        begin_s: seconds until the first block: setup, warm-up, compilation, capture.
+        failure: why there are no figures, or None.
+        unavailable: the failure is that something is not there.
+        equal: its weights at the end are those of eager Lightning, bit for bit; None if not compared.
+        furthest: the largest difference of a weight.
+        must_be_equal: they must be the same.
+        report: of the callback.
+        memory_bytes: device memory that the callback's graphs took.
+    """
+
+    step_us: list[float] = field(default_factory=list)
+    begin_s: float = float("nan")
+    failure: str | None = None
+    unavailable: bool = False
+    equal: bool | None = None
+    furthest: float | None = None
+    must_be_equal: bool = False
+    report: str | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.step_us)
+
+    @property
+    def spread_us(self) -> tuple[float, float]:
+        """The quarter points."""
+        return quarters(self.step_us)
+
+    def ratio_to(self, other: Cell) -> tuple[float, float, float]:
+        """Median of the ratios, round by round, and their quarter points."""
+        return Measured(self.step_us).ratio_to(Measured(other.step_us))
+
+    @property
+    def is_wrong(self) -> bool:
+        """It failed where it could have run, or came to other weights where it must not."""
+        failed = self.failure is not None and not self.unavailable
+        return failed or (self.must_be_equal and self.equal is False)
+
+
+@dataclass
+class Row:
+    """What came of one model.
+
+    Attributes:
+        model: its name.
+        description: its size, in words.
+        cells: by the names of the peers.
+        limits: what bounds a step; None if that is not known.
+        limits_failure: why not.
+        took_s: seconds for all of it.
+        failure: why the row as a whole has nothing, or None.
+    """
+
+    model: str
+    description: str
+    cells: dict[str, Cell] = field(default_factory=dict)
+    limits: Limits | None = None
+    limits_failure: str | None = None
+    took_s: float = float("nan")
+    failure: str | None = None
+
+    def measured(self, peer: str) -> Cell | None:
+        """What came of a peer, if it has figures."""
+        cell = self.cells.get(peer)
+        return cell if cell is not None and cell.step_us else None
+
+
+@dataclass
+class Table:
+    """All rows, and what they were measured on.
+
+    Attributes:
+        environment: device and versions.
+        steps: of a block.
+        rounds: blocks of a fit.
+        rows: one for each model.
+    """
+
+    environment: dict[str, Any]
+    steps: int
+    rounds: int
+    rows: list[Row] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Write everything into a file."""
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> Table:
+        """Read what `write` has written."""
+        fields = json.loads(path.read_text())
+        fields["rows"] = [_row(each) for each in fields["rows"]]
+        return cls(**fields)
+
+
+def _row(fields: dict[str, Any]) -> Row:
+    cells = {name: Cell(**cell) for name, cell in fields["cells"].items()}
+    limits = None if fields["limits"] is None else Limits(**fields["limits"])
+    return Row(**(fields | {"cells": cells, "limits": limits}))
+
+
+def _reason(error: BaseException) -> str:
+    """An error in one line that fits into a table."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = (f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__).replace("|", "/")
+    return said if len(said) <= _LONGEST_REASON else said[: _LONGEST_REASON - 1] + "…"
+
+
+def measure_row(
+    workload: Workload, peers: Sequence[Peer], blocks: Blocks, tiny: bool, with_limits: bool = True
+) -> Row:
+    """Train one model in all ways in turn.
+
+    Args:
+        workload: the model.
+        peers: the ways.
+        blocks: how the steps are cut into blocks.
+        tiny: whether in its tiny size.
+        with_limits: also look for the limits, where there is a GPU.
+
+    Returns:
+        What came of each. One that fails leaves the others alone.
+    """
+    started_s = time.perf_counter()
+    row = Row(workload.name, workload.description)
+    weights = _Weights()
+    outcomes: dict[str, Outcome] = {}
+
+    def fit_of(peer: Peer) -> Callable[[BlockedBatches], None]:
+        def fit(batches: BlockedBatches) -> None:
+            outcome = peer.fit(workload, tiny, batches)
+            weights.compare(row.cells[peer.name], peer, outcome.weights)
+            outcome.weights = {}
+            outcomes[peer.name] = outcome
+
+        return fit
+
+    fits = {}
+    in_main_thread = None
+    for peer in peers:
+        row.cells[peer.name] = cell = Cell(must_be_equal=peer.same_numbers)
+        if peer.needs_gpu and not ON_GPU:
+            cell.failure, cell.unavailable = "needs a GPU", True
+            continue
+        fits[peer.name] = fit_of(peer)
+        if peer.in_main_thread:
+            in_main_thread = peer.name
+    with contextlib.redirect_stdout(io.StringIO()):  # samples, progress
+        measured = fits_in_turn(fits, lambda: pinned(workload.batch(tiny)), blocks, in_main_thread)
+    for name, each in measured.items():
+        cell = row.cells[name]
+        if each.failure is not None:
+            cell.failure = _reason(each.failure)
+            cell.unavailable = isinstance(each.failure, Unavailable)
+            if not cell.unavailable:
+                traceback.print_exception(each.failure, limit=_FRAMES)
+            continue
+        cell.step_us, cell.begin_s = each.step_us, each.begin_s
+        cell.report, cell.memory_bytes = outcomes[name].report, outcomes[name].memory_bytes
+    gc.collect()
+    if ON_GPU and with_limits:
+        try:
+            row.limits = measure_limits(workload, tiny)
+        except Exception as error:  # the step times stand without it
+            row.limits_failure = _reason(error)
+            traceback.print_exception(error, limit=_FRAMES)
+    row.took_s = time.perf_counter() - started_s
+    return row
+
+
+class _Weights:
+    """The weights that eager Lightning came to, which the others are compared with."""
+
+    def __init__(self) -> None:
+        self._eager: dict[str, Tensor] | None = None
+
+    def compare(self, cell: Cell, peer: Peer, weights: dict[str, Tensor]) -> None:
+        """Note how far a fit's weights are from them."""
+        if peer.name == EAGER:
+            self._eager = weights
+        elif self._eager is not None and weights:
+            pairs = [(tensor, weights[name]) for name, tensor in self._eager.items()]
+            cell.equal = all(torch.equal(eager, its) for eager, its in pairs)
+            cell.furthest = max(_distance(eager, its) for eager, its in pairs)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
