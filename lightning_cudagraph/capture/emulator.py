@@ -6,9 +6,10 @@ into the same storage: what was a Python value at capture stays frozen, a tensor
 replaced since is not seen, random numbers are drawn afresh, and what a capture refuses is refused.
 
 It exists so that everything about this package can be tested, and a step be examined, on a machine
-without a GPU. It has a graph's semantics and not its speed. Not emulated: several streams, reuse of
-memory inside a pool, asynchronous execution, the boundary between host and device, and a generator
-whose state is set inside the step, which is refused.
+without a GPU. It has a graph's semantics and not its speed. Ops on several streams run one after the
+other, in orders that the streams allow. Not emulated: streams of the user's own, reuse of memory inside
+a pool, asynchronous execution, the boundary between host and device, and a generator whose state is set
+inside the step, which is refused.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_cudagraph.capture.backend import Graph
 from lightning_cudagraph.capture.collectives import is_collective, returned_unrun, wait_for
+from lightning_cudagraph.capture.dataflow import Placed
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.parts import Between
 from lightning_cudagraph.capture.sentry import HostReads, Sentry, forbid, user_location
+from lightning_cudagraph.capture.tape import Tape
 from lightning_cudagraph.capture.writes import storage_id
 
 __all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
@@ -62,7 +65,7 @@ class HostEvent:
         if graph is None:
             self.take_time()
         else:
-            graph.add(self)
+            graph.tape.add_mark(self)
 
     def take_time(self) -> None:
         """Take the time, whatever is being captured."""
@@ -164,6 +167,7 @@ class _Recorder(Sentry):
             return func(*args, **kwargs)  # ranges of its time line, which no graph holds
         collective = is_collective(func)
         inputs = _tensors_of((args, kwargs))
+        placed = self._graph.tape.place(func, args, kwargs)
         self._undo.before(inputs)
         frozen_args, frozen_kwargs = tree_map_only(Tensor, _address, (args, kwargs))
         result = returned_unrun(func, args) if collective else func(*args, **kwargs)
@@ -175,7 +179,10 @@ class _Recorder(Sentry):
         writes = func._schema.is_mutable or collective
         is_only_a_view = outputs and not writes and all(target is None for target in results)
         if not is_only_a_view:
-            self._graph.add(_Op(func, frozen_args, frozen_kwargs, results))
+            op = _Op(func, frozen_args, frozen_kwargs, results)
+            self._graph.add(op, placed, result, inputs)
+        elif placed is not None:
+            self._graph.tape.add(None, placed)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._rng_state = torch.get_rng_state()
         return result
@@ -194,11 +201,17 @@ class _Recorder(Sentry):
 
 
 class EmulatedGraph:
-    """A recorded piece of work on the CPU; its methods are named as `torch.cuda.CUDAGraph`'s are."""
+    """A recorded piece of work on the CPU; its methods are named as `torch.cuda.CUDAGraph`'s are.
 
-    def __init__(self) -> None:
-        self._parts: list[list[_Op | HostEvent]] = [[]]
+    Args:
+        streams: on how many streams ops that do not need one another are.
+    """
+
+    def __init__(self, streams: int = 1) -> None:
+        self._streams = streams
+        self._parts: list[Tape[_Op | HostEvent | None]] = [Tape(streams)]
         self._ops = 0
+        self._replays = 0
         self.written: list[Tensor] = []
 
     @staticmethod
@@ -214,34 +227,43 @@ class EmulatedGraph:
         """No longer."""
         _recording_in.graph = None
 
-    def add(self, op: _Op | HostEvent) -> None:
-        """Take what comes next."""
-        self._parts[-1].append(op)
-        self._ops += isinstance(op, _Op)
+    @property
+    def tape(self) -> Tape[_Op | HostEvent | None]:
+        """The part under way."""
+        return self._parts[-1]
+
+    def add(self, op: _Op, placed: Placed | None, result: Any, inputs: list[Tensor]) -> None:
+        """Take an op that has run."""
+        self.tape.add(op, placed, result, inputs)
+        self._ops += 1
 
     def cut(self) -> None:
         """Begin another part."""
-        self._parts.append([])
+        self._parts.append(Tape(self._streams))
 
     def position(self) -> tuple[int, int]:
         """The number of parts, and of ops in all of them."""
         return len(self._parts), self._ops
 
     def replay(self, between: Between | None = None) -> None:
-        """Run the recorded ops again, into the storage they used at capture."""
+        """Run the recorded ops again, into the storage they used at capture.
+
+        Those on several streams come in another order in each replay.
+        """
+        self._replays += 1
         for index, part in enumerate(self._parts):
             if index > 0 and between is not None:
                 between(index - 1)
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                for op in part:
+                for op in part.order(self._replays):
                     if isinstance(op, HostEvent):
                         op.take_time()
-                    else:
+                    elif op is not None:
                         op.run()
 
     def reset(self) -> None:
         """Let go of the recorded ops and of the memory they hold."""
-        self._parts = [[]]
+        self._parts = [Tape(self._streams)]
         self.written.clear()
 
     def memory_bytes(self) -> int:
@@ -279,7 +301,7 @@ class EmulatorBackend:
         yield
 
     def capture(self, body: Callable[[], T]) -> tuple[Graph, T]:
-        graph = EmulatedGraph()
+        graph = EmulatedGraph(self.streams)
         undo = _Undo(self.generators)
         self._recording = graph
         graph.capture_begin()
