@@ -18,7 +18,7 @@ from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.stand_ins import in_place, replace_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.marked_steps import timed_stages
-from lightning_cudagraph.run_times import RunTimes
+from lightning_cudagraph.run_times import RunTimes, batch_of_step
 from lightning_cudagraph.support import make_backend
 from lightning_cudagraph.timing.layers import LayerChoice
 from lightning_cudagraph.timing.marks import StepMarks
@@ -90,7 +90,7 @@ class EagerTimes:
         self._end_marks()
         self._marks = None
         step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
-        self._clock.ended(marks, step, self._is_due(1))
+        self._clock.ended(marks, step, self._is_due(1), *batch_of_step(self._trainer))
         if marks is not None:
             self._untimed = marks.untimed
 

@@ -45,7 +45,7 @@ from lightning_cudagraph.plain_replay import PlainReplay
 from lightning_cudagraph.profilers import around_replays, profiler_notes
 from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
 from lightning_cudagraph.replicas import Replicas
-from lightning_cudagraph.run_times import RunTimes
+from lightning_cudagraph.run_times import RunTimes, batch_of_step
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import check_private_names
 from lightning_cudagraph.timing.layers import untimed_notes
@@ -390,7 +390,9 @@ class GraphedTraining:
             try:
                 with self._marks.recording(), timed_stages(self._marks, self._trainer, self._module):
                     run_eagerly()
-                self._times.eager_clock.ended(self._marks, self._step_number(), False)
+                self._times.eager_clock.ended(
+                    self._marks, self._step_number(), False, *batch_of_step(self._trainer)
+                )
             finally:
                 self._marks = None
             self._times.pace.pause()  # its own time has that of the marking in it
@@ -438,7 +440,9 @@ class GraphedTraining:
             self._replicas.replayed(place)
             loss = self._take_outputs(outputs, closure)
             is_next_due = self._clock.is_due(steps_before + body.has_optimizer)
-            self._clock.ended(outputs.marks if step.timed else None, self._step_number(), is_next_due)
+            marks = outputs.marks if step.timed else None
+            batch = batch_of_step(self._trainer)
+            self._clock.ended(marks, self._step_number(), is_next_due, *batch)
             return loss
         if self._phase is Phase.WARMING:
             logs.warmed_up(place, closure.batch)
@@ -517,7 +521,8 @@ class GraphedTraining:
         """After a replay that did not come through `_optimizer_step` or `_call_closure`."""
         self._account(outputs)
         is_next_due = self._clock.is_due(self._steps_before() + has_optimizer)
-        self._clock.ended(outputs.marks, self._step_number(), is_next_due)
+        batch = batch_of_step(self._trainer)
+        self._clock.ended(outputs.marks, self._step_number(), is_next_due, *batch)
         if has_optimizer:
             self._times.pace.tick(self._phase)
 

@@ -21,9 +21,26 @@ from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.timing.report import eager_report, fit_report
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.trace import TraceWriter
+from lightning_cudagraph.timing.whole_steps import WholeSteps
 from lightning_cudagraph.timing.windows import ReadingWindow
 
-__all__ = ["RunTimes"]
+__all__ = ["RunTimes", "batch_of_step"]
+
+
+def batch_of_step(trainer: pl.Trainer) -> tuple[int, bool]:
+    """The place of the batch at hand among those whose gradients one step of the optimizer takes.
+
+    Args:
+        trainer: the trainer.
+
+    Returns:
+        Its number, the first being 0, and whether it is the last.
+    """
+    n_batches = trainer.accumulate_grad_batches
+    if n_batches == 1:
+        return 0, True
+    loop = trainer.fit_loop.epoch_loop
+    return loop.batch_idx % n_batches, not loop._should_accumulate()
 
 
 class RunTimes:
@@ -62,19 +79,22 @@ class RunTimes:
         window_steps = LayerChoice.window_steps if choice is None else choice.window_steps
         self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps)
         self.eager = ReadingWindow(window_steps)
-        others = other_loggers_writer(trainer.loggers, window_steps)
+        loop = trainer.fit_loop.epoch_loop
+        others = other_loggers_writer(trainer.loggers, window_steps, lambda: loop._batches_that_stepped)
         model = type(module).__qualname__
         self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
         # Closed from the last to the first: what writes for others comes before these.
-        sinks: list[Sink] = [self._tensorboard, others, self._dashboard]
+        of_steps: list[Sink] = [others, self._dashboard]
         self._trace_path: Path | None = None
         if choice is not None and choice.trace_steps > 0:
             self._trace_path = _trace_path(trainer)
             rank = trainer.global_rank
             title = f"{model}, rank {rank}" if trainer.world_size > 1 else model
-            sinks.append(TraceWriter(self._trace_path, choice.trace_steps, title, rank))
-        self.clock = FitClock(backend, sinks, self._every_n_steps)
-        self.eager_clock = FitClock(backend, [self.eager], min(self._every_n_steps, 1))
+            of_steps.append(TraceWriter(self._trace_path, choice.trace_steps, title, rank))
+        self.clock = FitClock(backend, [self._tensorboard, WholeSteps(of_steps)], self._every_n_steps)
+        self.eager_clock = FitClock(
+            backend, [WholeSteps([self.eager], apart=True)], min(self._every_n_steps, 1)
+        )
 
     def takes(self, place: Place, accumulate_grad_batches: int) -> tuple[bool, ...]:
         """The captures of a step that are needed, by whether they have events.

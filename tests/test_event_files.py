@@ -27,7 +27,7 @@ from lightning_cudagraph.timing.records import ReadingRecords, ScalarRecords
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 
-PARTS = ("forward", "backward", "optimizer")
+PARTS = ("forward", "backward", "clipping", "optimizer")
 
 
 def layout_of(*layers: str, optimizer: bool = True) -> SpanLayout:
@@ -43,6 +43,8 @@ def layout_of(*layers: str, optimizer: bool = True) -> SpanLayout:
     for i, layer in enumerate(layers):
         spans.append(Span(f"layer_forward_ms/{layer}", "forward", ((i, i + 1),)))
         spans.append(Span(f"layer_backward_ms/{layer}", "backward", ((i, i + 1), (n, n + 1))))
+    if optimizer:
+        spans.append(Span("step_ms/clipping", "optimizer", ((n + 1, n + 2),)))
     return SpanLayout(tuple(spans), n + 3 if optimizer else n + 2)
 
 
@@ -464,6 +466,23 @@ def test_a_run_shows_the_layers_of_the_run_before(tmp_path: Path) -> None:
     assert lines_of(tmp_path, of_times({"a": 1.0, "b": 2.0}), "other") == ["a$", "b$"]
 
 
+def test_the_first_replays_do_not_choose_the_layers(tmp_path: Path) -> None:
+    """What is made lazily is slow at first; so the charts are written once more."""
+    names = [str(i) for i in range(9)]
+    first = of_times({name: 20.0 - i for i, name in enumerate(names)}) * 3
+    later = of_times({name: 1.0 + i for i, name in enumerate(names)}) * 7
+    assert lines_of(tmp_path / "a", [*first, *later], "long") == ["5$", "6$", "7$", "8$"]
+    assert lines_of(tmp_path / "b", first, "short") == ["0$", "1$", "2$", "3$"]
+    logger = TensorBoardLogger(tmp_path / "c")
+    logger.experiment.add_custom_scalars({"mine": {"loss": ["Multiline", ["loss"]]}})
+    writer = TensorBoardWriter([logger])
+    feed(writer, [*first, *later])
+    logger.finalize("success")
+    found = accumulated(logger.log_dir)
+    assert len(found.Tensors("custom_scalars__config__")) == 3
+    assert [category.title for category in chart_layout(found).category] == ["mine", "CUDA graph"]
+
+
 # Other loggers.
 
 
@@ -507,18 +526,43 @@ def test_names_that_trackers_allow() -> None:
     assert [names.of(tag) for tag in tags] == found
 
 
-def test_other_loggers_are_given_medians() -> None:
+def test_other_loggers_are_given_medians_in_pauses() -> None:
     working, failing = Tracker(), Tracker(fails_after=1)
-    writer = MetricsWriter([failing, working], window_steps=50)
-    readings = readings_of(layout_of("blocks.0"), range(120))
+    readings = readings_of(layout_of("blocks.0"), range(125))
+    assert readings[0].layout.tags[4] == "layer_forward_ms/blocks.0"
+    now = 0
+    writer = MetricsWriter([failing, working], window_steps=50, step_now=lambda: now)
+
+    def feed_with_pauses() -> None:
+        nonlocal now
+        for reading in readings:
+            now = reading.step + 3  # readings come some steps late
+            writer.add(reading)
+            if now % 40 == 0:
+                writer.pause()
+        now += 1
+        writer.close()
+        writer.close()
+
     with pytest.warns(UserWarning, match="`Tracker` could not take times: ConnectionError") as caught:
-        feed(writer, readings)
+        feed_with_pauses()
     assert len(caught) == 1
     assert len(failing.seen) == 1
-    assert [step for _, step in working.seen] == [49, 99, 119]
-    for (values, _), window in zip(
-        working.seen, (readings[:50], readings[50:100], readings[100:]), strict=True
-    ):
-        times_ms = [r.durations_ms[4] for r in window]
-        assert window[0].layout.tags[4] == "layer_forward_ms/blocks.0"
-        assert values["layer_forward_ms/blocks_0"] == pytest.approx(np.median(times_ms))
+    # Pauses at 40, where no window is full, at 80, and at 120, 40 readings later; then the rest.
+    assert [step for _, step in working.seen] == [80, 128]
+    for (values, _), window in zip(working.seen, (readings[28:78], readings[78:]), strict=True):
+        median_ms = np.median([reading.durations_ms[4] for reading in window])
+        assert values["layer_forward_ms/blocks_0"] == pytest.approx(median_ms)
+
+
+def test_other_loggers_in_an_epoch_without_a_pause() -> None:
+    """No call of a logger on the step's path but once a minute."""
+    tracker, now_s = Tracker(), 0.0
+    readings = readings_of(layout_of("a"), range(130))
+    writer = MetricsWriter([tracker], 10, step_now=lambda: int(now_s), now_s=lambda: now_s)
+    for reading in readings:
+        now_s += 1.0
+        writer.add(reading)
+    assert [step for _, step in tracker.seen] == [60, 120]
+    median_ms = np.median([reading.durations_ms[4] for reading in readings[110:120]])
+    assert tracker.seen[-1][0]["layer_forward_ms/a"] == pytest.approx(median_ms)

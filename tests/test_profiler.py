@@ -579,3 +579,10 @@ def test_a_graphed_step(accelerator: str, profiler: Profiler[Any], reports: Repo
             graphed(torch.ones(2, 4, device=device))
             assert reports.take() == ["linear"]
     assert graphed.counts.replayed == 5
+
+
+@pytest.mark.parametrize("wrong", [3, None, "print"])
+def test_what_is_no_function_is_refused_at_once(wrong: Any) -> None:
+    with pytest.raises(TimerError, match=r"expected a function of a context and a time in milliseconds"):
+        Profiler(wrong)
+    assert Profiler.active is None

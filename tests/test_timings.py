@@ -123,6 +123,11 @@ def test_automatic_choice_is_bounded() -> None:
     assert list(select_layers(model, LayerTimings(max_layers=11))) == ["0", "1"]
 
 
+def test_an_argument_that_there_is_not() -> None:
+    with pytest.raises(TypeError, match=r"^LayerTimings\.__init__\(\) got an unexpected .* 'wrong'"):
+        LayerTimings(wrong=3)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("kwargs", [{"max_layers": 0}, {"modules": "blocks.*"}])
 def test_bad_arguments(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="LayerTimings"):

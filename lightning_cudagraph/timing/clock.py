@@ -44,6 +44,8 @@ class _Unread(NamedTuple):
         ended: an event of its own behind it. Of one that a graph sets, nothing can be asked before its
             first replay has come to it.
         owned: events that nobody needs any more when it has been read.
+        batch: its place among the batches of a step of the optimizer.
+        is_last: it is the last of these.
     """
 
     marks: StepMarks
@@ -51,6 +53,8 @@ class _Unread(NamedTuple):
     step: int
     ended: Event
     owned: list[Event]
+    batch: int
+    is_last: bool
 
 
 class FitClock:
@@ -98,13 +102,22 @@ class FitClock:
         while any(unread.marks is marks for unread in self._unread):
             self._await_first()
 
-    def ended(self, marks: StepMarks | None, step: int, is_next_due: bool) -> None:
+    def ended(
+        self,
+        marks: StepMarks | None,
+        step: int,
+        is_next_due: bool,
+        batch: int = 0,
+        is_last: bool = True,
+    ) -> None:
         """A step that can be timed has been launched.
 
         Args:
             marks: its events, or None if it was not timed.
             step: its number as the trainer's loggers count it.
             is_next_due: the step that comes next is to be timed.
+            batch: its place among the batches whose gradients one step of the optimizer takes.
+            is_last: it is the last of these.
         """
         while self._unread and self._unread[0].ended.query():
             self._read_first()
@@ -115,7 +128,7 @@ class FitClock:
         if marks is not None:
             lead_in = self._lead_in or LeadIn(self._passed, None)
             owned = lead_in.events if is_next_due else [*lead_in.events, end]
-            self._unread.append(_Unread(marks, lead_in, step, end, owned))
+            self._unread.append(_Unread(marks, lead_in, step, end, owned, batch, is_last))
         self._lead_in = LeadIn(self._passed, end) if is_next_due else None
 
     def interrupted(self) -> None:
@@ -152,9 +165,10 @@ class FitClock:
         self._read_first()
 
     def _read_first(self) -> None:
-        marks, lead_in, step, _, owned = self._unread.popleft()
+        marks, lead_in, step, _, owned, batch, is_last = self._unread.popleft()
         offsets_ms = [*marks.read(), *lead_in.offsets_ms(marks.start)]
-        reading = Reading(self._layouts.of(marks.layout, lead_in), step, time.time(), offsets_ms)
+        layout = self._layouts.of(marks.layout, lead_in)
+        reading = Reading(layout, step, time.time(), offsets_ms, batch, is_last)
         self._free += owned
         for sink in self._sinks:
             sink.add(reading)

@@ -84,6 +84,10 @@ class LayerChoice:
             )
 
 
+# It is `LayerTimings` that is made; an argument that it does not have is an error of that name.
+LayerChoice.__init__.__qualname__ = "LayerTimings.__init__"
+
+
 def _is_a_layer(module: nn.Module) -> bool:
     """Whether a module without parameters is worth timing; torchmetrics are modules too."""
     return not isinstance(module, nn.Identity) and "torchmetrics" not in type(module).__module__

@@ -25,6 +25,7 @@ from lightning_cudagraph.timing.spans import (
     BACKWARD_TAG,
     FORWARD_TAG,
     STEP_TAG,
+    TOTAL_TAG,
     Lane,
     Span,
     SpanLayout,
@@ -257,7 +258,7 @@ class StepMarks:
             if stage in self._stages
         ]
         if self._has_optimizer:
-            spans.append(Span(f"{STEP_TAG}total", "host", ((0, last),)))
+            spans.append(Span(TOTAL_TAG, "host", ((0, last),)))
         spans += self._collectives.spans(len(self._events))
         for name in self._names:
             for tag, lane in _PASSES:

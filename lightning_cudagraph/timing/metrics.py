@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["MetricNames", "MetricsWriter", "TakesMetrics"]
+
+_SECONDS_WITHOUT_PAUSE = 60.0
 
 
 class TakesMetrics(Protocol):
@@ -49,47 +53,67 @@ class MetricNames:
 class MetricsWriter:
     """Hands medians over a window to loggers: few numbers, since theirs may go through a network.
 
+    That is done in pauses, off the step's path. Where none comes, it is done in between, no more often
+    than once a minute. What is handed over is the last window, at the step that the loggers are at:
+    there are some that want no step twice, or none that is over.
+
     Args:
         loggers: who is given them.
         window_steps: how many readings make a window.
+        step_now: the step at hand as the loggers count it.
+        now_s: a clock, in seconds.
     """
 
-    def __init__(self, loggers: Sequence[TakesMetrics], window_steps: int) -> None:
+    def __init__(
+        self,
+        loggers: Sequence[TakesMetrics],
+        window_steps: int,
+        step_now: Callable[[], int],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._loggers = list(loggers)
         self._window_steps = window_steps
+        self._step_now = step_now
+        self._now_s = now_s
         self._names = MetricNames()
-        self._readings: list[Reading] = []
+        self._readings: deque[Reading] = deque(maxlen=window_steps)
+        self._n_new = 0
+        self._written_at_s = now_s()
 
     def add(self, reading: Reading) -> None:
         """Take the times of one step."""
-        if not self._loggers:
-            return
         self._readings.append(reading)
-        if len(self._readings) >= self._window_steps:
+        self._n_new += 1
+        if (
+            self._n_new >= self._window_steps
+            and self._now_s() - self._written_at_s >= _SECONDS_WITHOUT_PAUSE
+        ):
             self._write()
 
     def pause(self) -> None:
-        """Nothing: a window does not end with an epoch."""
+        """Hand over the last window, if all of it is new."""
+        if self._n_new >= self._window_steps:
+            self._write()
 
     def close(self) -> None:
-        """Write what is left."""
-        self._write()
+        """Hand over what is left."""
+        if self._n_new:
+            self._write()
 
     def _write(self) -> None:
-        readings, self._readings = self._readings, []
-        if not readings or not self._loggers:
+        self._written_at_s = self._now_s()
+        n_new, self._n_new = self._n_new, 0
+        if not self._loggers:
             return
-        values_ms = {
-            self._names.of(tag): times.p50_ms for tag, times in WindowSummary(readings).times.items()
-        }
-        self._loggers = [
-            logger for logger in self._loggers if self._hand(logger, values_ms, readings[-1])
-        ]
+        summary = WindowSummary(list(self._readings)[-n_new:])
+        values_ms = {self._names.of(tag): times.p50_ms for tag, times in summary.times.items()}
+        step = self._step_now()
+        self._loggers = [logger for logger in self._loggers if self._hand(logger, values_ms, step)]
 
-    def _hand(self, logger: TakesMetrics, values_ms: dict[str, float], last: Reading) -> bool:
+    def _hand(self, logger: TakesMetrics, values_ms: dict[str, float], step: int) -> bool:
         """Whether a logger took the values; an error is said, and ends with that."""
         try:
-            logger.log_metrics(dict(values_ms), step=last.step)
+            logger.log_metrics(dict(values_ms), step=step)
         except Exception as error:  # whatever the client of a tracker raises
             warnings.warn(
                 f"lightning_cudagraph: `{type(logger).__qualname__}` could not take times:"

@@ -73,7 +73,7 @@ class Profiler(Generic[Context]):
         active: the one that is switched on, or None.
 
     Raises:
-        TimerError: if there is one already with another function.
+        TimerError: if there is one already with another function, or if it is given none.
 
     Example:
         profiler = Profiler(lambda name, elapsed_ms: print(f"{name} took {elapsed_ms:.2f} ms"))
@@ -91,6 +91,12 @@ class Profiler(Generic[Context]):
     _hooks: GraphHooks
 
     def __new__(cls, dump_fn: Callable[[Context, float], None]) -> Self:
+        if not callable(dump_fn):
+            raise TimerError(
+                f"`Profiler({dump_fn!r})`: expected a function of a context and a time in milliseconds,"
+                f" found a `{type(dump_fn).__qualname__}`.",
+                "Pass one, such as `lambda context, elapsed_ms: print(context, elapsed_ms)`.",
+            )
         with _lock:
             active = Profiler.active
             if active is None:

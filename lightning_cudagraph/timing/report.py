@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.timing.lead_in import GAP_TAG
 from lightning_cudagraph.timing.pace import StepPace
-from lightning_cudagraph.timing.spans import BACKWARD_TAG, EXPOSED_TAG, FORWARD_TAG, STEP_TAG
+from lightning_cudagraph.timing.spans import (
+    BACKWARD_TAG,
+    EXPOSED_TAG,
+    FORWARD_TAG,
+    STEP_PARTS,
+    STEP_TAG,
+)
 from lightning_cudagraph.timing.tables import Layer, layers_of, shortened
 from lightning_cudagraph.timing.windows import Times, WindowSummary
 
@@ -16,7 +22,7 @@ __all__ = ["eager_report", "evaluation_report", "fit_report"]
 _SLOWEST_LAYERS = 10
 _NAME_WIDTH = 48
 _BAR_WIDTH = 24
-_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer", "copy")
+_PARTS = (*STEP_PARTS, "copy")
 # The share of a step from which on a gap is said to come from a slow host.
 _LARGE_GAP = 0.1
 _NO_TIMES = WindowSummary([])
@@ -126,12 +132,11 @@ def _gap_line(summary: WindowSummary) -> list[str]:
     gap, period = summary.get(GAP_TAG), summary.period
     if gap is None or period is None or period.p50_ms <= 0:
         return []
-    share = gap.p50_ms / period.p50_ms
     text = (
         f"  gap       between two steps, beside the copy of the batch, {gap.p50_ms:.3f} of"
-        f" {period.p50_ms:.3f} ms ({share:.0%})"
+        f" {period.p50_ms:.3f} ms ({gap.share:.0%})"
     )
-    if share >= _LARGE_GAP:
+    if gap.share >= _LARGE_GAP:
         text += ": the device waits for loggers, hooks or the dataloader, or works for them"
     return [text]
 
@@ -155,7 +160,7 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary) -> list[str]:
         numbers = _pair(layer.forward, layer.backward)
         if compared:
             numbers += _pair(eager.get(FORWARD_TAG + layer.name), eager.get(BACKWARD_TAG + layer.name))
-        lines.append(f"  {name:<{width}}{numbers}  {_share(layer, summary)}")
+        lines.append(f"  {name:<{width}}{numbers}  {_share(layer)}")
     return lines
 
 
@@ -163,12 +168,9 @@ def _steps(summary: WindowSummary) -> str:
     return f"{summary.n_readings} timed step" + ("" if summary.n_readings == 1 else "s")
 
 
-def _share(layer: Layer, summary: WindowSummary) -> str:
-    """Of what the line shows, which are medians; means would bring in outliers that it does not show."""
-    step = summary.step
-    share = layer.median_ms / step.p50_ms if step is not None and step.p50_ms > 0 else 0.0
-    bar = "#" * round(min(share, 1.0) * _BAR_WIDTH)
-    return f"{share:>5.0%} {bar}".rstrip()
+def _share(layer: Layer) -> str:
+    bar = "#" * round(min(layer.share, 1.0) * _BAR_WIDTH)
+    return f"{layer.share:>5.0%} {bar}".rstrip()
 
 
 def _pair(forward: Times | None, backward: Times | None) -> str:

@@ -10,6 +10,7 @@ from lightning_cudagraph.timing.spans import (
     EXPOSED_TAG,
     FORWARD_TAG,
     STEP_TAG,
+    TOTAL_TAG,
     Lane,
     Reading,
 )
@@ -26,7 +27,7 @@ TICKS_PER_MS = 8000
 
 _PREFIXES = (FORWARD_TAG, BACKWARD_TAG, STEP_TAG)
 # Sums of what is shown otherwise.
-_NOT_SHOWN = (f"{STEP_TAG}total", EXPOSED_TAG)
+_NOT_SHOWN = (TOTAL_TAG, EXPOSED_TAG)
 
 
 @dataclass(frozen=True)

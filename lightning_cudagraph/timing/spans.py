@@ -18,7 +18,9 @@ __all__ = [
     "BACKWARD_TAG",
     "EXPOSED_TAG",
     "FORWARD_TAG",
+    "STEP_PARTS",
     "STEP_TAG",
+    "TOTAL_TAG",
     "Lane",
     "Reading",
     "Span",
@@ -28,6 +30,9 @@ __all__ = [
 FORWARD_TAG = "layer_forward_ms/"
 BACKWARD_TAG = "layer_backward_ms/"
 STEP_TAG = "step_ms/"
+TOTAL_TAG = f"{STEP_TAG}total"
+# What tiles a step, in its order.
+STEP_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
 # What of the step is no more than waiting for all-reduces: time that their own tag has as well.
 EXPOSED_TAG = f"{STEP_TAG}all_reduce_exposed"
 
@@ -94,7 +99,7 @@ class SpanLayout:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the marks of one step said.
+    """What the marks of one step said, or of one batch of a step.
 
     Attributes:
         layout: what the marks mean. Steps that were captured together share it, as an object.
@@ -102,12 +107,16 @@ class Reading:
         walltime_s: when it was read, in seconds since the epoch.
         offsets_ms: when each mark was passed, in milliseconds after the first of the step. Marks that
             lie before the step (the end of the step before, the copy of the batch) are negative.
+        batch: its place among the batches whose gradients one step of the optimizer takes.
+        is_last: it is the last of these.
     """
 
     layout: SpanLayout
     step: int
     walltime_s: float
     offsets_ms: list[float]
+    batch: int = 0
+    is_last: bool = True
 
     @property
     def durations_ms(self) -> NDArray[np.float64]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
+from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_PARTS, STEP_TAG
 from lightning_cudagraph.timing.windows import Times, WindowSummary
 
 __all__ = [
@@ -19,12 +19,11 @@ __all__ = [
 
 _NAME_WIDTH = 40
 _BAR_WIDTH = 24
-# The parts of a step, in their order. Gap and copy come before it, so these are no part of its time, and
-# collectives are part of the others' or run beside them.
-_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
+# Gap and copy come before the step, so these are no part of its time, and collectives are part of the
+# others' or run beside them.
 _BESIDE = {
-    "gap": "since the step before, beside the copy",
-    "copy": "of the batch, before the step",
+    "gap": "between two steps, beside the copy; share of the time from step to step",
+    "copy": "of the batch, between two steps",
     "all_reduce": "beside the backward pass",
     "all_reduce_exposed": "what of it the step waits for",
     **dict.fromkeys(
@@ -150,11 +149,15 @@ def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
 def parts_table(summary: WindowSummary) -> list[str]:
     """The parts of a step, which add up to it, and what is outside of it.
 
+    Shares are of medians. Those of the gap and of the copy are of the time from step to step.
+
     Returns:
         Lines; none if no part of the step was timed.
     """
     rows = [
-        (f"  {part}", times) for part in _PARTS if (times := summary.get(STEP_TAG + part)) is not None
+        (f"  {part}", times)
+        for part in STEP_PARTS
+        if (times := summary.get(STEP_TAG + part)) is not None
     ]
     if not rows or summary.step is None:
         return []

@@ -11,15 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_cudagraph.timing.lead_in import COPY_TAG, GAP_TAG
-from lightning_cudagraph.timing.spans import STEP_TAG, Reading, SpanLayout
+from lightning_cudagraph.timing.spans import STEP_PARTS, STEP_TAG, TOTAL_TAG, Reading, SpanLayout
 
 __all__ = ["ReadingWindow", "Times", "WindowSummary"]
 
 # What a step is made of where its whole has no tag: one that ends with the backward pass.
-_PARTS = tuple(
-    STEP_TAG + part for part in ("forward", "backward", "host", "clipping", "scaler", "optimizer")
-)
-_TOTAL = f"{STEP_TAG}total"
+_PARTS = tuple(STEP_TAG + part for part in STEP_PARTS)
+# What lies between two steps.
+_BETWEEN = (GAP_TAG, COPY_TAG)
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,9 @@ class Times:
         p50_ms: their median.
         p95_ms: what a twentieth of them exceeds.
         max_ms: the slowest.
-        share: the part of the time of their steps that the span takes; 0 where that is not known.
+        share: the part of the time of their steps that the span takes, median against median, which no
+            outlier changes; 0 where that is not known. Of what lies between two steps, the part of the
+            time from the end of a step to that of the next.
     """
 
     count: int
@@ -109,13 +110,12 @@ class WindowSummary:
 
     def times_of(self, *tags: str) -> Times | None:
         """The times of the sum of some spans, or None if no reading has one of them."""
-        times = _times(self.series_ms(*tags)[:, None], self.step_ms)
-        return times[0]
+        return _times(self.series_ms(*tags)[:, None], self.step_ms)[0]
 
     @cached_property
     def step_ms(self) -> NDArray[np.float64]:
         """The time of each reading's step, without the gap before it; NaN where it is not known."""
-        total_ms = self.series_ms(_TOTAL)
+        total_ms = self.series_ms(TOTAL_TAG)
         return np.where(np.isnan(total_ms), self.series_ms(*_PARTS), total_ms)
 
     @cached_property
@@ -124,12 +124,16 @@ class WindowSummary:
         return _times(self.step_ms[:, None], self.step_ms)[0]
 
     @cached_property
-    def period(self) -> Times | None:
-        """The times from the end of a step to that of the next, where the gap between them is known."""
+    def _period_ms(self) -> NDArray[np.float64]:
         before_ms = np.where(
             np.isnan(self.series_ms(GAP_TAG)), np.nan, self.series_ms(GAP_TAG, COPY_TAG)
         )
-        return _times((before_ms + self.step_ms)[:, None], self.step_ms)[0]
+        return before_ms + self.step_ms
+
+    @cached_property
+    def period(self) -> Times | None:
+        """The times from the end of a step to that of the next, where the gap between them is known."""
+        return _times(self._period_ms[:, None], self._period_ms)[0]
 
     @cached_property
     def times(self) -> dict[str, Times]:
@@ -137,6 +141,9 @@ class WindowSummary:
         if not self.n_readings:
             return {}
         times = _times(self.durations_ms, self.step_ms)
+        for column, tag in enumerate(self.tags):
+            if tag in _BETWEEN:
+                [times[column]] = _times(self.durations_ms[:, [column]], self._period_ms)
         return {tag: found for tag, found in zip(self.tags, times, strict=True) if found is not None}
 
     def typical(self) -> Reading | None:
@@ -155,8 +162,13 @@ class WindowSummary:
         return Reading(self._layouts[key], self.last_step, 0.0, offsets_ms)
 
 
-def _times(durations_ms: NDArray[np.float64], step_ms: NDArray[np.float64]) -> list[Times | None]:
-    """The times of each column; None for columns without a number."""
+def _times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64]) -> list[Times | None]:
+    """The times of each column; None for columns without a number.
+
+    Args:
+        durations_ms: a row for each reading.
+        whole_ms: what these are parts of, for each reading; NaN where it is not known.
+    """
     present = ~np.isnan(durations_ms)
     # Columns that the same readings have are worked on together; there are about as many such groups
     # as layouts.
@@ -170,10 +182,11 @@ def _times(durations_ms: NDArray[np.float64], step_ms: NDArray[np.float64]) -> l
             continue
         values_ms = durations_ms[rows][:, columns]
         p05_ms, p50_ms, p95_ms = np.percentile(values_ms, [5, 50, 95], axis=0)
-        # Both sums are of the readings whose step is known.
-        known = ~np.isnan(step_ms[rows])
-        whole_ms = step_ms[rows][known].sum()
-        shares = values_ms[known].sum(axis=0) / whole_ms if whole_ms > 0 else np.zeros(len(columns))
+        # Both medians are of the readings whose whole is known.
+        known = ~np.isnan(whole_ms[rows])
+        shares = np.zeros(len(columns))
+        if known.any() and (median_ms := np.median(whole_ms[rows][known])) > 0:
+            shares = np.median(values_ms[known], axis=0) / median_ms
         numbers = np.stack(
             [values_ms.mean(axis=0), p05_ms, p50_ms, p95_ms, values_ms.max(axis=0), shares], axis=1
         )

@@ -11,11 +11,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading, SpanLayout
+from lightning_cudagraph.timing.spans import (
+    BACKWARD_TAG,
+    FORWARD_TAG,
+    STEP_PARTS,
+    STEP_TAG,
+    Reading,
+    SpanLayout,
+)
 from lightning_cudagraph.timing.tensorboard.board import innards
 from lightning_cudagraph.timing.windows import WindowSummary
 
-__all__ = ["BAND_TAG", "CATEGORY", "Band", "StepBand", "add_charts", "charts"]
+__all__ = ["BAND_TAG", "CATEGORY", "Band", "Charts", "StepBand"]
 
 BAND_TAG = "step_band_ms/"
 CATEGORY = "CUDA graph"
@@ -24,10 +31,11 @@ CATEGORY = "CUDA graph"
 _LAYERS_PER_CHART = 4
 
 _PARTS = (f"{STEP_TAG}forward", f"{STEP_TAG}backward")
+_IN_CHART = (*STEP_PARTS, "all_reduce", "copy", "gap")
 
 _LAYOUT_TAG = b"custom_scalars__config__"
-# Layouts of charts stand at the beginning of a file.
-_SEARCHED_BYTES = 4 * 2**20
+# Layouts of charts stand near the beginning of a file.
+_SEARCHED_BYTES = 16 * 2**20
 _RUNS_SEARCHED = 3
 # Of a record: its length with a checksum, and the checksum of its data.
 _HEADER_BYTES, _FOOTER_BYTES = 12, 4
@@ -118,14 +126,14 @@ def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
     return [tag for tag in innermost if tag in chosen]
 
 
-def charts(summary: WindowSummary, before: Any = None) -> dict[str, dict[str, list[str | list[str]]]]:
+def _charts(summary: WindowSummary, before: Any) -> dict[str, dict[str, list[str | list[str]]]]:
     """The custom scalars, as `SummaryWriter.add_custom_scalars` takes them.
 
     TensorBoard merges those of several runs by their titles, and shows equal charts once. So a run shows
     the layers that the run before it shows, if it has them.
 
     Args:
-        summary: of the first steps; tells which layers are slow.
+        summary: tells which layers are slow.
         before: the custom scalars of a run before, or None.
     """
     times_ms = {tag: summary[tag].p50_ms for tag in summary.tags}
@@ -134,7 +142,7 @@ def charts(summary: WindowSummary, before: Any = None) -> dict[str, dict[str, li
         "step: p05, p50, p95 [ms]": ["Margin", [f"{BAND_TAG}p50", f"{BAND_TAG}p05", f"{BAND_TAG}p95"]],
         "parts of the step [ms]": [
             "Multiline",
-            [rf"{STEP_TAG}(forward|backward|optimizer|gap)$"],
+            [rf"{STEP_TAG}({'|'.join(_IN_CHART)})$"],
         ],
     }
     for way, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
@@ -154,31 +162,41 @@ def _lines_in(layout: Any, title: str) -> list[str]:
     return [line for chart in ours if chart.title == title for line in chart.multiline.tag]
 
 
-def add_charts(writer: Any, summary: WindowSummary) -> None:
-    """Write the custom scalars, with those that the user has written: of a run, the last ones count.
+class Charts:
+    """The custom scalars that one run writes for one logger: early, and again when it knows better."""
 
-    Args:
-        writer: a logger's.
-        summary: of the first steps.
-    """
-    writer.flush()
-    path = getattr(innards(writer)[1], "_file_name", None)
-    theirs = before = None
-    if isinstance(path, str):
-        theirs = _charts_in(path)
-        before = theirs or next(filter(None, map(_charts_in, _files_beside(path))), None)
-    ours = charts(summary, before)
-    if theirs is None:
-        writer.add_custom_scalars(ours)
-        return
-    from torch.utils.tensorboard.summary import custom_scalars
+    def __init__(self) -> None:
+        self._written: Any = None
+        # What was there before this run.
+        self._before: Any = None
 
-    written = custom_scalars(ours)
-    tensor = written.value[0].tensor
-    merged = type(theirs)(category=[c for c in theirs.category if c.title != CATEGORY])
-    merged.MergeFromString(tensor.string_val[0])
-    tensor.string_val[0] = merged.SerializeToString()
-    writer.file_writer.add_summary(written)
+    def write(self, writer: Any, summary: WindowSummary) -> None:
+        """Write them, with those that the user has written: of a run, the last ones count.
+
+        Args:
+            writer: the logger's.
+            summary: of the steps so far.
+        """
+        writer.flush()
+        path = getattr(innards(writer)[1], "_file_name", None)
+        theirs = _charts_in(path) if isinstance(path, str) else None
+        if self._written is None and isinstance(path, str):
+            self._before = theirs or next(filter(None, map(_charts_in, _files_beside(path))), None)
+        ours = _charts(summary, self._before)
+        if ours == self._written:
+            return
+        self._written = ours
+        if theirs is None:
+            writer.add_custom_scalars(ours)
+            return
+        from torch.utils.tensorboard.summary import custom_scalars
+
+        written = custom_scalars(ours)
+        tensor = written.value[0].tensor
+        merged = type(theirs)(category=[c for c in theirs.category if c.title != CATEGORY])
+        merged.MergeFromString(tensor.string_val[0])
+        tensor.string_val[0] = merged.SerializeToString()
+        writer.file_writer.add_summary(written)
 
 
 def _files_beside(path: str) -> list[str]:

@@ -8,7 +8,7 @@ turn, among the events of everybody else, into the same file.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +20,8 @@ from lightning_cudagraph.timing.metrics import MetricsWriter
 from lightning_cudagraph.timing.records import ReadingRecords
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tensorboard.board import Board, Rows
-from lightning_cudagraph.timing.tensorboard.charts import Band, StepBand, add_charts
+from lightning_cudagraph.timing.tensorboard.charts import Band, Charts, StepBand
+from lightning_cudagraph.timing.whole_steps import StepJoiner
 from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["TensorBoardWriter", "other_loggers_writer"]
@@ -31,8 +32,10 @@ _SECONDS_BETWEEN_FLUSHES = 5.0
 # them in a day; so each time that this much has been written, every other step is left out from then on.
 _BYTES_BEFORE_THINNING = 256 * 2**20
 _TEXT_COLUMNS = 110
-# So many steps tell which layers are slow.
+# So many readings show that there is something to see, and so many tell which layers are slow: the first
+# ones may be unlike all others.
 _READINGS_FOR_CHARTS = 16
+_READINGS_FOR_CHOICE = 200
 
 
 class TensorBoardWriter:
@@ -57,8 +60,10 @@ class TensorBoardWriter:
         self._every_n_steps = 1
         self._records = ReadingRecords()
         self._band = StepBand(window_steps)
+        self._joiner = StepJoiner()
         # The first readings, until the charts are written that show the slowest layers of them.
         self._first: list[Reading] | None = []
+        self._charts: list[Charts] = []
 
     @property
     def is_shown(self) -> bool:
@@ -83,7 +88,7 @@ class TensorBoardWriter:
             return
         last = readings[-1]
         self._flush_at_s = last.walltime_s + _SECONDS_BETWEEN_FLUSHES
-        bands = self._band.add(readings)
+        bands = self._band.add(filter(None, map(self._joiner.add, readings)))
         n = self._every_n_steps
         shown = readings if n == 1 else [reading for reading in readings if reading.step % n == 0]
         rows = Rows(shown, self._records)
@@ -94,8 +99,10 @@ class TensorBoardWriter:
             self._thin(last.step)
         if self._first is not None:
             self._first += readings
-            if len(self._first) >= _READINGS_FOR_CHARTS:
-                self._add_charts()
+            if len(self._first) >= _READINGS_FOR_CHOICE:
+                self._choose_charts()
+            elif len(self._first) >= _READINGS_FOR_CHARTS and not self._charts:
+                self._add_charts(self._first)
 
     def _thin(self, step: int) -> None:
         self._thin_at_bytes += _BYTES_BEFORE_THINNING
@@ -145,7 +152,7 @@ class TensorBoardWriter:
                 stack.callback(board.close)
             self.flush()
             self._add_bands(self._band.rest())
-            self._add_charts()
+            self._choose_charts()
 
     def _add_bands(self, bands: list[Band]) -> None:
         for step, values_ms in bands:
@@ -153,17 +160,22 @@ class TensorBoardWriter:
                 for board in self._boards:
                     board.attempt(lambda writer: writer.add_scalar(tag, value_ms, step))  # noqa: B023
 
-    def _add_charts(self) -> None:
-        """Write which custom scalars there are, once."""
+    def _choose_charts(self) -> None:
+        """Write for good which custom scalars there are."""
         first, self._first = self._first, None
-        if not first:
-            return
-        summary = WindowSummary(first)
-        for board in self._boards:
-            board.attempt(lambda writer: add_charts(writer, summary))
+        if first:
+            self._add_charts(first)
+
+    def _add_charts(self, readings: Sequence[Reading]) -> None:
+        summary = WindowSummary(readings)
+        self._charts = self._charts or [Charts() for _ in self._boards]
+        for board, charts in zip(self._boards, self._charts, strict=True):
+            board.attempt(lambda writer: charts.write(writer, summary))  # noqa: B023
 
 
-def other_loggers_writer(loggers: Sequence[Logger], window_steps: int) -> MetricsWriter:
+def other_loggers_writer(
+    loggers: Sequence[Logger], window_steps: int, step_now: Callable[[], int]
+) -> MetricsWriter:
     """What hands times to the loggers that are not for TensorBoard.
 
     A `CSVLogger` is left out: each of its rows has all columns, and its file is what people compare.
@@ -171,6 +183,9 @@ def other_loggers_writer(loggers: Sequence[Logger], window_steps: int) -> Metric
     Args:
         loggers: the trainer's loggers.
         window_steps: how many readings make a window.
+        step_now: the step at hand as the loggers count it.
     """
     others = [x for x in loggers if not isinstance(x, (TensorBoardLogger, CSVLogger, DummyLogger))]
-    return MetricsWriter(others if getattr(rank_zero_only, "rank", 0) == 0 else [], window_steps)
+    if getattr(rank_zero_only, "rank", 0) != 0:
+        others = []
+    return MetricsWriter(others, window_steps, step_now)
