@@ -9,12 +9,18 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.distributed import Distributed
+from lightning_cudagraph.distributed import (
+    Distributed,
+    check_nccl,
+    settle_nccl,
+    wrapped_on_side_stream,
+)
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.evaluation import GraphedEvaluation
 from lightning_cudagraph.layer_timings import LayerTimings
@@ -165,6 +171,8 @@ class CUDAGraphCallback(Callback):
         self._evaluation: GraphedEvaluation | None = None
         self._processes: Distributed | None = None
         self._wrapping: ExitStack | None = None
+        # Now, because process groups are made before the first hook.
+        self._settled = "" if backend == "off" else settle_nccl()
         self._no_evaluation: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._description = ""
@@ -199,6 +207,10 @@ class CUDAGraphCallback(Callback):
                 f" `CUDAGraphCallback(timings={beside[0]!r})`, or, to time the run without graphs, pass"
                 ' `CUDAGraphCallback(backend="off")`.'
             )
+        strategy = trainer.strategy
+        if stage == TrainerFn.FITTING and self.backend != "off" and isinstance(strategy, DDPStrategy):
+            self._wrapping = ExitStack()
+            wrapped_on_side_stream(strategy, self._backend_for(trainer), self._wrapping)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         backend = self._backend  # of the wrapper's stream, if there is one
@@ -221,7 +233,8 @@ class CUDAGraphCallback(Callback):
         self._training.install()
         self._processes.install()
         self.counts = self._training.counts
-        for line in (self._description, *self._training.notes):
+        settled = [self._settled] if self._settled and self._processes.agreement is not None else []
+        for line in (self._description, *settled, *self._training.notes):
             rank_zero_info(f"lightning_cudagraph: {line}")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -313,6 +326,8 @@ class CUDAGraphCallback(Callback):
         refused: UnsupportedError | None = None
         try:
             check_run(trainer, module)
+            if processes.agreement is not None:
+                check_nccl(trainer.strategy.root_device)
             if self.evaluation and self.on_unsupported == "raise":
                 check_where_evaluated(trainer)  # now, and not after the first epoch
             backend = self._backend_for(trainer)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -281,11 +282,13 @@ def _check_ddp(strategy: DDPStrategy) -> None:
                 "Use one of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, such as"
                 " `bf16_compress_hook`.",
             )
-    backend = strategy.process_group_backend
-    if strategy.root_device.type == "cuda" and backend != "nccl":
+    # Of the group itself: it can have been made before the strategy.
+    backend = dist.get_backend_config() if dist.is_initialized() else "cuda:nccl"
+    if strategy.root_device.type == "cuda" and "cuda:nccl" not in backend:
         raise UnsupportedError(
             f"The process group uses {backend}, which averages gradients on the host.",
-            'Leave out `DDPStrategy(process_group_backend=...)`: it is "nccl" on GPUs.',
+            'Leave out `DDPStrategy(process_group_backend=...)`: it is "nccl" on GPUs. A group that was'
+            ' made before the trainer needs `init_process_group("nccl")`.',
         )
 
 

@@ -28,7 +28,11 @@ CAN_COUNT = _users_of is not None
 
 
 def _references_of_grad() -> int:
-    """How many Python references `parameter.grad` is: none, or one, by the version of torch."""
+    """How many Python references `parameter.grad` is: none, or one, by the version of torch.
+
+    Where it is one, it is one for all that torch itself refers with, such as the views of buckets that
+    `DistributedDataParallel` keeps.
+    """
     parameter, gradient = nn.Parameter(torch.zeros(())), torch.zeros(())
     before = sys.getrefcount(gradient)
     parameter.grad = gradient
@@ -36,6 +40,12 @@ def _references_of_grad() -> int:
 
 
 _REFERENCES_OF_GRAD = _references_of_grad()
+
+
+def _is_in_torch(parameter: nn.Parameter, gradient: Tensor) -> bool:
+    """Whether torch itself refers to a gradient, besides the object in Python."""
+    count: Callable[[], int] | None = getattr(gradient, "_use_count", None)
+    return parameter.grad is gradient if count is None else count() > 1
 
 
 _all: WeakSet[Holds] = WeakSet()
@@ -114,8 +124,10 @@ class Holds:
         return [*map(_users_of, self._numbers)] if _users_of is not None else [0] * len(self._numbers)
 
     def _referring(self) -> list[int]:
+        if not _REFERENCES_OF_GRAD:
+            return [sys.getrefcount(gradient) for _, gradient in self._gradients]
         return [
-            sys.getrefcount(gradient) - (_REFERENCES_OF_GRAD if parameter.grad is gradient else 0)
+            sys.getrefcount(gradient) - (_REFERENCES_OF_GRAD if _is_in_torch(parameter, gradient) else 0)
             for parameter, gradient in self._gradients
         ]
 

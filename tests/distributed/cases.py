@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -36,7 +39,7 @@ WARM_UP = 11
 def _fit_of_all(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
     """A fit, which has ended when all processes have written their files."""
     trainer.fit(*args, **kwargs)
-    dist.barrier()
+    trainer.strategy.barrier()
 
 
 @dataclass
@@ -147,6 +150,99 @@ def same_numbers_in_buckets(here: Here) -> None:
     wrapper = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005}
     _, graph = here.assert_same_runs(CUDAGraphCallback(timings=None), wrapper=wrapper, max_epochs=4)
     assert graph.counts.replayed >= 10, graph.counts
+
+
+def same_numbers_in_buckets_accumulated(here: Here) -> None:
+    """Views of buckets to which other batches add before they are averaged."""
+    wrapper = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005}
+    _, graph = here.assert_same_runs(
+        CUDAGraphCallback(timings=None),
+        wrapper=wrapper,
+        max_epochs=6,
+        accumulate_grad_batches=2,
+        train_loader=loader(batches=12),
+    )
+    assert graph.counts.replayed >= 12, graph.counts
+
+
+def same_numbers_without_broadcasts(here: Here) -> None:
+    """Each process keeps the statistics of its own batches."""
+    # Another name since torch 2.13, where the older one warns.
+    names = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    _, graph = here.assert_same_runs(wrapper={name: False}, max_epochs=4)
+    assert "buffers are not broadcast" not in " ".join(graph.counts.eager), graph.counts
+    assert graph.counts.replayed >= 10, graph.counts
+
+
+def same_numbers_in_a_group_made_before(here: Here) -> None:
+    """The process group is not Lightning's own, and older than the callback."""
+    is_on_gpu = here.accelerator == "gpu"
+    if is_on_gpu:
+        torch.cuda.set_device(here.rank)
+    dist.init_process_group("nccl" if is_on_gpu else "gloo", rank=here.rank, world_size=here.size)
+    try:
+        _, graph = here.assert_same_runs()
+        assert graph.counts.replayed >= 10, graph.counts
+    finally:
+        dist.destroy_process_group()
+
+
+def a_group_that_averages_on_the_host(here: Here) -> None:
+    """On GPUs: the process group is older than the trainer, and is not NCCL's."""
+    dist.init_process_group("gloo", rank=here.rank, world_size=here.size)
+    graph = here.train("graph", CUDAGraphCallback(), raises=UnsupportedError)
+    assert "The process group uses" in str(graph.error), graph.error
+    dist.destroy_process_group()
+
+
+def registered_buffers_that_move(here: Here) -> None:
+    """On GPUs: NCCL was told to register buffers, of an allocator that has expandable segments."""
+    graph = here.train("graph", CUDAGraphCallback(), raises=ConfigurationError)
+    assert "NCCL_GRAPH_REGISTER is 1" in str(graph.error), graph.error
+
+
+def same_numbers_of_one(here: Here) -> None:
+    """A process alone, with the wrapper all the same."""
+    _, graph = here.assert_same_runs(train_loader=loader(batches=7), max_epochs=4)
+    assert graph.counts.replayed >= 10, graph.counts
+
+
+def captures_around_the_hundredth_iteration(here: Here) -> None:
+    """The wrapper takes times in it, which no capture could hold."""
+    batches = loader(False, batches=2 * 112)
+    plain = here.train("plain", None, max_epochs=1, train_loader=batches, checkpoint_every=0)
+    for steps in (97, 98, 99, 100):
+        callback = CUDAGraphCallback(warmup_steps=steps, verify_replays=1)
+        graph = here.train(
+            f"graph{steps}", callback, max_epochs=1, train_loader=batches, checkpoint_every=0
+        )
+        assert_same(plain, graph, ignore=("_ms/",))
+        assert graph.counts.replayed == 112 - steps, graph.counts
+
+
+class Unused(Net):
+    """Has a parameter that takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def unused_parameters_are_refused(here: Here) -> None:
+    """To look for them is to read on the host; or all go on without a graph."""
+    wrapper = {"find_unused_parameters": True}
+    graph = here.train("graph", CUDAGraphCallback(), Unused, wrapper, raises=UnsupportedError)
+    assert "find_unused_parameters=True" in str(graph.error), graph.error
+    assert not graph.steps
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    plain = here.train("plain", None, Unused, wrapper)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lightning_cudagraph: all steps eager")  # on rank 0
+        graph = here.train("eager", callback, Unused, wrapper)
+    assert_same(plain, graph)
+    assert callback.counts is None
+    assert "all steps eager" in str(callback.report)
 
 
 def same_numbers_with_a_static_graph(here: Here) -> None:
@@ -454,6 +550,20 @@ def an_error_on_rank_0(here: Here) -> None:
 def an_error_on_rank_1(here: Here) -> None:
     """Raises what that process has met."""
     here.train("graph", CUDAGraphCallback(), callbacks=(Raises(1),))
+
+
+class RaisesInStep(Net):
+    """Raises in a step of warm-up, in one process."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1 and self.trainer.global_step == 5:
+            raise ValueError("no more cheese")
+        return super().training_step(batch, batch_idx)
+
+
+def an_error_in_a_step_on_rank_1(here: Here) -> None:
+    """Raises where the other processes are about to average gradients with this one."""
+    here.train("graph", CUDAGraphCallback(), RaisesInStep)
 
 
 class Notes(Callback):

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,7 @@ def launch(
     act: Callable[[Path, list[subprocess.Popen[bytes]]], None] | None = None,
     size: int = 2,
     limit_s: float = 120.0,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:
     """Run cases in processes of one group.
 
@@ -64,6 +65,7 @@ def launch(
         act: called once they have begun, with the folder and the processes.
         size: how many processes.
         limit_s: when a process that is still in the same case writes where it is, and ends.
+        environment: variables for all of them.
     """
     port = _free_port()
     processes = []
@@ -72,6 +74,7 @@ def launch(
             **os.environ,
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
             **{"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(size)},
+            **(environment or {}),
         }
         command = [sys.executable, "-m", "tests.distributed.worker"]
         command += [str(folder), accelerator, str(limit_s), *cases]

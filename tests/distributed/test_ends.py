@@ -21,6 +21,17 @@ FOR_EVER = "trains_for_ever"
 Process = subprocess.Popen[bytes]
 
 
+def test_an_error_in_a_step_of_one_process_ends_all(tmp_path: Path, accelerator: str) -> None:
+    case = "an_error_in_a_step_on_rank_1"
+    ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
+    assert [process.status for process in ended] == [1, 1], ended
+    assert "ValueError: no more cheese" in ended[1].cases[case]
+    # In a collective of the step, the connection is what it misses; then the reason is told beside it.
+    assert "rank 1: ValueError: no more cheese" in ended[0].cases[case] + ended[0].said, ended[0]
+    apart_s = abs(ended[0].ended_s - ended[1].ended_s)
+    assert apart_s < ALL_ENDED_S, apart_s
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_in_one_process_ends_all(tmp_path: Path, accelerator: str, rank: int) -> None:
     case = f"an_error_on_rank_{rank}"

@@ -14,6 +14,8 @@ SAME = (
     "same_numbers_accumulated",
     "same_numbers_accumulated_with_sampled_times",
     "same_numbers_in_buckets",
+    "same_numbers_in_buckets_accumulated",
+    "same_numbers_without_broadcasts",
     "same_numbers_with_the_optimizer_behind",
     "same_numbers_on_the_short_way",
     "same_numbers_over_sockets",
@@ -31,16 +33,30 @@ AGREED = (
 DIFFERENT = (
     "different_arguments",
     "switched_off_in_one",
+    "unused_parameters_are_refused",
     "evaluation_is_refused_at_the_start",
     "a_shorter_loader",
     "a_shorter_stream",
 )
+SEVERAL_CAPTURES = ("captures_around_the_hundredth_iteration",)
 
 
 @pytest.mark.parametrize(
-    "cases", [SAME, AGREED, DIFFERENT], ids=["same numbers", "agreed", "different from the start"]
+    "cases",
+    [SAME, AGREED, DIFFERENT, SEVERAL_CAPTURES],
+    ids=["same numbers", "agreed", "different from the start", "several captures"],
 )
 def test_processes_train_as_without_the_callback(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
     assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=240), cases)
+
+
+def test_a_group_that_is_there_already(tmp_path: Path, accelerator: str) -> None:
+    cases = ["same_numbers_in_a_group_made_before"]
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=240), cases)
+
+
+def test_a_process_alone(tmp_path: Path, accelerator: str) -> None:
+    cases = ["same_numbers_of_one"]
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=240, size=1), cases)

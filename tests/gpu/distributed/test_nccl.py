@@ -16,3 +16,25 @@ CASES = (
 
 def test_gpus_train_as_without_the_callback(tmp_path: Path) -> None:
     assert_all_ok(launch(tmp_path, CASES, "gpu", timeout_s=240), CASES)
+
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_expandable_segments(tmp_path: Path) -> None:
+    """Buffers of captures are not registered then: set for the user, and said."""
+    cases = ["same_numbers", "same_numbers_accumulated"]
+    ended = launch(tmp_path, cases, "gpu", timeout_s=240, environment=EXPANDABLE)
+    assert_all_ok(ended, cases)
+    assert "NCCL_GRAPH_REGISTER=0 is set" in ended[0].said
+
+
+def test_expandable_segments_and_registered_buffers(tmp_path: Path) -> None:
+    cases = ["registered_buffers_that_move"]
+    environment = {**EXPANDABLE, "NCCL_GRAPH_REGISTER": "1"}
+    assert_all_ok(launch(tmp_path, cases, "gpu", timeout_s=240, environment=environment), cases)
+
+
+def test_a_group_of_another_kind(tmp_path: Path) -> None:
+    cases = ["a_group_that_averages_on_the_host"]
+    assert_all_ok(launch(tmp_path, cases, "gpu", timeout_s=240), cases)
