@@ -2,7 +2,7 @@
 
 Each fit has a thread of its own, and one of them runs at a time: what is compared has been measured a
 second apart, on one set of clocks and temperatures, and each fit captures its graphs only once. Each has
-random numbers of its own, too, from the same seed: all see the same weights, batches and dropout.
+random numbers of its own, too, from the same seed: all see the same batches, weights and dropout.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class BlockedBatches:
         begin_s: seconds until the first block: all that comes before, and the warm steps.
     """
 
-    def __init__(self, make: Callable[[], Any], blocks: Blocks, name: str, turns: _Turns) -> None:
-        self._batches = [make() for _ in range(_READY_BATCHES)]
+    def __init__(self, batches: list[Any], blocks: Blocks, name: str, turns: _Turns) -> None:
+        self._batches = batches
         self._blocks = blocks
         self._name = name
         self._turns = turns
@@ -233,12 +233,14 @@ def fits_in_turn(
         What came of each. One that fails leaves the others alone.
     """
     turns = _Turns(list(fits), blocks.rounds)
+    torch.manual_seed(_SEED)
+    ready = [make_batch() for _ in range(_READY_BATCHES)]
     measured = {name: Measured() for name in fits}
 
     def run(name: str, fit: Callable[[BlockedBatches], None]) -> None:
         try:
             turns.take(name)
-            batches = BlockedBatches(make_batch, blocks, name, turns)
+            batches = BlockedBatches(ready, blocks, name, turns)
             fit(batches)
             synchronize()
             measured[name].step_us, measured[name].begin_s = batches.step_us, batches.begin_s

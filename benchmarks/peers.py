@@ -80,6 +80,7 @@ class Peer:
         same_numbers: it must come to the weights of eager Lightning, bit for bit.
         needs_gpu: there is nothing like it on a CPU.
         in_main_thread: it must not run in another thread.
+        needs: a module that must have been imported in the main thread.
     """
 
     name: str
@@ -87,10 +88,12 @@ class Peer:
     same_numbers: bool = False
     needs_gpu: bool = False
     in_main_thread: bool = False
+    needs: str | None = None
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    # The Trainer leaves them in host memory.
+    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 
 def _in_trainer(mode: str | None = None) -> Any:
@@ -173,7 +176,12 @@ PEERS = (
     Peer(EAGER, _in_trainer()),
     Peer(TORCH_COMPILE, _in_trainer("default")),
     # What it keeps of its graphs belongs to the main thread.
-    Peer(REDUCE_OVERHEAD, _in_trainer("reduce-overhead"), in_main_thread=True),
+    Peer(
+        REDUCE_OVERHEAD,
+        _in_trainer("reduce-overhead"),
+        in_main_thread=True,
+        needs="torch._inductor.cudagraph_trees",
+    ),
     Peer(GRAPHED_CALLABLES, _with_graphed_callables, needs_gpu=True),
     Peer(BY_HAND, _by_hand(alone=False), same_numbers=True, needs_gpu=True),
     # Without data flow, every graph has one stream.

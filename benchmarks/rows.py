@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,8 @@ def measure_row(
         fits[peer.name] = fit_of(peer)
         if peer.in_main_thread:
             in_main_thread = peer.name
+        if peer.needs is not None:
+            import_module(peer.needs)
     with contextlib.redirect_stdout(io.StringIO()):  # samples, progress
         measured = fits_in_turn(fits, lambda: pinned(workload.batch(tiny)), blocks, in_main_thread)
     for name, each in measured.items():
