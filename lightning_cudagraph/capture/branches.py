@@ -116,6 +116,8 @@ class Branches:
         finally:
             torch.cuda.set_stream(self._own)
         self._nodes.append(self._position(stream))
+        if access.moved():
+            raise SentBackError(f"{func} gave a tensor other memory than it had")
         self._take(placed, made_by(result, access.tensors, "cuda"))
         self._join()
         return result

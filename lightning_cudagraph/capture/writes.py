@@ -8,23 +8,28 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-__all__ = ["Writes", "storage_id", "whole", "written_by"]
+__all__ = ["UNDECLARED_WRITES", "Writes", "storage_id", "whole", "written_by"]
 
-# Schemas lie. These write running statistics without saying so: arguments 3 and 4
-# (aten/src/ATen/native/native_functions.yaml, `native_batch_norm` and its backends' forms).
-_RUNNING_STATISTICS = frozenset(
-    {
-        "aten::native_batch_norm",
-        "aten::cudnn_batch_norm",
-        "aten::miopen_batch_norm",
-        "aten::batch_norm_gather_stats",
-        "aten::batch_norm_gather_stats_with_counts",
-        "aten::batch_norm_update_stats",
-    }
-)
-# This one draws from a state of cuDNN's own, which moves on with each forward pass
-# (aten/src/ATen/native/cudnn/RNN.cpp, `DropoutState`).
-_DROPOUT_STATE = ("aten::_cudnn_rnn", "dropout_state")
+# Schemas lie: what these ops write without saying so, by the names of their arguments. The test of
+# `accesses` compares what each op declares with what it does, and finds those that are missing here.
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
+    # aten/src/ATen/native/native_functions.yaml, `native_batch_norm` and its backends' forms.
+    "aten::native_batch_norm": _RUNNING_STATISTICS,
+    "aten::cudnn_batch_norm": _RUNNING_STATISTICS,
+    "aten::miopen_batch_norm": _RUNNING_STATISTICS,
+    "aten::batch_norm_gather_stats": _RUNNING_STATISTICS,
+    "aten::batch_norm_gather_stats_with_counts": _RUNNING_STATISTICS,
+    "aten::batch_norm_update_stats": _RUNNING_STATISTICS,
+    # cuDNN is given the memory that the forward pass kept as memory that it may write.
+    "aten::cudnn_batch_norm_backward": ("reserveSpace",),
+    # These draw from a state of cuDNN's own, which moves on with each pass
+    # (aten/src/ATen/native/cudnn/RNN.cpp, `DropoutState`).
+    "aten::_cudnn_rnn": ("dropout_state",),
+    # The backward pass works in the memory that the forward pass kept.
+    "aten::_cudnn_rnn_backward": ("dropout_state", "reserve"),
+    "aten::mkldnn_rnn_layer_backward": ("workspace",),
+}
 # Collectives declare nothing; what they write is their first argument
 # (torch/csrc/distributed/c10d/Ops.cpp).
 _COLLECTIVES = "c10d::"
@@ -69,15 +74,15 @@ class Writes:
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments of an op that it writes into."""
+    schema = func._schema
     found: list[Any] = []
-    if func._schema.name in _RUNNING_STATISTICS:
-        found += [t for t in args[1:] if isinstance(t, Tensor) and not t.requires_grad]
-    if func._schema.name.startswith(_COLLECTIVES):
+    if schema.name.startswith(_COLLECTIVES):
         found += tree_iter(args[0])
-    if func._schema.is_mutable or func._schema.name == _DROPOUT_STATE[0]:
-        for index, argument in enumerate(func._schema.arguments):
-            known = (func._schema.name, argument.name) == _DROPOUT_STATE
-            if known or (argument.alias_info is not None and argument.alias_info.is_write):
+    undeclared = UNDECLARED_WRITES.get(schema.name, ())
+    if schema.is_mutable or undeclared:
+        for index, argument in enumerate(schema.arguments):
+            declared = argument.alias_info is not None and argument.alias_info.is_write
+            if declared or argument.name in undeclared:
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
                 found += tree_iter(value)
     return [tensor for tensor in found if isinstance(tensor, Tensor)]

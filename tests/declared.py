@@ -1,0 +1,117 @@
+"""Compares what ops do to memory with what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from lightning_cudagraph.capture.accesses import _all_of, access_of, made_by, only_looks, pieces
+from lightning_cudagraph.capture.writes import storage_id, written_by
+
+# Barriers for a capture on several streams; what they write matters to others.
+_CHECKED_ALL_THE_SAME = ("aten::_cudnn", "aten::_thnn_fused", "aten::linalg", "aten::_fft")
+
+
+def _with_memory(tree: Any) -> Iterator[Tensor]:
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, Tensor):
+            yield from pieces(leaf)
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: int) -> str:
+    """The name of the argument of an op that lies in a storage."""
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        if any(storage_id(tensor) == key for tensor in _with_memory(value)):
+            return str(argument.name)
+    return "somebody else"
+
+
+class Declared(TorchDispatchMode):
+    """Looks at all memory that it has met, before and after each op.
+
+    Attributes:
+        ops: the names of the ops it has seen.
+        written: of those, the names of the ones that wrote into memory older than themselves.
+        unknown: those whose effects are not known.
+        lies: what was written without its being said, and what is not as it was said.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[str] = set()
+        self.written: set[str] = set()
+        self.unknown: set[str] = set()
+        self.lies: set[str] = set()
+        self._met: dict[int, StorageWeakRef] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def meet(self, tree: Any) -> None:
+        """From now on look at the memory of these tensors."""
+        for tensor in _with_memory(tree):
+            self._met.setdefault(storage_id(tensor), StorageWeakRef(tensor.untyped_storage()))
+
+    def _memory(self) -> dict[int, Tensor]:
+        """All memory that was met and is still alive, as bytes."""
+        found = {}
+        for key, weak in list(self._met.items()):
+            storage = None if weak.expired() else torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+            if storage is None:
+                del self._met[key]
+            elif storage.nbytes() > 0 and storage.data_ptr() != 0:
+                found[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.name() if hasattr(func, "_schema") else str(func)
+        self.ops.add(name)
+        self.meet((args, kwargs))
+        memory = self._memory()
+        before = {key: data.clone() for key, data in memory.items()}
+        looks = only_looks(func)
+        access = access_of(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.meet(result)
+        if not looks and access is None:
+            self.unknown.add(name)
+            if not name.startswith(_CHECKED_ALL_THE_SAME):
+                return result
+            writes = [_all_of(tensor) for tensor in written_by(func, args, kwargs)]
+        else:
+            writes = [] if access is None else access.writes
+        if access is not None and access.moved():
+            self.lies.add(f"{name} gives a tensor other memory")
+        for key, was in before.items():
+            if torch.equal(memory[key], was):
+                continue
+            self.written.add(name)
+            for start, end in writes:
+                first = max(0, start - memory[key].data_ptr())
+                last = max(first, end - memory[key].data_ptr())
+                was[first:last] = memory[key][first:last]
+            if not torch.equal(memory[key], was):
+                self.lies.add(f"{name} writes into memory of {_argument(func, args, kwargs, key)}")
+        given = {storage_id(tensor) for tensor in _with_memory((args, kwargs))}
+        returned = {storage_id(t) for t in _with_memory(result) if t.untyped_storage().nbytes()}
+        if access is None:
+            new = set()
+        else:
+            kinds = ("cpu", "cuda")
+            new = {storage_id(t) for kind in kinds for t in made_by(result, access.tensors, kind)}
+        if looks and not returned <= given:
+            self.lies.add(f"{name} is said to be a view, and makes memory")
+        if access is not None and not looks and not returned <= given | new:
+            self.lies.add(f"{name} returns memory that is neither new nor was given to it")
+        return result
