@@ -471,6 +471,33 @@ def a_capture_that_fails_in_the_backward_pass(here: Here) -> None:
     assert any("cannot hold" in reason for reason in graph.counts.eager), graph.counts
 
 
+class WideReadsInBackwardOnOne(Net):
+    """The same with several large buckets, of which one process has averaged some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 1024
+        layers = (nn.Linear(24, width), nn.Linear(width, width), nn.Linear(width, width))
+        self.features.extend([*layers, nn.Linear(width, 24)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.features):
+            x = layer(x)
+            if index == 5 and self.trainer.global_rank == 1:
+                x = _ReadsInBackward.apply(x)
+        return self.head(x)
+
+
+def a_wide_capture_that_fails_in_the_backward_pass(here: Here) -> None:
+    """NCCL registers large buffers of a capture in all processes, and one of them goes no further."""
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    wrapper = {"bucket_cap_mb": 3.0}
+    _, graph = here.assert_same_runs(
+        callback, build=WideReadsInBackwardOnOne, wrapper=wrapper, checkpoint_every=0
+    )
+    assert graph.counts.replayed == 0, graph.counts
+
+
 class CountsOnOne(Net):
     """On one process, the loss depends on how often Python has run."""
 
