@@ -8,12 +8,27 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
-from lightning_cudagraph import CUDAGraphError, EventTimer, TimerError, TimerRegistry
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    CUDAGraphError,
+    EventTimer,
+    LayerTimings,
+    TimerError,
+    TimerRegistry,
+)
+from lightning_cudagraph.capture.backend import CudaBackend
+from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.timing.stretches import Stretch, last_ended
 from tests.captures import Work
+from tests.harness import Net, loader, make, train
 
 
 @pytest.fixture
@@ -355,3 +370,50 @@ def test_copies_have_times_of_their_own(work: Work) -> None:
         work.run()
     assert copy.deepcopy(registry).elapsed_times() == []
     assert len(registry.elapsed_times()) == 1
+
+
+@pytest.mark.parametrize("timings", [None, LayerTimings()])
+def test_a_timer_in_a_step_of_the_callback(
+    tmp_path: Path,
+    accelerator: str,
+    monkeypatch: pytest.MonkeyPatch,
+    timings: LayerTimings | None,
+) -> None:
+    """It is captured once or twice, and run without a graph to verify; the last replay counts."""
+    monkeypatch.setattr(EmulatorBackend, "graphs_per_step", CudaBackend.graphs_per_step)
+
+    class Timed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.timer = EventTimer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with self.timer:
+                return super().forward(x)
+
+    class Reads(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            times_ms.append(pl_module.timer.elapsed_time())
+            latest = last_ended([*pl_module.timer._captured, pl_module.timer._last])
+            assert latest is not None
+            ends.append(latest)
+
+    times_ms: list[float] = []
+    ends: list[Stretch] = []
+    trace = train(
+        make(Timed),
+        tmp_path,
+        CUDAGraphCallback(timings=timings),
+        accelerator=accelerator,
+        callbacks=(Reads(),),
+        train_loader=loader(ragged=False),
+    )
+    assert trace.counts.replayed == 18
+    assert all(time_ms > 0 for time_ms in times_ms)
+    assert len(set(times_ms[3:])) > 15, "each replay has a time of its own"
+    captured = [stretch for stretch in ends if stretch.captured]
+    assert len(captured) >= 16
+    # With timings, two graphs take turns.
+    assert len(set(map(id, captured))) == (1 if timings is None else 2)
+    if timings is not None:
+        assert all(one is not other for one, other in pairwise(captured[2:]))

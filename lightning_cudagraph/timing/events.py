@@ -11,9 +11,10 @@ from threading import get_ident
 from typing import Any, Generic, TypeVar
 
 from lightning_cudagraph.capture.emulator import EmulatedGraph
+from lightning_cudagraph.capture.here import is_captured_here
 from lightning_cudagraph.errors import TimerError
 from lightning_cudagraph.timing.blocks import TimedBlock
-from lightning_cudagraph.timing.stretches import Stretch, Stretches, read_ms
+from lightning_cudagraph.timing.stretches import Stretch, Stretches, last_ended, read_ms
 
 __all__ = ["EventTimer", "TimerRegistry"]
 
@@ -34,17 +35,18 @@ class EventTimer(TimedBlock):
     """Measures a block of work on the device, in a CUDA graph too.
 
     ``with timer:``, ``with timer():`` and ``@timer`` are all right. It may be entered again, nested, and
-    in several threads; it tells the time of the block that was left last. In a capture the block becomes
-    part of the graph, and has a new time after each replay. A block that ends with an exception is not
-    timed. While CUDA has not been initialised, the clock of the host is read.
+    in several threads; it tells the time of the block that ended last. In a capture the block becomes
+    part of the graph, and has a new time after each replay; of several graphs, the one counts that was
+    replayed last. A block that ends with an exception is not timed. While CUDA has not been initialised,
+    the clock of the host is read.
 
-    An event in a graph lies on its critical path, and costs about 2 µs there. For a step that is
-    captured more than once, as by `CUDAGraphCallback`, use `Profiler`.
+    An event in a graph lies on its critical path, and costs about 2 µs there.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._last: Stretch | None = None
+        self._captured: list[Stretch] = []
 
     def synchronize(self) -> None:
         """Block the host until the end of the block has been reached.
@@ -58,7 +60,7 @@ class EventTimer(TimedBlock):
         """The time of the block, waiting for its end if need be.
 
         Returns:
-            Milliseconds on the device; for a block in a graph, those of the last replay.
+            Milliseconds on the device; for a block in graphs, those of the last replay.
 
         Raises:
             TimerError: if no block has been left, if one is still open, if the graph has not been
@@ -75,6 +77,8 @@ class EventTimer(TimedBlock):
                 "A timer was read with which nothing has been timed.",
                 "Put `with timer:` around the work.",
             )
+        if not is_captured_here() and (last := last_ended([*self._captured, self._last])) is not None:
+            return last.elapsed_ms()
         return read_ms([self._last], self._last)[0]
 
     def _entered(self) -> Stretch:
@@ -85,6 +89,8 @@ class EventTimer(TimedBlock):
     def _left(self, stretch: Stretch, failed: bool) -> None:
         if not failed:
             self._last = stretch
+            if stretch.captured:
+                self._captured.append(stretch)
 
     def __reduce__(self) -> Any:
         # A copy of what holds a timer, such as a module, has a timer of its own.

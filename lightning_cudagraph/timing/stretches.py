@@ -13,7 +13,7 @@ from lightning_cudagraph.capture.emulator import HostEvent
 from lightning_cudagraph.capture.here import event_here, is_captured_here
 from lightning_cudagraph.errors import TimerError
 
-__all__ = ["Stretch", "Stretches", "read_ms"]
+__all__ = ["Stretch", "Stretches", "last_ended", "read_ms"]
 
 # What torch, CUDA and the emulator say of an event that has no time yet.
 _NO_TIME_YET = ("invalid resource handle", "invalid argument", "must have been recorded")
@@ -84,6 +84,12 @@ class Stretch:
         """Milliseconds between the events, which must have been reached."""
         return self._start.elapsed_time(self._end)  # type: ignore[no-any-return]
 
+    def ended_before(self, other: Stretch) -> bool:
+        """Whether this one ended before another one, or at once; both must have been reached."""
+        if type(self._end) is not type(other._end):
+            return True  # on the host's clock, before CUDA was initialised
+        return self._end.elapsed_time(other._end) >= 0  # type: ignore[no-any-return]
+
     def read_ms(self) -> float:
         """Wait for the end; milliseconds.
 
@@ -137,6 +143,32 @@ def read_ms(stretches: Sequence[Stretch], last: Stretch) -> list[float]:
     except RuntimeError:
         # Another stream is behind the last one's, or one of them has never been replayed.
         return [stretch.read_ms() for stretch in stretches]
+
+
+def last_ended(stretches: Sequence[Stretch]) -> Stretch | None:
+    """That of some stretches whose end was passed last, be it in a replay; waits for all of them.
+
+    Args:
+        stretches: which; all have been left, the last one last of all.
+
+    Returns:
+        None if none of them has been passed.
+    """
+    found: Stretch | None = None
+    if torch.cuda.is_initialized():
+        # An event that a graph sets for the first time is not waited for by itself.
+        torch.cuda.current_stream().synchronize()
+    for stretch in stretches:
+        try:
+            stretch.wait()
+            stretch.elapsed_ms()
+        except RuntimeError as error:  # not replayed yet, or never again
+            if not any(text in str(error) for text in _NO_TIME_YET):
+                raise
+            continue
+        if found is None or found.ended_before(stretch):
+            found = stretch
+    return found
 
 
 class Stretches:
