@@ -42,7 +42,7 @@ from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.optimizer_part import OptimizerPart
 from lightning_cudagraph.plain_replay import PlainReplay
-from lightning_cudagraph.profilers import around_replays, profiler_notes
+from lightning_cudagraph.profilers import around_replays, profiler_notes, progress_bar_notes
 from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
 from lightning_cudagraph.replicas import Replicas
 from lightning_cudagraph.run_times import RunTimes, batch_of_step
@@ -279,6 +279,7 @@ class GraphedTraining:
                 "what comes after the backward pass": "it runs eagerly, behind the graph"
             }
         notes += untimed_notes(untimed)
+        notes += progress_bar_notes(self._trainer)
         if self._part.scaler is not None:
             notes.append(
                 f"{int(self._part.scaler.skipped_steps)} step(s) skipped, because a gradient overflowed"

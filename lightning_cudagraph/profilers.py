@@ -1,4 +1,4 @@
-"""Lightning's profilers beside a graph: they see that it is replayed, and nothing of what is inside."""
+"""Lightning's profilers and bars beside a graph: what they see of it, and what they cost."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import RichProgressBar, ThroughputMonitor, TQDMProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lightning_cudagraph.support import callbacks_of
 
-__all__ = ["around_replays", "profiler_notes", "unprofiled"]
+__all__ = ["around_replays", "profiler_notes", "progress_bar_notes", "unprofiled"]
+
+# A bar that is refreshed less often costs little.
+_OFTEN = 20
 
 # `PyTorchProfiler` moves its schedule on after actions whose names end so.
 _ACTION = "[CUDAGraphCallback]replay.training_step"
@@ -60,3 +63,21 @@ def profiler_notes(trainer: pl.Trainer) -> list[str]:
             "`ThroughputMonitor` waits for the GPU after every batch: less of what a graph gains is left"
         )
     return notes
+
+
+def progress_bar_notes(trainer: pl.Trainer) -> list[str]:
+    """That the progress bar waits for the device, if it does, in words; for the end of a run."""
+    bar = trainer.progress_bar_callback
+    if not (isinstance(bar, (TQDMProgressBar, RichProgressBar)) and bar.is_enabled):
+        return []
+    if not trainer._logger_connector._progress_bar_metrics:
+        return []
+    name = type(bar).__qualname__
+    every_n_steps = bar.refresh_rate if isinstance(bar, TQDMProgressBar) else 1
+    if every_n_steps >= _OFTEN:
+        return []
+    how_often = "every step" if every_n_steps == 1 else f"one step in {every_n_steps}"
+    return [
+        f"`{name}` reads logged values in {how_often}, and waits for the device: less of what a graph"
+        " gains is left. `TQDMProgressBar(refresh_rate=50)` reads them less often"
+    ]

@@ -151,6 +151,8 @@ def test_progress_bars(
     assert_same(plain, graph)
     became(graph, replayed=18, eager=ONE_SHAPE)
     assert shown_plain == shown_graph
+    told = str(graph.callback and graph.callback.report)
+    assert "ProgressBar` reads logged values in every step, and waits for the device" in told
     assert bar == "rich" or len(shown_graph) > 48
 
 
