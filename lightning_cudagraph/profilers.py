@@ -77,7 +77,8 @@ def progress_bar_notes(trainer: pl.Trainer) -> list[str]:
     if every_n_steps >= _OFTEN:
         return []
     how_often = "every step" if every_n_steps == 1 else f"one step in {every_n_steps}"
-    return [
+    note = (
         f"`{name}` reads logged values in {how_often}, and waits for the device: less of what a graph"
         " gains is left. `TQDMProgressBar(refresh_rate=50)` reads them less often"
-    ]
+    )
+    return [note]
