@@ -24,10 +24,10 @@ __all__ = [
     "BlockedBatches",
     "Blocks",
     "Measured",
+    "Times",
     "environment",
     "fits_in_turn",
     "pinned",
-    "quarters",
     "synchronize",
 ]
 
@@ -179,18 +179,16 @@ class BlockedBatches:
 
 
 @dataclass
-class Measured:
-    """What came of one of the fits.
+class Times:
+    """The times of one fit.
 
     Attributes:
         step_us: microseconds of a step, for each block.
         begin_s: seconds until the first block.
-        failure: why it has no figures, or None.
     """
 
     step_us: list[float] = field(default_factory=list)
     begin_s: float = float("nan")
-    failure: BaseException | None = None
 
     @property
     def median_us(self) -> float:
@@ -199,16 +197,26 @@ class Measured:
     @property
     def spread_us(self) -> tuple[float, float]:
         """The quarter points."""
-        return quarters(self.step_us)
+        return _quarters(self.step_us)
 
-    def ratio_to(self, other: Measured) -> tuple[float, float, float]:
+    def ratio_to(self, other: Times) -> tuple[float, float, float]:
         """Median of the ratios, round by round, and their quarter points."""
         ratios = [mine / its for mine, its in zip(self.step_us, other.step_us, strict=True)]
-        return statistics.median(ratios), *quarters(ratios)
+        return statistics.median(ratios), *_quarters(ratios)
 
 
-def quarters(values: list[float]) -> tuple[float, float]:
-    """The quarter points of some values."""
+@dataclass
+class Measured(Times):
+    """What came of one of the fits.
+
+    Attributes:
+        failure: why it has no times, or None.
+    """
+
+    failure: BaseException | None = None
+
+
+def _quarters(values: list[float]) -> tuple[float, float]:
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")

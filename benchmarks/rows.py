@@ -6,7 +6,6 @@ import contextlib
 import gc
 import io
 import json
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, fits_in_turn, pinned, quarters
+from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Times, fits_in_turn, pinned
 from benchmarks.limits import Limits, measure_limits
 from benchmarks.models import Workload
 from benchmarks.peers import EAGER, Outcome, Peer, Unavailable
@@ -31,13 +30,11 @@ _FRAMES = -12
 
 
 @dataclass
-class Cell:
+class Cell(Times):
     """What came of one peer with one model.
 
     Attributes:
-        step_us: microseconds of a step, for each block.
-        begin_s: seconds until the first block: setup, warm-up, compilation, capture.
-        failure: why there are no figures, or None.
+        failure: why it has no times, or None.
         unavailable: the failure is that something is not there.
         equal: its weights at the end are those of eager Lightning, bit for bit; None if not compared.
         furthest: the largest difference of a weight.
@@ -46,8 +43,6 @@ class Cell:
         memory_bytes: device memory that the callback's graphs took.
     """
 
-    step_us: list[float] = field(default_factory=list)
-    begin_s: float = float("nan")
     failure: str | None = None
     unavailable: bool = False
     equal: bool | None = None
@@ -55,19 +50,6 @@ class Cell:
     must_be_equal: bool = False
     report: str | None = None
     memory_bytes: int | None = None
-
-    @property
-    def median_us(self) -> float:
-        return statistics.median(self.step_us)
-
-    @property
-    def spread_us(self) -> tuple[float, float]:
-        """The quarter points."""
-        return quarters(self.step_us)
-
-    def ratio_to(self, other: Cell) -> tuple[float, float, float]:
-        """Median of the ratios, round by round, and their quarter points."""
-        return Measured(self.step_us).ratio_to(Measured(other.step_us))
 
     @property
     def is_wrong(self) -> bool:

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import statistics
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +23,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader
 
-from benchmarks.char_gpt import WARM_STEPS, Stopwatch
 from benchmarks.fits import ON_GPU, environment, pinned
 from benchmarks.models import MODELS, Workload
+from benchmarks.stopwatch import WARM_STEPS, Stopwatch
+from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback
 
 EAGER = "eager"
@@ -60,23 +59,16 @@ def step_us(workload: Workload, callbacks: list[Callback], steps: int, tiny: boo
     loader = _batches(workload, steps, tiny)
     pl.seed_everything(1, verbose=False)
     stopwatch = Stopwatch()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = pl.Trainer(
-            accelerator="gpu" if ON_GPU else "cpu",
-            devices=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-            num_nodes=size // int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-            strategy="ddp",
-            use_distributed_sampler=False,
-            precision=workload.precision,
-            max_steps=steps,
-            gradient_clip_val=workload.clip,
-            logger=TensorBoardLogger(folder),
-            callbacks=[stopwatch, *callbacks],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            limit_val_batches=0,
-        )
+    in_group = {
+        "devices": int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+        "num_nodes": size // int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+        "strategy": "ddp",
+        "use_distributed_sampler": False,
+        "max_epochs": None,
+        "max_steps": steps,
+        "limit_val_batches": 0,
+    }
+    with trainer_for(workload, [stopwatch, *callbacks], **in_group) as trainer:
         trainer.fit(workload.make(tiny), loader)
     for callback in callbacks:
         assert isinstance(callback, CUDAGraphCallback)

@@ -42,7 +42,8 @@ def quiet_trainer(
 
 
 def trainer_for(
-    workload: Workload, callbacks: Sequence[Callback]
+    workload: Workload, callbacks: Sequence[Callback], **arguments: Any
 ) -> contextlib.AbstractContextManager[pl.Trainer]:
-    """The Trainer of a model, with TensorBoard."""
-    return quiet_trainer(callbacks, precision=workload.precision, gradient_clip_val=workload.clip)
+    """The Trainer of a model, with TensorBoard; other arguments are the Trainer's."""
+    settings = {"precision": workload.precision, "gradient_clip_val": workload.clip}
+    return quiet_trainer(callbacks, **(settings | arguments))

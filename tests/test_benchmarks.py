@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.fits import BlockedBatches, Blocks, fits_in_turn
+from benchmarks.host_floor import CALLBACKS, HANDING_OVER, rows
+from benchmarks.host_floor import table as floor_table
 from benchmarks.kineto import CAPTURE, MARK, Trace
 from benchmarks.layer_timings import BASELINE, VARIANTS, measure, table
 from benchmarks.models import MODELS, Workload, leaf_names
@@ -302,3 +304,15 @@ def test_a_benchmark_runs(accelerator: str) -> None:
 
 def test_a_model_without_comparison_has_a_line() -> None:
     assert "| none | 0 | not compared |" in summary([Truth("none")], 20)
+
+
+def test_the_floor_of_the_host() -> None:
+    blocks = Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2)
+    shown = "both, first value shown"
+    found = list(rows([shown, HANDING_OVER], blocks))
+    assert [(row.group, row.values, row.name) for row in found[:3]] == [
+        (shown, 1, name) for name in CALLBACKS
+    ]
+    assert [row.values for row in found if row.group == HANDING_OVER] == [0, 1, 3, 10]
+    assert all(len(row.times.step_us) == 2 for row in found if row.group == shown)
+    assert len(floor_table(found).splitlines()) == 2 + 9 + 4
