@@ -17,6 +17,7 @@ import pytest
 from lightning_cudagraph.timing.slices import TICKS_PER_MS, slices_of
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.trace import TraceWriter, trace_of, write_trace
+from tests.perfetto import import_trace
 from tests.readings import gpt_readings
 
 
@@ -74,6 +75,36 @@ def test_slices_nest() -> None:
     assert layer["args"]["step"] == 0
     counters = [e for e in trace["traceEvents"] if e["ph"] == "C"]
     assert [set(counter["args"]) for counter in counters] == [{"total", "gap"}] * 25
+
+
+def test_what_perfetto_makes_of_it() -> None:
+    readings = gpt_readings(n=12, with_members=True)
+    found = import_trace(json.dumps(trace_of(readings, "CharGPT")))
+    assert len(found.named("blocks.3.mlp")) == 24
+    for one in found.named("blocks.3.mlp"):
+        assert one.depth == 3  # in the pass, in `blocks`, in the block
+        assert one.parent is not None
+        assert one.parent.name == "blocks.3"
+        assert found.threads[one.thread] == one.category
+    steps = [one for one in found.slices if found.threads[one.thread] == "steps"]
+    assert [one.name for one in steps] == [f"step {step}" for step in range(12)]
+    assert all(one.depth == 0 for one in steps)
+    # All of a step but what lies before it is drawn below it.
+    for one in found.slices:
+        step = steps[one.args["step"]]
+        if one.category in ("forward", "backward", "optimizer"):
+            assert step.begin_ns <= one.begin_ns
+            assert one.end_ns <= step.end_ns
+    assert found.counters.keys() == {"step ms total", "step ms gap"}
+    assert len(found.counters["step ms total"]) == 12
+
+
+def test_ranks_that_are_opened_together() -> None:
+    texts = [json.dumps(trace_of(gpt_readings(n=2), f"rank {rank}", rank)) for rank in range(3)]
+    found = import_trace(*texts)
+    assert sorted(found.processes.values()) == ["rank 0", "rank 1", "rank 2"]
+    assert list(found.threads.values()).count("backward") == 3
+    assert len(found.named("step 1")) == 3
 
 
 def test_steps_are_laid_out_by_their_gaps() -> None:
@@ -140,7 +171,7 @@ def test_the_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
     path.write_text("the one before")
     write_trace(path, gpt_readings(n=2), "CharGPT", rank=1)
     trace = json.loads(path.read_text())
-    assert {event["pid"] for event in trace["traceEvents"]} == {2}  # counted from 1
+    assert {event["pid"] for event in trace["traceEvents"]} == {10_001}
     assert [file.name for file in tmp_path.iterdir()] == ["layer_trace.json"]
     plain = tmp_path / "plain"
     plain.touch()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -17,6 +15,7 @@ from lightning_cudagraph.timing.tables import parts_table
 from lightning_cudagraph.timing.whole_steps import StepJoiner, WholeSteps
 from lightning_cudagraph.timing.windows import ReadingWindow
 from tests.harness import Net, loader, make, train
+from tests.perfetto import import_trace
 
 BATCH = SpanLayout(
     (
@@ -119,10 +118,6 @@ def test_batches_that_are_timed_apart() -> None:
     assert step.durations_ms[step.layout.tags.index("step_ms/total")] == pytest.approx(15.0)
 
 
-def slices(written: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    return [event for event in written["traceEvents"] if event["ph"] == "X" and event["name"] == name]
-
-
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_run_that_accumulates(accelerator: str, tmp_path: Path, eager: bool) -> None:
     timings = LayerTimings(window_steps=4, trace_steps=3)
@@ -154,9 +149,10 @@ def test_a_run_that_accumulates(accelerator: str, tmp_path: Path, eager: bool) -
     # Each batch has a point; the last four make one step of the trace.
     forwards = found.Scalars("layer_forward_ms/head")
     assert [scalar.step for scalar in forwards[-4:]] == [14] * 4
-    written = json.loads(next(tmp_path.rglob("layer_trace.json")).read_text())
-    assert [event["args"]["step"] for event in slices(written, "head")[-8:]] == [14] * 8
-    assert len(slices(written, "step 14")) == 1
-    in_trace_ms = sum(event["dur"] for event in slices(written, "head")[-8:]) / 1000
+    written = import_trace(next(tmp_path.rglob("layer_trace.json")).read_text())
+    calls = [one for one in written.named("head") if one.args["step"] == 14]
+    assert len(calls) == 8
+    assert len(written.named("step 14")) == 1
+    in_trace_ms = sum(one.end_ns - one.begin_ns for one in calls) / 1e6
     points = [*forwards[-4:], *found.Scalars("layer_backward_ms/head")[-4:]]
     assert in_trace_ms == pytest.approx(sum(scalar.value for scalar in points), rel=0.05, abs=0.01)

@@ -29,6 +29,8 @@ _LANE_NAMES = {
 # Threads of the file. Each lane has room for rows of slices that overlap.
 _STEPS_THREAD = 1
 _THREADS_PER_LANE = 100
+# Perfetto tells threads apart by their numbers, whatever their process.
+_THREADS_PER_RANK = 10_000
 
 
 def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int = 0) -> dict[str, Any]:
@@ -46,9 +48,11 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
         What is written as JSON. Times are microseconds; slices of one thread contain one another or
         are apart.
     """
-    process = rank + 1  # 0 is the idle process of a machine to Perfetto
+    base = rank * _THREADS_PER_RANK
+    # The number of its first thread, as that of a process is; 0 is the idle process of a machine.
+    process = steps_thread = base + _STEPS_THREAD
     events: list[dict[str, Any]] = []
-    threads: dict[int, str] = {_STEPS_THREAD: "steps"}
+    threads: dict[int, str] = {steps_thread: "steps"}
     origins = _origins(readings)
     for reading, origin in zip(readings, origins, strict=True):
         times_ms = dict(zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True))
@@ -57,7 +61,7 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
             for tag, value_ms in times_ms.items()
             if tag.startswith(STEP_TAG)
         }
-        whole = {"pid": process, "tid": _STEPS_THREAD, "ts": origin / _TICKS_PER_US}
+        whole = {"pid": process, "tid": steps_thread, "ts": origin / _TICKS_PER_US}
         events.append(
             whole
             | {"ph": "X", "name": f"step {reading.step}", "cat": "step"}
@@ -67,7 +71,7 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
         if counted_ms:
             events.append(whole | {"ph": "C", "name": "step ms", "args": counted_ms})
         for one in slices_of(reading):
-            thread = _thread(one)
+            thread = base + _thread(one)
             threads.setdefault(thread, _LANE_NAMES[one.lane] + (f" ({one.row + 1})" if one.row else ""))
             events.append(
                 {
@@ -83,7 +87,7 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
             )
     about = [("process_name", {"name": title}), ("process_sort_index", {"sort_index": rank})]
     named: list[dict[str, Any]] = [
-        {"ph": "M", "name": name, "pid": process, "tid": _STEPS_THREAD, "args": args}
+        {"ph": "M", "name": name, "pid": process, "tid": steps_thread, "args": args}
         for name, args in about
     ]
     for thread, thread_name in sorted(threads.items()):
