@@ -124,6 +124,7 @@ class GraphedEvaluation:
             is_settled=lambda: True,
             warmup_steps=settings.warmup_steps,
             raise_unsupported=settings.raise_unsupported,
+            streams=settings.streams,
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
             narrow=self._say_of_stage,
             on_give_up=lambda: None,
@@ -140,7 +141,7 @@ class GraphedEvaluation:
     def notes(self) -> list[str]:
         """What the user should know of the checks."""
         verified = f"{self._verifier.checked} replay(s) of evaluation verified against eager steps"
-        said = [*self._verifier.notes, *self._metrics.notes]
+        said = [*self._verifier.notes, *self._engine.notes, *self._metrics.notes]
         return [verified, *(f"evaluation: {note}" for note in said)]
 
     def start(self) -> None:

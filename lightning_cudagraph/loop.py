@@ -150,6 +150,7 @@ class GraphedTraining:
             is_settled=lambda: self._part.is_settled() and self._replicas.is_settled(),
             warmup_steps=settings.warmup_steps,
             raise_unsupported=settings.raise_unsupported,
+            streams=settings.streams,
             announce=self._announce,
             narrow=self._part.put_behind,
             on_give_up=self._part.let_go,
@@ -272,7 +273,7 @@ class GraphedTraining:
 
     def _notes(self) -> list[str]:
         notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
-        notes += [*self._verifier.notes, *self.notes, *self._metrics.notes]
+        notes += [*self._verifier.notes, *self._engine.notes, *self.notes, *self._metrics.notes]
         untimed = self._recorder.untimed
         if self._settings.timings is not None and self._part.behind is not None:
             untimed = untimed | {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_cudagraph.capture.stream_choice import Streams
 from lightning_cudagraph.timing.layers import LayerChoice
 
 __all__ = ["Scope", "Settings"]
@@ -23,3 +24,4 @@ class Settings:
     verify_replays: int
     verify_every_n_steps: int | None
     harmless: frozenset[str] = frozenset()
+    streams: Streams = 1

@@ -15,9 +15,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
+from lightning_cudagraph.capture import stream_choice
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, Streams, are_streams
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.step_run import StepRun, StepSettings, backend_for
 from lightning_cudagraph.surroundings import surroundings_of
@@ -87,6 +89,8 @@ class GraphedStep(Generic[P, R]):
         backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` insist
             on one of them. ``"off"``: every call is a plain one.
         max_graphs: how many signatures of arguments get a graph; calls with others are eager.
+        streams: on how many streams of the capture ops are put that do not need one another; ``"auto"``
+            for the fastest of 1, 2, 4 and 8. None: 1.
 
     Raises:
         ConfigurationError: if an argument is not one of the above.
@@ -119,6 +123,7 @@ class GraphedStep(Generic[P, R]):
         harmless: Sequence[str] = (),
         backend: Literal["auto", "cuda", "emulator", "off"] = "auto",
         max_graphs: int = 8,
+        streams: Streams | None = None,
     ) -> None:
         if not callable(function):
             raise _wrong("function", function, "a function of tensors")
@@ -136,6 +141,8 @@ class GraphedStep(Generic[P, R]):
         ):
             if text not in allowed:
                 raise _wrong(name, text, f"one of {', '.join(map(repr, allowed))}")
+        if streams is not None and not are_streams(streams):
+            raise _wrong("streams", streams, f'an int from 1 to {MAX_STREAMS}, "auto" or None')
         if isinstance(harmless, str) or not all(isinstance(name, str) for name in harmless):
             raise _wrong("harmless", harmless, "a list of names")
         if scaler is not None and not isinstance(scaler, GradScaler):
@@ -152,6 +159,7 @@ class GraphedStep(Generic[P, R]):
             verify_every_n_steps,
             frozenset(harmless),
             max_graphs,
+            stream_choice.DEFAULT_STREAMS if streams is None else streams,
         )
         self._run: StepRun | None = None
         self._refused: str | None = None  # why all calls are eager

@@ -25,6 +25,7 @@ from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.gradients import GradientHabits
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.steps import Place, Step, StepCounts
+from lightning_cudagraph.capture.stream_choice import Streams
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import BatchError, UnsupportedError
@@ -55,6 +56,7 @@ class StepSettings:
     verify_every_n_steps: int | None
     harmless: frozenset[str]
     max_graphs: int
+    streams: Streams = 1
 
 
 @dataclass
@@ -127,6 +129,7 @@ class StepRun:
         checked = sum(verifier.checked for verifier in verifiers)
         notes = [f"{checked} replay(s) verified against eager steps"]
         notes += [note for verifier in verifiers for note in verifier.notes]
+        notes += [note for lane in self._lanes.values() for note in lane.engine.notes]
         return list(dict.fromkeys([*notes, *self._optimizers.notes]))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,6 +283,7 @@ class StepRun:
             narrow=lambda error: False,
             on_give_up=lambda: None,
             what="The loop",
+            streams=settings.streams,
         )
         engine.counts = self.counts
         lane = _Lane(signature, mode, engine, guards, verifier, habits)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_cudagraph.capture.branches import Branches
+from lightning_cudagraph.capture.branches import Branches, SentBackError
 from lightning_cudagraph.capture.driver import event_times, position_of
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
@@ -96,6 +96,9 @@ class Backend(Protocol):
                 memory and random state are as before.
         """
 
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """What is captured inside shares no memory with the other graphs, and is released inside."""
+
     def cut(self) -> None:
         """End a part of the capture under way, and begin the next: the host has a turn between them."""
 
@@ -162,6 +165,9 @@ class Backend(Protocol):
 
     def graph_bytes(self) -> int:
         """Device memory that the live graphs have taken, in bytes."""
+
+    def workspace_bytes(self) -> int:
+        """Device memory that the streams of captures keep as scratch memory, in bytes."""
 
     def host_value_moved(self) -> bool:
         """Whether a number in host memory that a graph has baked in is another one now."""
@@ -314,6 +320,14 @@ class CudaBackend:
         if self._branches is not None:
             self._branches.begin()
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
+        try:
+            yield
+        finally:
+            self._pool = pool
+
     def _end_capture(self, graph: CudaParts) -> Exception | None:
         """End the capture, on the error path too, where nothing may be left open."""
         failure: Exception | None = None
@@ -426,6 +440,9 @@ class CudaBackend:
     def graph_bytes(self) -> int:
         return sum(live.taken_bytes for live in self._live)
 
+    def workspace_bytes(self) -> int:
+        return sum(side.workspace_bytes() for side in self._sides())
+
     def host_value_moved(self) -> bool:
         return any(live.host_memory.moved() for live in self._live)
 
@@ -452,7 +469,8 @@ def _explained(error: BaseException, where: Location | None) -> BaseException:
             " smaller batches.",
         )
     refused = any(word in text.lower() for word in ("captur", "cudagraph", "cuda graph"))
-    if isinstance(error, CUDAGraphError) or not (isinstance(error, RuntimeError) and refused):
+    said = isinstance(error, (CUDAGraphError, SentBackError))
+    if said or not (isinstance(error, RuntimeError) and refused):
         return error
     return CaptureError(
         f"CUDA refused to capture the training step{f', at {where}' if where else ''}:"

@@ -320,6 +320,10 @@ class EmulatorBackend:
         self._live.append(graph)
         return graph, result
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        yield  # graphs share no memory here
+
     def cut(self) -> None:
         assert self._recording is not None
         self._recording.cut()
@@ -368,6 +372,9 @@ class EmulatorBackend:
 
     def graph_bytes(self) -> int:
         return sum(graph.memory_bytes() for graph in self._live)
+
+    def workspace_bytes(self) -> int:
+        return 0
 
     def host_value_moved(self) -> bool:
         return False  # host tensors are the device's here, and are read in every replay

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_cudagraph.capture.agreement import Agreement, Intent
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature, flatten_batch
+from lightning_cudagraph.capture.branches import SentBackError
 from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
@@ -20,6 +21,7 @@ from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.holds import CAN_COUNT, HandedOut, Holds
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Phase, Place, Step, StepCounts
+from lightning_cudagraph.capture.stream_choice import StreamChoice, Streams
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.capture.writes import storage_id, whole
@@ -33,6 +35,8 @@ from lightning_cudagraph.errors import (
 __all__ = ["StepEngine"]
 
 T = TypeVar("T")
+
+_REPORT_IT = "This is a fault of the package's, and should not be: please report it."
 
 # A run that goes on changing under its graphs is left to run eagerly: after so many captures in a row
 # that each served fewer than so many replays. A graph for each epoch is fine for ever.
@@ -112,6 +116,7 @@ class StepEngine(Generic[T]):
         what: what its steps are, as the beginning of a sentence.
         max_signatures: batches of how many signatures have graphs. Those of others run eagerly.
         agreement: with the other processes of the run, or None if there are none.
+        streams: on how many streams the steps are captured, or ``"auto"`` for the fastest of a few.
     """
 
     def __init__(
@@ -131,8 +136,12 @@ class StepEngine(Generic[T]):
         what: str = "Training",
         max_signatures: int = 1,
         agreement: Agreement | None = None,
+        streams: Streams = 1,
     ) -> None:
         self._agreement = agreement
+        self._streams = StreamChoice(
+            backend, streams, "" if agreement is None else "several processes do not choose together"
+        )
         # What processes have said of the batch at hand, if they have.
         self._met: tuple[Intent, Intent] | None = None
         self._backend = backend
@@ -583,7 +592,21 @@ class StepEngine(Generic[T]):
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
 
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the captures."""
+        return self._streams.notes
+
     def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
+        try:
+            return self._capture_once(step, signature)
+        except SentBackError as error:
+            reason = str(error)
+        if not self._streams.send_back(reason):
+            raise CaptureError(f"The training step cannot be captured: {reason}.", _REPORT_IT)
+        return self._capture_once(step, signature)
+
+    def _capture_once(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._plain.clear()  # each is to be replayed by `step` once more, after what comes now
         self._guards.watch()
         self._carried.watch()
@@ -603,15 +626,17 @@ class StepEngine(Generic[T]):
             self._carried.place()
             static = self._graphs.static_of(signature) or StaticBatch(step.batch)
             static.copy_from(step.batch)
-            captured = CapturedStep(
-                self._backend,
-                static,
-                step.record,
-                *step.parameters(),
-                step.takes,
-                step.in_window and step.place == MAKES_GRADIENTS,
-                step.kept(),
+
+            def capture(takes: tuple[bool, ...], kept: bool) -> CapturedStep[T]:
+                in_one_place = step.in_window and step.place == MAKES_GRADIENTS
+                return CapturedStep(
+                    self._backend, static, step.record, *step.parameters(), takes, in_one_place, kept
+                )
+
+            self._streams.settle(
+                lambda: capture((False,), kept=False), lambda captured: _all_state(step, captured)
             )
+            captured = capture(step.takes, step.kept())
         try:
             _refuse_shared_memory(step.batch, captured)
         except UnsupportedError:

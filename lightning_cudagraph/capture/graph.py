@@ -237,6 +237,10 @@ class CapturedStep(Generic[T]):
         turns.rotate(-1)
         return take.replay(between, self._accumulated, handed)
 
+    def rerun(self) -> None:
+        """Run the first of the captures on what is in the static buffers, and leave gradients alone."""
+        self._takes[0].graph.replay()
+
     def upcoming(self, timed: bool) -> T:
         """The static outputs of the capture that `replay` will run next."""
         return self._turns[timed][0].outputs

@@ -94,3 +94,7 @@ class SideStream:
         Workspaces that were cleared are made anew in their pool.
         """
         self._lane.keep_workspaces()
+
+    def workspace_bytes(self) -> int:
+        """Device memory that the workspaces take, in bytes."""
+        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._lane.pool.id))

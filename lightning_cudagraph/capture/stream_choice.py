@@ -1,0 +1,183 @@
+"""On how many streams the ops of a step are captured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.branches import SentBackError
+from lightning_cudagraph.capture.graph import CapturedStep
+from lightning_cudagraph.errors import CaptureError
+
+__all__ = ["DEFAULT_STREAMS", "MAX_STREAMS", "StreamChoice", "Streams", "are_streams"]
+
+Streams = Literal["auto"] | int
+
+DEFAULT_STREAMS: Streams = 1
+MAX_STREAMS = 16
+_TRIED = (1, 2, 4, 8)
+# More streams than one have to be worth it: it gains so much, as a share of the time on one.
+_LEAST_GAIN = 0.03
+# Captures on several streams may take so much more memory than one on one stream: what is larger, of a
+# share of that, and of a size that nobody misses on a GPU of today.
+_MORE_SHARE = 0.15
+_MORE_BYTES = 1 << 30
+# A trial: so many replays at first, and then rounds of some more, of which the fastest counts.
+_FIRST_REPLAYS = 2
+_ROUNDS = 3
+_ROUND_S = 0.03
+_ROUND_REPLAYS = 10
+
+
+def are_streams(value: object) -> bool:
+    """Whether something is a number of streams, or what chooses one."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return value == "auto" or (is_whole and 1 <= value <= MAX_STREAMS)  # type: ignore[operator]
+
+
+@dataclass
+class _Trial:
+    """What came of a capture on some streams.
+
+    Attributes:
+        streams: how many.
+        replay_ms: how long a replay took, in milliseconds.
+        taken_bytes: device memory that it took.
+    """
+
+    streams: int
+    replay_ms: float
+    taken_bytes: int
+
+
+class StreamChoice:
+    """The streams of the captures of one kind of step.
+
+    Args:
+        backend: where they are captured.
+        wanted: what the user asked for: a number, or ``"auto"`` for the fastest of a few.
+        why_one: why there is nothing to choose from, or nothing.
+
+    Attributes:
+        notes: what the user should know.
+    """
+
+    def __init__(self, backend: Backend, wanted: Streams, why_one: str = "") -> None:
+        self._backend = backend
+        self._streams = None if wanted == "auto" else int(wanted)
+        self.notes: list[str] = []
+        if self._streams is None and why_one:
+            self._streams = 1
+            self.notes.append(f"captured on one stream: {why_one}")
+        elif self._streams is not None and self._streams > 1:
+            self.notes.append(f"captured on {self._streams} streams")
+
+    def settle(
+        self,
+        capture: Callable[[], CapturedStep[Any]],
+        state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
+    ) -> None:
+        """Before a capture: have the backend use the streams of this choice, which is made at first.
+
+        Args:
+            capture: captures the step, without timing events.
+            state: all tensors that the replays of a capture change, by name.
+        """
+        if self._streams is None:
+            self._streams = self._fastest(capture, state)
+        self._backend.streams = self._streams
+
+    def send_back(self, reason: str) -> bool:
+        """The step could not be captured so: from now on, on one stream.
+
+        Returns:
+            Whether that makes a difference.
+        """
+        if self._streams == 1:
+            return False
+        self._streams = 1
+        self.notes.append(f"captured on one stream: {reason}")
+        return True
+
+    def _fastest(
+        self,
+        capture: Callable[[], CapturedStep[Any]],
+        state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
+    ) -> int:
+        trials: list[_Trial] = []
+        left_out: list[str] = []
+        with self._backend.apart():
+            for streams in _TRIED:
+                self._backend.streams = streams
+                try:
+                    trial = self._try(streams, capture, state)
+                except (SentBackError, CaptureError) as error:
+                    if not trials:
+                        raise
+                    left_out.append(f"{streams}: {error}")
+                    continue
+                if trial is None:
+                    self.notes.append("captured on one stream: there was no memory to try others")
+                    return 1
+                more_bytes = trial.taken_bytes - trials[0].taken_bytes if trials else 0
+                if more_bytes > max(_MORE_BYTES, _MORE_SHARE * trials[0].taken_bytes if trials else 0):
+                    left_out.append(f"{streams}: {more_bytes / 2**20:.0f} MiB more")
+                    continue
+                trials.append(trial)
+        one = trials[0]
+        best = min(trials, key=lambda trial: trial.replay_ms)
+        if best.replay_ms > (1 - _LEAST_GAIN) * one.replay_ms:
+            best = one
+        times = ", ".join(f"{trial.streams}: {trial.replay_ms:.3f}" for trial in trials)
+        more_mib = (best.taken_bytes - one.taken_bytes) / 2**20
+        self.notes.append(
+            f"captured on {best.streams} stream{'s' if best.streams > 1 else ''}, of which a replay took"
+            f" ({times}) ms; {max(0.0, more_mib):.0f} MiB more than on one"
+            + "".join(f"; not on {reason}" for reason in left_out)
+        )
+        return best.streams
+
+    def _try(
+        self,
+        streams: int,
+        capture: Callable[[], CapturedStep[Any]],
+        state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
+    ) -> _Trial | None:
+        before_bytes = self._backend.graph_bytes()
+        captured = capture()
+        try:
+            taken_bytes = self._backend.graph_bytes() - before_bytes
+            live = state(captured)
+            if sum(tensor.nbytes for tensor in live.values()) > self._backend.free_bytes():
+                return None
+            rng_state = self._backend.rng_state()
+            copies = {name: tensor.detach().clone() for name, tensor in live.items()}
+            try:
+                replay_ms = self._replay_ms(captured)
+            finally:
+                with torch.no_grad():
+                    for name, tensor in live.items():
+                        tensor.copy_(copies[name])
+                self._backend.set_rng_state(rng_state)
+            return _Trial(streams, replay_ms, taken_bytes + self._backend.workspace_bytes())
+        finally:
+            captured.release()
+
+    def _replay_ms(self, captured: CapturedStep[Any]) -> float:
+        first_s = min(self._seconds(captured, 1) for _ in range(_FIRST_REPLAYS))
+        replays = max(1, min(_ROUND_REPLAYS, int(_ROUND_S / max(first_s, 1e-6))))
+        return 1e3 * min(self._seconds(captured, replays) for _ in range(_ROUNDS)) / replays
+
+    def _seconds(self, captured: CapturedStep[Any], replays: int) -> float:
+        self._backend.synchronize()
+        started_s = time.perf_counter()
+        for _ in range(replays):
+            captured.rerun()
+        self._backend.synchronize()
+        return time.perf_counter() - started_s

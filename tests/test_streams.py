@@ -1,0 +1,168 @@
+"""A step that is captured on several streams comes to the same numbers.
+
+On the emulator each replay runs the ops in another order that the streams and their waits allow.
+`tests/gpu/test_streams.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cudagraph import CUDAGraphCallback, GraphedStep, LayerTimings
+from lightning_cudagraph.capture.dataflow import Flow
+from lightning_cudagraph.capture.stream_choice import StreamChoice, Streams
+from lightning_cudagraph.errors import ConfigurationError, VerificationError
+from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+
+
+class Branched(Net):
+    """Branches that do not need one another, views of one memory, and writes in place."""
+
+    def __init__(self, make_optimizer: Any = None) -> None:
+        super().__init__(make_optimizer)
+        self.left, self.right = nn.Linear(12, 24), nn.Linear(12, 24)
+        self.gate = nn.Linear(48, 4)
+        self.register_buffer("seen", torch.zeros(3, 4))
+        self.register_buffer("longest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        both = torch.cat([self.left(x).tanh(), nn.functional.dropout(self.right(x), 0.2)], 1)
+        halves = both.clone()
+        halves[:, :24].mul_(0.5)
+        halves[:, 24:].add_(halves[:, :24])
+        with torch.no_grad():
+            self.longest.copy_(torch.maximum(self.longest, halves.detach().norm()))
+            self.seen[1].add_(logits.detach().mean(0))
+            self.seen[2].copy_(self.seen[1])
+            self.seen[1].mul_(0.9)
+        return logits + self.gate(halves) + self.seen[2]
+
+
+def _foreach(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01, foreach=True)
+
+
+def _run(folder: Path, accelerator: str, streams: Streams | None, **kwargs: Any) -> Trace:
+    """A run, plain without streams."""
+    optimizer = kwargs.pop("optimizer", None)
+    timings = LayerTimings() if kwargs.pop("timed", False) else None
+    callback = None if streams is None else CUDAGraphCallback(streams=streams, timings=timings)
+    kwargs = {"accelerator": accelerator, "train_loader": loader(ragged=False), **kwargs}
+    return train(make(lambda: Branched(optimizer)), folder, callback, **kwargs)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4, 8, "auto"])
+def test_same_as_plain(tmp_path: Path, accelerator: str, streams: Streams) -> None:
+    plain = _run(tmp_path / "plain", accelerator, None)
+    graph = _run(tmp_path / "graph", accelerator, streams)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    assert graph.counts.captures == 1
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_same_with_lists_of_tensors_and_clipping(
+    tmp_path: Path, accelerator: str, precision: Any, timed: bool
+) -> None:
+    kwargs: dict[str, Any] = {"precision": precision, "gradient_clip_val": 0.1, "optimizer": _foreach}
+    plain = _run(tmp_path / "plain", accelerator, None, **kwargs)
+    graph = _run(tmp_path / "graph", accelerator, 4, timed=timed, **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+
+
+def test_same_when_gradients_are_accumulated_and_validation_is_captured(
+    tmp_path: Path, accelerator: str
+) -> None:
+    kwargs: dict[str, Any] = {"accumulate_grad_batches": 3, "accelerator": accelerator}
+    plain = train(make(Branched), tmp_path / "plain", **kwargs)
+    callback = CUDAGraphCallback(streams=3, evaluation=True)
+    graph = train(make(Branched), tmp_path / "graph", callback, **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.replayed > 6
+    assert callback.evaluation_counts is not None
+    assert callback.evaluation_counts.replayed > 0
+
+
+@pytest.mark.parametrize("rule", ["_read_after_write", "_write_after_read"])
+def test_without_a_rule_the_numbers_are_others(
+    tmp_path: Path, accelerator: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if accelerator != "cpu":
+        pytest.skip(
+            "a race on a GPU may come out right by chance; the emulator looks for the worst order"
+        )
+    monkeypatch.setattr(Flow, rule, lambda flow, piece: iter(()))
+    _run(tmp_path, accelerator, 4, raises=VerificationError)
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({1: 1.0, 2: 0.9, 4: 0.6, 8: 0.7}, 4),
+        ({1: 1.0, 2: 0.98, 4: 1.2, 8: 1.3}, 1),
+        ({1: 1.0, 2: 0.5, 4: 0.5, 8: 0.5}, 2),
+    ],
+)
+def test_the_fastest_is_chosen_if_it_is_worth_it(
+    tmp_path: Path,
+    accelerator: str,
+    times: dict[int, float],
+    chosen: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+
+    def replay_ms(choice: StreamChoice, captured: Any) -> float:
+        captured.rerun()  # a replay too many, which must leave nothing behind
+        tried.append(choice._backend.streams)
+        return times[tried[-1]]
+
+    plain = _run(tmp_path / "plain", accelerator, None)
+    monkeypatch.setattr(StreamChoice, "_replay_ms", replay_ms)
+    graph = _run(tmp_path / "graph", accelerator, "auto")
+    assert tried == [1, 2, 4, 8]
+    assert_same(plain, graph)
+    assert graph.callback is not None
+    assert f"captured on {chosen} stream" in str(graph.callback.report)
+
+
+@pytest.mark.parametrize("streams", [0, -1, 17, 2.0, True, "all"])
+def test_what_is_no_number_of_streams(streams: Any) -> None:
+    with pytest.raises(ConfigurationError, match="expected an int from 1 to 16"):
+        CUDAGraphCallback(streams=streams)
+    with pytest.raises(ConfigurationError, match="expected an int from 1 to 16"):
+        GraphedStep(lambda: None, streams=streams)
+
+
+@pytest.mark.parametrize("streams", [2, "auto"])
+def test_a_loop_of_ones_own(accelerator: str, streams: Streams) -> None:
+    device = "cuda" if accelerator == "gpu" else "cpu"
+
+    def trained(backend: Any) -> tuple[list[Tensor], list[Tensor]]:
+        torch.manual_seed(0)
+        first, second = nn.Linear(6, 6).to(device), nn.Linear(6, 6).to(device)
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = (first(x).tanh() - second(x)).square().mean() + nn.functional.dropout(x, 0.5).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with GraphedStep(
+            step, modules=[first, second], optimizers=optimizer, backend=backend, streams=streams
+        ) as run:
+            losses = [run(torch.randn(5, 6).to(device)) for _ in range(12)]
+            assert backend == "off" or run.counts.replayed == 9
+        return losses, [*first.parameters(), *second.parameters()]
+
+    assert differences(trained("off"), trained("auto")) == []
