@@ -52,9 +52,11 @@ def _run(folder: Path, accelerator: str, streams: Streams | None, **kwargs: Any)
     """A run, plain without streams."""
     optimizer = kwargs.pop("optimizer", None)
     timings = LayerTimings() if kwargs.pop("timed", False) else None
-    callback = None if streams is None else CUDAGraphCallback(streams=streams, timings=timings)
+    every = kwargs.pop("verify_every_n_steps", None)
+    callback = CUDAGraphCallback(streams=streams, timings=timings, verify_every_n_steps=every)
     kwargs = {"accelerator": accelerator, "train_loader": loader(ragged=False), **kwargs}
-    return train(make(lambda: Branched(optimizer)), folder, callback, **kwargs)
+    build = make(lambda: Branched(optimizer))
+    return train(build, folder, None if streams is None else callback, **kwargs)
 
 
 @pytest.mark.parametrize("streams", [1, 2, 4, 8, "auto"])
@@ -100,7 +102,7 @@ def test_without_a_rule_the_numbers_are_others(
             "a race on a GPU may come out right by chance; the emulator looks for the worst order"
         )
     monkeypatch.setattr(Flow, rule, lambda flow, piece: iter(()))
-    _run(tmp_path, accelerator, 4, raises=VerificationError)
+    _run(tmp_path, accelerator, 8, raises=VerificationError, verify_every_n_steps=1)
 
 
 @pytest.mark.parametrize(
