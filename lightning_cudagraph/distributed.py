@@ -153,6 +153,7 @@ class Distributed:
             return
         asked = {f"argument `{name}`": repr(value) for name, value in arguments.items()}
         asked["number of training batches"] = str(self._trainer.num_training_batches)
+        asked["`Trainer(accumulate_grad_batches=...)`"] = str(self._trainer.accumulate_grad_batches)
         refusal = None if refused is None else (refused.reason, refused.remedy)
         said = self._ranks.exchanged((asked, refusal))
         first, _ = said[0]

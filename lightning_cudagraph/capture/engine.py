@@ -290,12 +290,8 @@ class StepEngine(Generic[T]):
             return Intent.EAGER, "in the middle of another step that is replayed", None, None
         if step.unlike_others:
             return Intent.EAGER, step.unlike_others, None, None
-        if change := self._guards.changed():
-            self.drop(change)
-        elif self._backend.host_value_moved():
-            self.drop("a tensor in host memory, which the step uses as a number, changed")
-        elif not self._hands_out and any(captured.is_kept() for captured in self._graphs.all()):
-            self._hand_out_from_now_on()
+        if self._met is None:  # else `again` has looked, and has told the other processes
+            self._look_for_changes()
         try:
             signature = signature or self._graphs.known_signature(step)
             signature = signature or Signature(step.batch, self._backend.device, step.beside)
@@ -318,6 +314,14 @@ class StepEngine(Generic[T]):
         if self._is_due(step, captured):
             return Intent.VERIFY, "", signature, captured
         return Intent.REPLAY, "", signature, captured
+
+    def _look_for_changes(self) -> None:
+        if change := self._guards.changed():
+            self.drop(change)
+        elif self._backend.host_value_moved():
+            self.drop("a tensor in host memory, which the step uses as a number, changed")
+        elif not self._hands_out and any(captured.is_kept() for captured in self._graphs.all()):
+            self._hand_out_from_now_on()
 
     def _is_due(self, step: Step[T], captured: CapturedStep[T]) -> bool:
         return self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))

@@ -550,6 +550,17 @@ def a_shorter_loader(here: Here) -> None:
     assert "number of training batches: 8 on rank 0, 10 on rank 1" in str(graph.error), graph.error
 
 
+def different_accumulation(here: Here) -> None:
+    """The processes would average gradients in different steps."""
+    graph = here.train(
+        "graph",
+        CUDAGraphCallback(),
+        accumulate_grad_batches=1 + here.rank,
+        raises=ConfigurationError,
+    )
+    assert "`Trainer(accumulate_grad_batches=...)`: 1 on rank 0, 2 on rank 1" in str(graph.error)
+
+
 def a_shorter_stream(here: Here) -> None:
     """One process comes to its end before the others."""
     batches = DataLoader(Stream(20 + 3 * here.rank), batch_size=None)

@@ -36,6 +36,7 @@ DIFFERENT = (
     "unused_parameters_are_refused",
     "evaluation_is_refused_at_the_start",
     "a_shorter_loader",
+    "different_accumulation",
     "a_shorter_stream",
 )
 SEVERAL_CAPTURES = ("captures_around_the_hundredth_iteration",)
