@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.goals import RATIOS, goal_of
-from benchmarks.peers import EAGER, PEERS
+from benchmarks.peers import DATA_FLOW, EAGER, PEERS
 from benchmarks.rows import Cell, Row, Table
 
 __all__ = ["markdown"]
+
+# In the callback's report.
+_SAID_OF_STREAMS = "captured on "
 
 
 def markdown(table: Table) -> str:
@@ -44,6 +47,7 @@ def markdown(table: Table) -> str:
             ["model", "peer", "s until the first block", "MiB of graphs"],
             (line for row in table.rows for line in _costs(row)),
         ),
+        _streams(table),
         "\n".join(["### Models", "", *(f"- {row.model}: {row.description}" for row in table.rows)]),
         _failures(table),
     ]
@@ -114,6 +118,18 @@ def _costs(row: Row) -> Iterator[list[str]]:
         if cell.step_us:
             taken = "" if cell.memory_bytes is None else f"{cell.memory_bytes / 2**20:.1f}"
             yield [row.model, name, f"{cell.begin_s:.1f}", taken]
+
+
+def _streams(table: Table) -> str:
+    """What the reports say of the streams that were chosen."""
+    lines = [
+        f"- {row.model}: {line.split(maxsplit=1)[1]}"
+        for row in table.rows
+        if (cell := row.measured(DATA_FLOW)) is not None and cell.report is not None
+        for line in cell.report.splitlines()
+        if _SAID_OF_STREAMS in line
+    ]
+    return "\n".join(["### Streams", "", *lines]) if lines else ""
 
 
 def _failures(table: Table) -> str:

@@ -161,12 +161,19 @@ def test_a_peer_that_fails_leaves_the_others_alone() -> None:
     assert row.cells[ONE_STREAM].equal is True
 
 
+REPORT = """lightning_cudagraph: CUDA graphs
+  note      captured on 4 streams, of which a replay took (1: 0.100, 4: 0.050) ms; 3 MiB more than on one
+  note      2 replay(s) verified against eager steps"""
+
+
 def table() -> Table:
     cells = {
         EAGER: Cell([1000.0, 1100.0, 1050.0], 1.0),
         BY_HAND: Cell([100.0, 100.0, 100.0], 1.0, equal=True, furthest=0.0, must_be_equal=True),
         ONE_STREAM: Cell([105.0, 104.0, 106.0], 1.0, equal=True, memory_bytes=2**20),
-        DATA_FLOW: Cell([50.0, 52.0, 70.0], 2.0, equal=False, furthest=0.5, must_be_equal=True),
+        DATA_FLOW: Cell(
+            [50.0, 52.0, 70.0], 2.0, equal=False, furthest=0.5, must_be_equal=True, report=REPORT
+        ),
         COMPILED: Cell(failure="this version has no `compile=`", unavailable=True),
         REPLAYS: Cell(failure="RuntimeError: no"),
     }
@@ -190,6 +197,8 @@ def test_tables_say_all(tmp_path: Path) -> None:
     assert "; callback, one stream |" in text
     assert "| callback, data flow (5.0e-01) **but must be** |" in text
     assert "| DLRM 128 | callback, one stream | 1.0 | 1.0 |" in text
+    assert "- DLRM 128: captured on 4 streams, of which a replay took (1: 0.100, 4: 0.050) ms;" in text
+    assert "verified" not in text
     assert "- GPT: failed: its process ended with -11" in text
     assert "- DLRM 128, callback, compiled: not compared: this version has no `compile=`" in text
     assert "- DLRM 128, replays alone: failed: RuntimeError: no" in text
