@@ -26,6 +26,7 @@ from pathlib import Path
 from benchmarks.fits import Blocks, environment
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.peers import PEERS
+from benchmarks.picture import draw
 from benchmarks.rows import Row, Table, measure_row
 from benchmarks.tables import markdown
 
@@ -48,7 +49,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="only list models and peers")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
-    parser.add_argument("--figure", type=Path, help="draw a figure into this file (needs matplotlib)")
+    parser.add_argument("--figure", type=Path, help="draw a figure into this file")
     parser.add_argument("--read", type=Path, nargs="+", help="measure nothing: read what --json wrote")
     return parser.parse_args(given)
 
@@ -124,8 +125,6 @@ def main(given: Sequence[str] | None = None) -> int:
     if args.markdown:
         args.markdown.write_text(text + "\n")
     if args.figure:
-        from benchmarks.picture import draw  # it alone needs matplotlib
-
         draw(table, args.figure)
     wrong = any(cell.is_wrong for row in table.rows for cell in row.cells.values())
     return int(wrong or any(row.failure is not None for row in table.rows))
