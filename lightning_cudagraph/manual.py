@@ -23,6 +23,7 @@ from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
 from lightning_cudagraph.host_rules import host_rules
 from lightning_cudagraph.metric_reads import MetricReads, metric_reads
 from lightning_cudagraph.metrics import is_metric
+from lightning_cudagraph.strategies import refuse_strategy
 from lightning_cudagraph.support import callbacks_of, scaler_of
 from lightning_cudagraph.surroundings import (
     SURROUNDINGS,
@@ -129,10 +130,12 @@ class FabricLoop(PlainLoop):
 
     Args:
         optimizers: those of the step that Fabric has wrapped.
+        modules: those of the step that Fabric has wrapped.
     """
 
-    def __init__(self, optimizers: list[_FabricOptimizer]) -> None:
+    def __init__(self, optimizers: list[_FabricOptimizer], modules: list[_FabricModule]) -> None:
         self._wrapped = optimizers
+        self._modules = modules
 
     def optimizer_in(self, optimizer: Any) -> Any:
         return optimizer_inside(optimizer)
@@ -145,7 +148,10 @@ class FabricLoop(PlainLoop):
         return None
 
     def check(self) -> None:
+        for module in self._modules:
+            refuse_strategy(module._strategy)
         for optimizer in self._wrapped:
+            refuse_strategy(optimizer._strategy)
             for callback in optimizer._callbacks:
                 if hasattr(callback, "on_after_optimizer_step"):
                     raise UnsupportedError(
@@ -169,8 +175,9 @@ def _lightning(owners: list[Any]) -> PlainLoop | None:
         if trainer is not None:
             return ManualOptimization(trainer)
     wrapped = [owner for owner in owners if isinstance(owner, _FabricOptimizer)]
-    if wrapped or any(isinstance(owner, _FabricModule) for owner in owners):
-        return FabricLoop(wrapped)
+    modules = [owner for owner in owners if isinstance(owner, _FabricModule)]
+    if wrapped or modules:
+        return FabricLoop(wrapped, modules)
     return None
 
 

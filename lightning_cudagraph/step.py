@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, TracebackType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
@@ -21,6 +23,8 @@ from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, Streams, are_streams
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.step_processes import StepProcesses, are_several
+from lightning_cudagraph.step_replicas import StepReplicas
 from lightning_cudagraph.step_run import StepRun, StepSettings, backend_for
 from lightning_cudagraph.surroundings import surroundings_of
 from lightning_cudagraph.timing.pace import StepPace
@@ -209,9 +213,13 @@ class GraphedStep(Generic[P, R]):
         except UnsupportedError as error:
             error.rephrase(_WORDS)
             if self._run is not None or self._settings.raise_unsupported:
+                self._fail(error)
                 raise
             self._refused = error.reason
             self._report = f"lightning_cudagraph: all calls eager. {error.reason}"
+        except BaseException as error:
+            self._fail(error)
+            raise
         else:
             return result
         finally:
@@ -239,7 +247,14 @@ class GraphedStep(Generic[P, R]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._fail(error)
         self.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Something ends with an error: so do the other processes, if there are any."""
+        if self._run is not None and self._run.fail(error):
+            self.close()  # a call that comes all the same begins anew, with those that still come
 
     def _bound(self) -> Callable[P, R]:
         if self._function is None:
@@ -262,15 +277,36 @@ class GraphedStep(Generic[P, R]):
         }
         model = _as_one(found)
         device = _device_of(model, optimizers, (args, kwargs))
-        return StepRun(
-            function,
-            model,
-            optimizers,
-            self._scaler or surroundings.scaler(),
-            self._backend(device),
-            surroundings,
-            self._settings,
-        )
+        is_wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+        processes = StepProcesses() if is_wrapped and are_several() else None
+        run: StepRun | None = None
+        refused: UnsupportedError | None = None
+        try:
+            run = StepRun(
+                function,
+                model,
+                optimizers,
+                self._scaler or surroundings.scaler(),
+                self._backend(device),
+                surroundings,
+                self._settings,
+                StepReplicas(model),
+                processes,
+            )
+        except UnsupportedError as error:
+            refused = error
+        try:
+            if processes is not None:
+                processes.compare(vars(self._settings), refused)
+                processes.start(device, weakref.WeakMethod(self.close))
+        except BaseException:
+            if run is not None:
+                run.close()
+            raise
+        if refused is not None:
+            raise refused
+        assert run is not None
+        return run
 
     def _backend(self, device: torch.device) -> Backend:
         kinds = {"cuda": "cuda", "emulator": "cpu"}

@@ -23,6 +23,8 @@ from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.host_calls import HostRules
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.optim.steps import OptimizerSteps
+from lightning_cudagraph.step_processes import CollectiveRules
+from lightning_cudagraph.step_replicas import StepReplicas
 from lightning_cudagraph.surroundings import PlainLoop
 
 __all__ = ["Arguments", "StepRecorder", "StepResult", "copied"]
@@ -78,6 +80,8 @@ class StepRecorder:
         surroundings: what it is called from.
         rules: what the names of the surroundings mean.
         backend: where it runs.
+        replicas: the `DistributedDataParallel`s among the modules.
+        are_agreed: whether all processes, if there are several, decide together.
     """
 
     def __init__(
@@ -88,6 +92,8 @@ class StepRecorder:
         surroundings: PlainLoop,
         rules: HostRules,
         backend: Backend,
+        replicas: StepReplicas,
+        are_agreed: bool,
     ) -> None:
         self._function = function
         self._model = model
@@ -95,6 +101,8 @@ class StepRecorder:
         self._surroundings = surroundings
         self._rules = rules
         self._backend = backend
+        self._replicas = replicas
+        self._are_agreed = are_agreed
         self._handed = _handed(function)
         self._names = _argument_names(function)
 
@@ -176,7 +184,10 @@ class StepRecorder:
                 stack.enter_context(self._surroundings.reads(mentioned))
             stack.enter_context(_trained_as_before(self.parameters()))
             stack.enter_context(self._optimizers.running(capturing))
+            stack.enter_context(CollectiveRules(self._are_agreed))
             returned = arguments.call(self._function, batch)
+        left = self._replicas.left()
+        host_notes.append(lambda: self._replicas.leave(left))
         refuse_odd_outputs(returned, "the output of the step")
         drops, adds = habits.parameters()
         touched = {id(parameter) for parameter in (*drops, *adds)}
@@ -185,9 +196,9 @@ class StepRecorder:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a recorded step does to gradients and to the scaler."""
+        """Undo what a recorded step does to gradients, to the scaler and to wrappers."""
         before = [(parameter, parameter.grad) for parameter in self.parameters().values()]
-        with self._optimizers.undone():
+        with self._replicas.undone(), self._optimizers.undone():
             try:
                 yield
             finally:

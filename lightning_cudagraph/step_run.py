@@ -1,7 +1,8 @@
 """The calls of one captured function, on one device.
 
-Each signature of arguments, and each mode of autograd and autocast in which the function is called, has
-an engine of its own, with its guards. They share the device's pool of memory, and the optimizers.
+Each signature of arguments, and each mode in which the function is called (autograd, autocast, what
+`DistributedDataParallel` is about to do), has an engine of its own, with its guards. They share the
+device's pool of memory, and the optimizers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_cudagraph.capture.agreement import Intent
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.carried import CarriedTensors
@@ -30,7 +32,9 @@ from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import BatchError, UnsupportedError
 from lightning_cudagraph.optim.steps import OptimizerSteps
+from lightning_cudagraph.step_processes import StepProcesses, are_several
 from lightning_cudagraph.step_record import Arguments, StepRecorder, StepResult, copied
+from lightning_cudagraph.step_replicas import OWN_ATTRIBUTES, StepReplicas, Switches
 from lightning_cudagraph.surroundings import PlainLoop
 
 __all__ = ["StepRun", "StepSettings", "backend_for"]
@@ -41,8 +45,9 @@ _MAX_SIGNATURES = 64
 _MANY_SIGNATURES = 5
 # Global switches of torch are compared once in so many calls.
 _SUSPECT_EVERY_N_CALLS = 64
-# Whether gradients are recorded, and what autocast casts to.
-_Mode = tuple[bool, torch.dtype | None]
+# Whether gradients are recorded, what autocast casts to, and what wrappers for several processes are
+# about to do.
+_Mode = tuple[bool, torch.dtype | None, Switches]
 _log = logging.getLogger(__name__)
 
 
@@ -69,6 +74,7 @@ class _Lane:
     guards: Guards
     verifier: Verifier
     habits: GradientHabits
+    kind: str
     calls: int = 0
 
     def is_known(self, batch: Any, device_type: str) -> bool:
@@ -88,6 +94,8 @@ class StepRun:
         backend: where it runs.
         surroundings: what it is called from.
         settings: what the user asked for.
+        replicas: the `DistributedDataParallel`s among the modules.
+        processes: those that call the function together, or None if this one does alone.
 
     Attributes:
         counts: what became of the calls.
@@ -105,6 +113,8 @@ class StepRun:
         backend: Backend,
         surroundings: PlainLoop,
         settings: StepSettings,
+        replicas: StepReplicas,
+        processes: StepProcesses | None,
     ) -> None:
         self.counts = StepCounts()
         self.backend = backend
@@ -113,14 +123,27 @@ class StepRun:
         self._settings = settings
         self._lanes: dict[tuple[Signature, _Mode], _Lane] = {}
         self._last: _Lane | None = None
+        self._replicas = replicas
+        self._processes = processes
         surroundings.check()
-        refuse_unfit_modules(model)
+        refuse_unfit_modules(model, averaged=True)
         _refuse_several_devices(model, backend.device)
         self._optimizers = OptimizerSteps(
             optimizers, scaler, backend.device, backend.lr_dtype, self._drop_all
         )
-        rules = surroundings.rules(settings.harmless, scaler)
-        self._recorder = StepRecorder(function, model, self._optimizers, surroundings, rules, backend)
+        self._harmless = settings.harmless | (OWN_ATTRIBUTES if replicas else frozenset())
+        rules = surroundings.rules(self._harmless, scaler)
+        self._recorder = StepRecorder(
+            function,
+            model,
+            self._optimizers,
+            surroundings,
+            rules,
+            backend,
+            replicas,
+            are_agreed=processes is not None or not are_several(),
+        )
+        self._owns_gradients = replicas.own_gradients(self._recorder.parameters().values())
 
     @property
     def notes(self) -> list[str]:
@@ -152,6 +175,8 @@ class StepRun:
             self._last.engine.leave()
         self._last = lane
         lane.calls += 1
+        if self._processes is not None:
+            self._processes.begin(lane.kind)
         if lane.calls % _SUSPECT_EVERY_N_CALLS == 0:
             lane.guards.suspect()
         returned: list[Any] = []
@@ -172,6 +197,7 @@ class StepRun:
                 if not (lane.engine.has_graphs or lane.engine.given_up):
                     stack.enter_context(habits.learning())
                 returned.append(recorder.run(arguments))
+            self._replicas.ran()
 
         def record(batch: dict[str, Any], capturing: bool) -> StepResult:
             return recorder.record(batch, arguments, habits, lane.guards, capturing)
@@ -188,12 +214,23 @@ class StepRun:
             parameters=habits.parameters,
             place=Place(True, habits.finds_gradients()),
             in_window=False,  # one capture of each place, and so one place for its gradients anyway
-            kept=lambda: True,
+            kept=lambda: not self._owns_gradients,
+            is_broken=self._replicas.is_broken,
+            mend=self._replicas.mend,
         )
+
+    def fail(self, error: BaseException) -> bool:
+        """A call ends with an error: take the other processes along, and say whether there are any."""
+        if self._processes is not None:
+            self._processes.fail(error)
+        return self._processes is not None
 
     def close(self) -> None:
         """Let go of the graphs, and give the optimizers back."""
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # graphs first
+            if self._processes is not None:
+                stack.callback(self._processes.close)
+            stack.callback(self._replicas.close)
             stack.callback(self._optimizers.close)
             for lane in self._lanes.values():
                 stack.callback(lane.engine.close)
@@ -211,7 +248,7 @@ class StepRun:
             return last
         signature = self._signature(batch)
         lane = self._lanes.get((signature, mode))
-        return self._new_lane(signature, mode) if lane is None else lane
+        return self._new_lane(signature, mode, batch) if lane is None else lane
 
     def _signature(self, batch: dict[str, Any]) -> Signature:
         signature = Signature(batch, self.backend.device)
@@ -240,9 +277,10 @@ class StepRun:
                 "The step is called inside `torch.inference_mode()`, whose tensors cannot be watched.",
                 "Use `torch.no_grad()`.",
             )
-        return torch.is_grad_enabled(), torch.get_autocast_dtype(device_type) if autocast else None
+        dtype = torch.get_autocast_dtype(device_type) if autocast else None
+        return torch.is_grad_enabled(), dtype, self._replicas.switches()
 
-    def _new_lane(self, signature: Signature, mode: _Mode) -> _Lane:
+    def _new_lane(self, signature: Signature, mode: _Mode, batch: dict[str, Any]) -> _Lane:
         while len(self._lanes) >= _MAX_SIGNATURES:
             idle = next((k for k, lane in self._lanes.items() if not lane.engine.has_graphs), None)
             if idle is None:
@@ -254,7 +292,7 @@ class StepRun:
             self._model,
             self._optimizers.hyperparameters,
             self._optimizers.addresses,
-            self._surroundings.unwatched | settings.harmless,
+            self._surroundings.unwatched | self._harmless,
             self._optimizers.frozen_values,
             stays_on_host=self._surroundings.stays_on_host,
             others=self._optimizers.places,
@@ -266,6 +304,7 @@ class StepRun:
             settings.verify_replays,
             settings.verify_every_n_steps,
             self._optimizers.learning_rates,
+            self._processes,
         )
         # Of a model without modules: what a function puts into attributes is refused.
         nothing = CarriedTensors(
@@ -276,7 +315,9 @@ class StepRun:
             guards=guards,
             carried=nothing,
             verifier=verifier,
-            is_settled=lambda: habits.is_settled() and self._optimizers.is_settled(),
+            is_settled=lambda: (
+                habits.is_settled() and self._optimizers.is_settled() and self._replicas.is_settled()
+            ),
             warmup_steps=settings.warmup_steps,
             raise_unsupported=settings.raise_unsupported,
             announce=_log.warning,
@@ -284,9 +325,10 @@ class StepRun:
             on_give_up=lambda: None,
             what="The loop",
             streams=settings.streams,
+            agreement=self._processes,
         )
         engine.counts = self.counts
-        lane = _Lane(signature, mode, engine, guards, verifier, habits)
+        lane = _Lane(signature, mode, engine, guards, verifier, habits, f"{_shapes(batch)} {mode}")
         self._note_variety(lane)
         self._lanes[signature, mode] = lane
         return lane
@@ -312,9 +354,21 @@ class StepRun:
         self.counts.note_eager(reason)
         if self._last is not None:
             self._last.engine.leave()
+        if self._processes is not None:
+            self._processes.begin("")  # whatever the others have, none of them replays it now
+            self._processes.meet(Intent.EAGER)
         with self.backend.on_side_stream():
             returned = self._recorder.run(arguments)
+        self._replicas.ran()
         return copied(returned)
+
+
+def _shapes(batch: dict[str, Any]) -> list[object]:
+    """What the processes compare of their arguments; numbers among them may be each one's own."""
+    return [
+        (path, tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else path
+        for path, leaf in flatten_batch(batch)
+    ]
 
 
 def _no_turn(result: StepResult, number: int) -> None:

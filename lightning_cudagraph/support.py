@@ -29,6 +29,7 @@ from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
 from lightning_cudagraph.log_sums import RESULT_NAMES
 from lightning_cudagraph.logged_step import TO_TENSOR
+from lightning_cudagraph.strategies import refuse_strategy
 from lightning_cudagraph.timing.layer_marks import check_autograd_names
 
 __all__ = [
@@ -228,6 +229,7 @@ def _check_names(needed: _Names) -> None:
 
 def _check_placement(trainer: pl.Trainer) -> None:
     strategy = trainer.strategy
+    refuse_strategy(strategy)
     if isinstance(strategy, SingleDeviceStrategy):
         base: type = SingleDeviceStrategy
     elif isinstance(strategy, DDPStrategy):
@@ -235,9 +237,9 @@ def _check_placement(trainer: pl.Trainer) -> None:
         _check_ddp(strategy)
     else:
         raise UnsupportedError(
-            f"The strategy is `{type(strategy).__qualname__}` on {trainer.world_size} device(s);"
-            " captured so far are runs on a single device, and `DDPStrategy` on several.",
-            'Pass `Trainer(devices=1)`, or `strategy="ddp"`.',
+            f"`{type(strategy).__qualname__}` claims a step that is captured, and is no strategy of"
+            " `lightning.pytorch`.",
+            "Use Lightning's own.",
         )
     for name in _STEP_METHODS:
         ours = type(getattr(strategy, name)) is StandIn
@@ -252,13 +254,6 @@ def _check_placement(trainer: pl.Trainer) -> None:
 
 def _check_ddp(strategy: DDPStrategy) -> None:
     arguments: dict[str, Any] = strategy._ddp_kwargs
-    if arguments.get("find_unused_parameters"):
-        raise UnsupportedError(
-            "`DDPStrategy(find_unused_parameters=True)` reads on the host, in every backward pass, which"
-            " parameters took part.",
-            'Pass `strategy="ddp"`, and let all parameters take part in every step; freeze others with'
-            " `requires_grad_(False)`.",
-        )
     if arguments.get("static_graph") and strategy.root_device.type == "cpu":
         raise UnsupportedError(
             "`DDPStrategy(static_graph=True)` keeps a table on the host and reads it in every backward"

@@ -18,7 +18,7 @@ FLOORS = [
     ["capture"],
     ["optim"],
     ["timing"],
-    ["surroundings", "step", "step_record", "step_run"],
+    ["surroundings", "step", "step_processes", "step_record", "step_replicas", "step_run"],
     [
         "closures",
         "hooks",
@@ -39,6 +39,7 @@ FLOORS = [
         "profilers",
         "replicas",
         "settings",
+        "strategies",
         "support",
     ],
     [
@@ -58,7 +59,10 @@ FLOORS = [
     ["__init__"],
     ["cli"],
 ]
-TORCH_ONLY = ["errors", "capture", "optim", "timing", "surroundings", "step", "step_record", "step_run"]
+TORCH_ONLY = [
+    *("errors", "capture", "optim", "timing", "surroundings"),
+    *("step", "step_processes", "step_record", "step_replicas", "step_run"),
+]
 # A room of its own, because loggers, queues and charts are three concepts.
 TENSORBOARD = "timing/tensorboard/"
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = ["refuse_unfit_modules"]
 
+# By name: their package takes long to import.
+_SHARDED = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "`fully_shard`"}
 
-def refuse_unfit_modules(model: nn.Module) -> None:
+
+def refuse_unfit_modules(model: nn.Module, averaged: bool = False) -> None:
     """Refuse a model with modules that no capture can hold.
+
+    Args:
+        model: the model.
+        averaged: whether somebody looks after the `DistributedDataParallel`s in it.
 
     Raises:
         UnsupportedError: naming the module.
     """
+    _refuse_sharded(model)
     for name, child in model.named_modules():
         named = f"The module `{name}`" if name else f"The `{type(child).__qualname__}`"
         compiled_in_place = getattr(child, "_compiled_call_impl", None) is not None
@@ -31,6 +43,8 @@ def refuse_unfit_modules(model: nn.Module) -> None:
                 " what a graph has baked in.",
                 "Leave out `torch.jit.script` and `torch.jit.trace` for training.",
             )
+        if isinstance(child, DistributedDataParallel) and averaged:
+            continue
         if isinstance(child, (DataParallel, DistributedDataParallel)):
             raise UnsupportedError(
                 f"{named} is a `{type(child).__name__}`; captured so far are runs on a single device.",
@@ -42,3 +56,29 @@ def refuse_unfit_modules(model: nn.Module) -> None:
                 " depends on values.",
                 "Pass `sparse=False`.",
             )
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Refuse parameters that are split between devices, or consist of other tensors in another way."""
+    for name, child in model.named_modules():
+        for cls in type(child).__mro__:
+            if cls.__name__ in _SHARDED and cls.__module__.startswith("torch.distributed."):
+                named = f"module `{name}`" if name else "model"
+                raise UnsupportedError(
+                    f"The weights of the {named} are split between devices ({_SHARDED[cls.__name__]}),"
+                    " and gathered in every step, into memory that Python hooks resize and free.",
+                    "Use `DistributedDataParallel`, if the model fits on one device.",
+                )
+    found: tuple[tuple[str, Iterable[tuple[str, Any]]], ...] = (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    )
+    for what, tensors in found:
+        for name, tensor in tensors:
+            kind = type(tensor)
+            if is_traceable_wrapper_subclass(tensor):
+                raise UnsupportedError(
+                    f"The {what} `{name}` is a `{kind.__qualname__}`, which has no memory of its"
+                    " own, but consists of other tensors; replays cannot be compared in these yet.",
+                    "Use plain tensors on one device, or `DistributedDataParallel` on several.",
+                )

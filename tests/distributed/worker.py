@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed import cases, model_cases, time_cases
+from tests.distributed import cases, model_cases, step_cases, time_cases
 
 # As in pyproject.toml; and one run is not told about logging that the other is told about.
 _IGNORED = (
@@ -35,6 +35,8 @@ _IGNORED = (
     # The first thing that autograd's thread does is a product of matrices.
     r".*no current CUDA context",
 )
+# Begin with their name.
+_OF_OTHER_NAMES = (step_cases,)
 _ROOT = str(Path(__file__).parents[2])
 _LOOK_EVERY_S = 0.2
 # How long a process may go on with a case that has failed in another one.
@@ -103,6 +105,9 @@ def _run(case: str, here: cases.Here) -> str:
         warnings.showwarning = note
         try:
             known = vars(cases) | vars(time_cases) | model_cases.CASES
+            for module in _OF_OTHER_NAMES:
+                room = module.__name__.rpartition(".")[2]
+                known |= {f"{room}.{name}": value for name, value in vars(module).items()}
             known[case](here)
         except Exception:
             return traceback.format_exc() + "".join(f"\nwarned: {text}" for text in warned)

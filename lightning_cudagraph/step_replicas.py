@@ -1,0 +1,211 @@
+"""The `DistributedDataParallel`s that a captured function works on, and what they keep on the host.
+
+What a forward pass does depends on two switches of the wrapper: whether gradients are averaged
+(`no_sync`), and whether the pass before has left buffers to be broadcast. Calls that find other switches
+are calls in another mode, with graphs of their own; and after a replay they are left as an eager call
+leaves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
+
+__all__ = ["OWN_ATTRIBUTES", "StepReplicas", "Switches"]
+
+# Attributes of a wrapper: the switches, which are part of a call's mode; what the first iterations make;
+# and lists of the module's buffers, which it makes anew for each broadcast.
+OWN_ATTRIBUTES = frozenset(
+    {
+        *("require_forward_param_sync", "require_backward_grad_sync"),
+        *("_has_rebuilt_buckets", "_lazy_init_ran", "modules_buffers", "named_module_buffers"),
+    }
+)
+_PRIVATE = ("_get_ddp_logging_data", "_set_ddp_runtime_logging_sample_rate", "_comm_hooks", "reducer")
+# The reducer takes times of its first ten iterations and of one in so many later, by events that no
+# capture can hold; in the eleventh it reads those of the tenth (torch/csrc/distributed/c10d/logger.cpp).
+_TIMED = 10
+_SAMPLE_RATE = 100
+_NEVER = 2**30
+# After so many iterations, buckets that were left in the middle are sorted anew.
+_SORTED_AFTER = 2
+# Those that keep nothing from step to step.
+_COMM_HOOKS = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
+
+Switches = tuple[tuple[bool, bool], ...]
+
+
+def _is_unfinished(ddp: DistributedDataParallel) -> bool:
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
+
+
+class StepReplicas:
+    """The wrappers of a step.
+
+    Args:
+        model: all modules that the step works on.
+
+    Raises:
+        UnsupportedError: if one of them does in a step what no graph can hold.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._wrappers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, DistributedDataParallel)
+        }
+        self._broken: list[DistributedDataParallel] = []
+        self._averaged_since_mended = _SORTED_AFTER
+        for name, ddp in self._wrappers.items():
+            _check(f"`{name}`" if name else "the step's", ddp)
+        for ddp in self._wrappers.values():
+            ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
+
+    def own_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether the gradients of all these are parts of the wrappers' buckets.
+
+        An eager call writes where the call before has left them, and so does a graph: who keeps one
+        finds the next one in it. Where some are, and others are not, copies of these alone would have to
+        be given out.
+
+        Raises:
+            UnsupportedError: if some are, and others are not.
+        """
+        views = [ddp for ddp in self._wrappers.values() if ddp.gradient_as_bucket_view]
+        inside = {id(p) for ddp in views for p in ddp.parameters() if p.requires_grad}
+        ignored = any(getattr(ddp, "parameters_to_ignore", None) for ddp in views)
+        outside = any(p.requires_grad and id(p) not in inside for p in parameters)
+        if views and (outside or ignored):
+            raise UnsupportedError(
+                "Of the parameters that the step works on, some have gradients in the buckets of a"
+                " `DistributedDataParallel(gradient_as_bucket_view=True)`, and others do not.",
+                "Leave `gradient_as_bucket_view` out.",
+            )
+        return bool(views)
+
+    def __bool__(self) -> bool:
+        return bool(self._wrappers)
+
+    def switches(self) -> Switches:
+        """What a forward pass would find now."""
+        return tuple(
+            (ddp.require_backward_grad_sync, ddp.will_sync_module_buffers())
+            for ddp in self._wrappers.values()
+        )
+
+    def is_settled(self) -> bool:
+        """Whether the reducers have had the iterations that no capture can hold."""
+        return self._averaged_since_mended >= _SORTED_AFTER and all(
+            ddp._get_ddp_logging_data().get("iteration", 0) >= _TIMED for ddp in self._wrappers.values()
+        )
+
+    def ran(self) -> None:
+        """An eager call went through."""
+        self._averaged_since_mended += all(
+            ddp.require_forward_param_sync for ddp in self._wrappers.values()
+        )
+
+    def left(self) -> tuple[bool, ...]:
+        """What a call has left for the next one."""
+        return tuple(ddp.require_forward_param_sync for ddp in self._wrappers.values())
+
+    def leave(self, left: tuple[bool, ...]) -> None:
+        """Leave what an eager call leaves."""
+        for ddp, value in zip(self._wrappers.values(), left, strict=True):
+            ddp.require_forward_param_sync = value
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what a call does to the wrappers on the host."""
+        before = self.left()
+        try:
+            yield
+        except BaseException:
+            self._broken = [ddp for ddp in self._wrappers.values() if _is_unfinished(ddp)]
+            raise
+        finally:
+            self.leave(before)
+
+    def is_broken(self) -> bool:
+        """Whether a call was left in the middle of its backward pass: gradients are waited for."""
+        return bool(self._broken)
+
+    def mend(self) -> None:
+        """Wait for none any more. In all processes at once: buckets are sorted anew."""
+        self._broken = []
+        self._averaged_since_mended = 0
+        for ddp in self._wrappers.values():
+            ddp.reducer._reset_state()
+
+    def close(self) -> None:
+        """Let them take times of their own again."""
+        for ddp in self._wrappers.values():
+            ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE)
+
+
+def _check(name: str, ddp: DistributedDataParallel) -> None:
+    for private in _PRIVATE:
+        if not hasattr(ddp, private):
+            raise CUDAGraphError(
+                f"`DistributedDataParallel.{private}` is gone from torch {torch.__version__}, and"
+                " captured steps are built on it. Use torch 2.9 to 2.13, or pass"
+                ' `GraphedStep(backend="off")`.'
+            )
+    device = next(ddp.parameters()).device
+    what = f"{name} `DistributedDataParallel`"
+    if ddp.find_unused_parameters:
+        raise UnsupportedError(
+            f"{what} with `find_unused_parameters=True` reads on the host, in every backward pass, which"
+            " parameters took part.",
+            "Leave it out, and let all parameters take part in every step; freeze others with"
+            " `requires_grad_(False)`.",
+        )
+    for argument, value in (
+        ("static_graph", ddp.static_graph),
+        ("mixed_precision", ddp.mixed_precision),
+        ("delay_all_reduce_named_params", getattr(ddp, "_delay_all_reduce_params", None)),
+    ):
+        if value:
+            raise UnsupportedError(
+                f"{what} with `{argument}` is not known to come out the same from a captured function.",
+                "Leave it out.",
+            )
+    for hook, _ in ddp._comm_hooks:
+        if hook not in _COMM_HOOKS:
+            raise UnsupportedError(
+                f"{what} has the communication hook `{getattr(hook, '__qualname__', hook)}`, which runs"
+                " Python in every backward pass, and may keep something from call to call.",
+                "Use one of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, such as"
+                " `bf16_compress_hook`.",
+            )
+    group = ddp.process_group
+    size, world_size = dist.get_world_size(group), dist.get_world_size()
+    if size != world_size:
+        raise UnsupportedError(
+            f"{what} averages over {size} of the {world_size} processes;"
+            " captured so far are steps of all of them.",
+            "Leave `process_group` out.",
+        )
+    backend = dist.get_backend(group)
+    if device.type == "cuda" and "nccl" not in backend:
+        raise UnsupportedError(
+            f"{what} uses {backend}, which averages gradients on the host.",
+            'Initialize the process group with the backend "nccl".',
+        )

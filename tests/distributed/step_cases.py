@@ -1,0 +1,517 @@
+"""What processes do with `GraphedStep`: under Fabric, and in loops of their own."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_cudagraph import GraphedStep, UnsupportedError
+from lightning_cudagraph.errors import ConfigurationError, PeerError
+from tests.distributed.cases import WARM_UP, Here
+from tests.harness import differences
+from tests.loops import Net
+
+STEPS = WARM_UP + 10
+
+
+def _device(here: Here) -> torch.device:
+    return torch.device("cuda", here.rank) if here.accelerator == "gpu" else torch.device("cpu")
+
+
+def _join(here: Here) -> None:
+    """Be in a process group, which lasts for the launch."""
+    if not dist.is_initialized():
+        os.environ["RANK"] = os.environ["LOCAL_RANK"]
+        if here.accelerator == "gpu":
+            torch.cuda.set_device(here.rank)
+            dist.init_process_group("nccl", device_id=_device(here))
+        else:
+            dist.init_process_group("gloo")
+
+
+class Plain:
+    """A loop of its own around a `DistributedDataParallel`; each process has its own batches."""
+
+    steps = STEPS
+    wrapper: ClassVar[dict[str, Any]] = {}
+    kwargs: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, here: Here) -> None:
+        self.here = here
+        self.device = _device(here)
+        self.join()
+        torch.manual_seed(3)
+        self.build()
+
+    def join(self) -> None:
+        _join(self.here)
+
+    def build(self) -> None:
+        net = Net().to(self.device)
+        if self.device.type == "cuda":
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.net: Any = DistributedDataParallel(net, [self.here.rank], **self.wrapper)
+            torch.cuda.current_stream().wait_stream(stream)
+        else:
+            self.net = DistributedDataParallel(net, **self.wrapper)
+        self.optimizer: Any = torch.optim.AdamW(self.net.parameters(), lr=1e-2, fused=True)
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def around(self, index: int) -> None:
+        """What the loop does on the host after each call."""
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        return step(x, y)
+
+    def size(self, index: int) -> int:
+        return 8
+
+    def state(self) -> Any:
+        return {
+            "net": self.net.state_dict(),
+            "gradients": [p.grad for p in self.net.parameters()],
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_device": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
+        }
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(self.here.rank)
+        for index in range(self.steps):
+            n = self.size(index)
+            x, y = torch.randn(n, 6, generator=generator), torch.randint(0, 4, (n,), generator=generator)
+            yield x.to(self.device), y.to(self.device)
+
+    def run(self, graphed: bool) -> tuple[list[Any], GraphedStep[..., Any]]:
+        """Run to the end; returns outputs and state after each step, and the step."""
+        torch.manual_seed(7)
+        history: list[Any] = []
+        with GraphedStep(self.step, self.net, self.optimizer, **self.kwargs) as step:
+            for index, (x, y) in enumerate(self.batches()):
+                history.append(self.call(step if graphed else self.step, index, x, y))
+                self.around(index)
+                history.append(copy.deepcopy(self.state()))
+        return history, step
+
+
+def _same(here: Here, loop: Callable[[Here], Plain], replays: int) -> GraphedStep[..., Any]:
+    """Fail unless the graphed loop does the same as the plain one, and as many replays as expected."""
+    plain, _ = loop(here).run(graphed=False)
+    graphed, step = loop(here).run(graphed=True)
+    assert step.counts.replayed == replays, step.report
+    found = differences(plain, graphed)
+    assert not found, f"{len(found)} differences, the first: {found[:8]}"
+    return step
+
+
+def plain_loop(here: Here) -> None:
+    """Dropout, and batch norm whose buffers are broadcast."""
+    step = _same(here, Plain, STEPS - WARM_UP)
+    assert step.counts.captures == 1, step.report
+    assert not step.counts.eager, step.report
+
+
+class InBuckets(Plain):
+    """Gradients that are views of several buckets."""
+
+    wrapper: ClassVar[dict[str, Any]] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005}
+
+
+def plain_loop_in_buckets(here: Here) -> None:
+    """Gradients lie in the wrapper's own memory."""
+    _same(here, InBuckets, STEPS - WARM_UP)
+
+
+class Accumulates(Plain):
+    """Gradients of four calls, of which the last one averages; the optimizer steps outside."""
+
+    steps = 4 * WARM_UP + 12
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(self.net(x), y) / 4
+        loss.backward()
+        return loss
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        if index % 4 == 3:
+            return step(x, y)
+        with self.net.no_sync():
+            return step(x, y)
+
+    def around(self, index: int) -> None:
+        if index % 4 == 3:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def accumulated(here: Here) -> None:
+    """Three graphs: of calls that broadcast buffers, of those that do not, and of those that average."""
+    step = _same(here, Accumulates, 12)
+    assert step.counts.captures == 3, step.report
+
+
+class AccumulatesInside(Plain):
+    """Both halves of the batch in one call."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.optimizer.zero_grad()
+        with self.net.no_sync():
+            first = nn.functional.cross_entropy(self.net(x[:4]), y[:4]) / 2
+            first.backward()
+        second = nn.functional.cross_entropy(self.net(x[4:]), y[4:]) / 2
+        second.backward()
+        self.optimizer.step()
+        return first + second
+
+
+def accumulated_inside(here: Here) -> None:
+    """One graph, which averages once."""
+    step = _same(here, AccumulatesInside, STEPS - WARM_UP)
+    assert step.counts.captures == 1, step.report
+
+
+class Validates(Plain):
+    """A forward pass without gradients in between, after which no buffers are broadcast."""
+
+    steps = STEPS + 8
+
+    def around(self, index: int) -> None:
+        if index % 5 == 4:
+            self.net.eval()
+            with torch.no_grad():
+                self.net(torch.ones(8, 6, device=self.device))
+            self.net.train()
+
+
+def validated(here: Here) -> None:
+    """Calls after a validation have a graph of their own, as soon as they have come up often enough."""
+    step = _same(here, Validates, 18 - 1)
+    assert step.counts.captures == 2, step.report
+
+
+class OddBatch(Plain):
+    """One process has a smaller batch in the middle, and one at which all have."""
+
+    def size(self, index: int) -> int:
+        return 5 if index == 18 or (index == 15 and self.here.rank == 1) else 8
+
+
+def another_shape(here: Here) -> None:
+    """All make that call eagerly, and keep their graph."""
+    step = _same(here, OddBatch, STEPS - WARM_UP - 2)
+    assert step.counts.captures == 1, step.report
+    assert not step.counts.recaptures, step.report
+
+
+class OtherDropout(Plain):
+    """In one process, dropout becomes another."""
+
+    def around(self, index: int) -> None:
+        if index == 14 and self.here.rank == 1:
+            self.net.module.layers[3].p = 0.5
+
+
+def a_guard_in_one_process(here: Here) -> None:
+    """All capture anew."""
+    step = _same(here, OtherDropout, STEPS - WARM_UP - 3)
+    assert step.counts.captures == 2, step.report
+    assert "(rank 1)" in step.counts.recaptures[0] or here.rank == 1, step.report
+
+
+class ReadsOnOne(Plain):
+    """In one process, the step reads a value back to the host."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        loss = super().step(x, y)
+        if self.here.rank == 1:
+            loss.item()
+        return loss
+
+
+class ReadsOnOneAndGoesOn(ReadsOnOne):
+    kwargs: ClassVar[dict[str, Any]] = {"on_unsupported": "eager"}
+
+
+def a_capture_that_one_refuses(here: Here) -> None:
+    """What one process cannot capture, none does; or all go on without a graph."""
+    with pytest.raises(UnsupportedError, match=r"\.item\(\)") as caught:
+        ReadsOnOne(here).run(graphed=True)
+    assert str(caught.value).startswith("On rank 1: ") == (here.rank == 0), caught.value
+    step = _same(here, ReadsOnOneAndGoesOn, 0)
+    assert any(".item()" in reason for reason in step.counts.eager), step.report
+
+
+class RaisesOnOne(Plain):
+    """In one process, the loop ends with an error."""
+
+    def around(self, index: int) -> None:
+        if index == 15 and self.here.rank == 1:
+            raise ValueError("no more cheese")
+
+
+def an_error_in_one_process(here: Here) -> None:
+    """The other one ends with it, in seconds."""
+    started_s = time.monotonic()
+    with pytest.raises(ValueError if here.rank == 1 else PeerError, match="no more cheese"):
+        RaisesOnOne(here).run(graphed=True)
+    assert time.monotonic() - started_s < 30
+
+
+class DifferentArguments(Plain):
+    def __init__(self, here: Here) -> None:
+        super().__init__(here)
+        self.kwargs = {"verify_replays": here.rank}  # type: ignore[misc]
+
+
+def different_arguments(here: Here) -> None:
+    """Nothing is begun."""
+    expected = r"GraphedStep\(verify_replays=\.\.\.\)`: 0 on rank 0, 1 on rank 1"
+    with pytest.raises(ConfigurationError, match=expected):
+        DifferentArguments(here).run(graphed=True)
+
+
+class FindsUnused(Plain):
+    wrapper: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+
+
+class WithStaticGraph(Plain):
+    wrapper: ClassVar[dict[str, Any]] = {"static_graph": True}
+
+
+class WithOwnHook(Plain):
+    def build(self) -> None:
+        super().build()
+        self.net.register_comm_hook(None, _own_hook)
+
+
+def _own_hook(state: Any, bucket: Any) -> Any:
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+_own_hook.__annotations__.clear()  # torch compares them, and these are texts
+
+
+class WithPartOfTheProcesses(Plain):
+    def build(self) -> None:
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        self.wrapper = {"process_group": groups[self.here.rank]}  # type: ignore[misc]
+        super().build()
+
+
+def wrappers_that_are_refused(here: Here) -> None:
+    """Each with its reason; or all calls are eager, and the same."""
+    for loop, reason in (
+        (FindsUnused, "`find_unused_parameters=True` reads on the host"),
+        (WithStaticGraph, "with `static_graph` is not known"),
+        (WithOwnHook, "`_own_hook`, which runs Python"),
+        (WithPartOfTheProcesses, "averages over 1 of the 2 processes"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            loop(here).run(graphed=True)
+        goes_on = type("GoesOn", (loop,), {"kwargs": {"on_unsupported": "eager"}, "steps": 3})
+        assert reason in _same(here, goes_on, 0).report
+
+
+class Collective(Plain):
+    """Averages gradients by hand."""
+
+    def build(self) -> None:
+        self.net = Net().to(self.device)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2, fused=True)
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        loss.backward()
+        for parameter in self.net.parameters():
+            dist.all_reduce(parameter.grad)
+        self.optimizer.step()
+        return loss
+
+
+class Hidden:
+    """Where no search for modules looks."""
+
+    __slots__ = ("net",)
+
+
+class HiddenWrapper(Plain):
+    """The step works on a wrapper that it was not given."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.hidden.net(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def run(self, graphed: bool) -> Any:
+        self.hidden = Hidden()
+        self.hidden.net, self.net = self.net, self.net.module
+        return super().run(graphed)
+
+
+class Waits(Plain):
+    """For the other processes, on the host."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        dist.barrier()
+        return super().step(x, y)
+
+
+def collectives_that_are_refused(here: Here) -> None:
+    """By hand, by a wrapper that nobody was told of, and one in which the host waits."""
+    for loop, reason in (
+        (Collective, r"`c10d::allreduce_`\) in a function that works on no `DistributedDataParallel`"),
+        (HiddenWrapper, r"`DistributedDataParallel`"),
+        (Waits, "a barrier"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            loop(here).run(graphed=True)
+
+
+class OnOneAlone(Collective):
+    """Nothing that concerns other processes."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        return Plain.step(self, x, y)
+
+
+def a_step_of_one_process(here: Here) -> None:
+    """It may be called by one of them alone."""
+    if here.rank == 1:
+        _join(here)
+        return
+    step = _same(here, OnOneAlone, STEPS - 3)
+    assert step.counts.captures == 1, step.report
+
+
+class WithFabric(Accumulates):
+    """Fabric wraps net and optimizer, casts, clips, and keeps from averaging."""
+
+    precision: Any = "32-true"
+
+    def join(self) -> None:
+        self.fabric = Fabric(
+            accelerator=self.here.accelerator,
+            devices=2,
+            strategy=DDPStrategy(**self.wrapper),
+            precision=self.precision,
+        )
+        self.fabric.launch()
+
+    def build(self) -> None:
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        self.net, self.optimizer = self.fabric.setup(net, optimizer)
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(self.net(x), y) / 4
+        self.fabric.backward(loss)
+        return loss
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        with self.fabric.no_backward_sync(self.net, enabled=index % 4 != 3):
+            return step(x, y)
+
+    def around(self, index: int) -> None:
+        if index % 4 == 3:
+            self.fabric.clip_gradients(self.net, self.optimizer, max_norm=0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def fabric_accumulated(here: Here) -> None:
+    """As `examples/fabric_ddp.py` does it, with the optimizer outside."""
+    step = _same(here, WithFabric, 12)
+    assert step.counts.captures == 3, step.report
+
+
+class FabricInOne(WithFabric):
+    """All of the step in one graph."""
+
+    steps = STEPS
+    precision: Any = "bf16-mixed"
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.fabric.backward(loss)
+        self.fabric.clip_gradients(self.net, self.optimizer, max_norm=0.5, error_if_nonfinite=False)
+        self.optimizer.step()
+        return loss
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        return step(x, y)
+
+    def around(self, index: int) -> None:
+        pass
+
+
+def fabric_in_one(here: Here) -> None:
+    """Mixed precision, and clipping in the graph."""
+    step = _same(here, FabricInOne, STEPS - WARM_UP)
+    assert step.counts.captures == 1, step.report
+
+
+class FabricInFp16(FabricInOne):
+    precision: Any = "16-mixed"
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.fabric.backward(loss)
+        self.optimizer.step()
+        return loss
+
+
+def fabric_in_fp16(here: Here) -> None:
+    """Losses are scaled; all processes see the same overflows."""
+    _same(here, FabricInFp16, STEPS - WARM_UP)
+
+
+class Compressed(Plain):
+    """Gradients are averaged in bfloat16, by a hook of torch's."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.register_comm_hook(None, default_hooks.bf16_compress_hook)
+
+
+def plain_loop_compressed(here: Here) -> None:
+    """A hook that keeps nothing from call to call."""
+    _same(here, Compressed, STEPS - WARM_UP)
+
+
+class OnTheDefaultStream(Plain):
+    """The wrapper is made on the stream that no capture may wait for."""
+
+    def build(self) -> None:
+        self.net = DistributedDataParallel(Net().to(self.device), [self.here.rank])
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2, fused=True)
+
+
+def a_wrapper_on_the_default_stream(here: Here) -> None:
+    """A capture on another one comes to the same."""
+    step = _same(here, OnTheDefaultStream, STEPS - WARM_UP)
+    assert step.counts.captures == 1, step.report

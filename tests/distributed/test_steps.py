@@ -1,0 +1,36 @@
+"""`GraphedStep` in several processes: under Fabric, and in loops of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import assert_all_ok, launch
+
+SAME = (
+    "plain_loop",
+    "plain_loop_in_buckets",
+    "accumulated",
+    "accumulated_inside",
+    "validated",
+    "a_step_of_one_process",
+)
+FABRIC = ("fabric_accumulated", "fabric_in_one")
+AGREED = (
+    "another_shape",
+    "a_guard_in_one_process",
+    "a_capture_that_one_refuses",
+    "wrappers_that_are_refused",
+    "collectives_that_are_refused",
+    "different_arguments",
+    "an_error_in_one_process",
+)
+
+
+@pytest.mark.parametrize("cases", [SAME, FABRIC, AGREED], ids=["same numbers", "fabric", "agreed"])
+def test_processes_train_as_without_graphs(
+    tmp_path: Path, accelerator: str, cases: tuple[str, ...]
+) -> None:
+    named = [f"step_cases.{case}" for case in cases]
+    assert_all_ok(launch(tmp_path, named, accelerator, timeout_s=240), named)
