@@ -1,0 +1,166 @@
+"""Ops on several streams come to what they come to one after the other, whatever the step is.
+
+Random programs are placed on streams that are simulated (`tests/simulated.py`). With one rule taken
+out, each of these tests fails: that is tested, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_cudagraph.capture.dataflow import Flow, Kept, Placed
+from tests.simulated import NAMES, SCRATCH, Instruction, RefusedError, Scheduled, random_program
+
+_number = st.integers(0, 15)
+_instruction = st.builds(
+    Instruction,
+    st.sampled_from(NAMES),
+    _number,
+    st.lists(_number, min_size=1, max_size=3).map(tuple),
+    _number,
+    st.sampled_from(SCRATCH),
+)
+# Short ones seldom use memory twice.
+_program = st.lists(_instruction, min_size=20, max_size=40)
+_PROGRAMS = 1000  # among so many, one that shows what is wrong
+_quiet = settings(
+    database=None,
+    deadline=None,
+    derandomize=True,
+    max_examples=80,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 4])
+def test_every_order_comes_to_the_same(streams: int) -> None:
+    raced: list[int] = []
+
+    @_quiet
+    @given(_program)
+    def check(program: list[Instruction]) -> None:
+        scheduled = Scheduled(program, streams)
+        assert not scheduled.races()
+        assert not scheduled.differs(seeds=2)
+        raced.append(scheduled.flow.used)
+
+    check()
+    assert max(raced) == streams  # it was tested on all of them
+
+
+@_quiet
+@given(_program)
+def test_one_stream_waits_for_nothing(program: list[Instruction]) -> None:
+    assert not any(kernel.waits for kernel in Scheduled(program, 1).kernels)
+
+
+@_quiet
+@given(_program)
+def test_nothing_is_kept_when_all_have_come_together(program: list[Instruction]) -> None:
+    scheduled = Scheduled(program, 4)
+    scheduled.flow.barrier()
+    scheduled.kept.release()
+    assert not list(scheduled.kept)
+
+
+class _NoReadAfterWrite(Flow):
+    def _read_after_write(self, piece: Any) -> Iterator[int]:
+        return iter(())
+
+
+class _NoWriteAfterWrite(Flow):
+    def _write_after_write(self, piece: Any) -> Iterator[int]:
+        return iter(())
+
+
+class _NoWriteAfterRead(Flow):
+    def _write_after_read(self, piece: Any) -> Iterator[int]:
+        return iter(())
+
+
+class _BarrierWaitsForNothing(Flow):
+    def barrier(self, cost: float = 1.0) -> Placed:
+        placed = self._place(0, set(), cost)
+        self._front = placed.number
+        self._memory.clear()
+        return placed
+
+
+class _NothingWaitsForBarriers(Flow):
+    def barrier(self, cost: float = 1.0) -> Placed:
+        placed = super().barrier(cost)
+        self._front = -1
+        return placed
+
+
+class _KeepsNothing(Kept):
+    def use(self, placed: Placed, home: int, owner: Any) -> None:
+        pass
+
+
+class _LetsGoAtOnce(Kept):
+    def release(self) -> None:
+        self._kept.clear()
+
+
+WITHOUT: dict[str, dict[str, Any]] = {
+    "read after write": {"flow": _NoReadAfterWrite},
+    "write after write": {"flow": _NoWriteAfterWrite},
+    "write after read": {"flow": _NoWriteAfterRead},
+    "what a barrier waits for": {"flow": _BarrierWaitsForNothing},
+    "what waits for a barrier": {"flow": _NothingWaitsForBarriers},
+    "memory that others use": {"kept": _KeepsNothing, "refuses": False},
+    "how long memory is kept": {"kept": _LetsGoAtOnce, "refuses": False},
+    "what is written undeclared": {"knows_liars": False},
+}
+
+
+def _smallest(is_wrong: Callable[[list[Instruction]], bool]) -> list[Instruction]:
+    """A program that is wrong, and is not if any of its instructions is left out."""
+    programs = map(random_program, range(_PROGRAMS))
+    found = next((program for program in programs if is_wrong(program)), None)
+    assert found is not None, f"none of {_PROGRAMS} programs came out wrong"
+    index = 0
+    while index < len(found):
+        shorter = found[:index] + found[index + 1 :]
+        if is_wrong(shorter):
+            found, index = shorter, 0
+        else:
+            index += 1
+    return found
+
+
+@pytest.mark.parametrize("rule", WITHOUT)
+@pytest.mark.parametrize("shown", [Scheduled.races, Scheduled.differs])
+def test_without_a_rule_it_comes_out_wrong(rule: str, shown: Callable[[Scheduled], object]) -> None:
+    how = {"refuses": False, **WITHOUT[rule]}
+    found = _smallest(lambda program: bool(shown(Scheduled(program, 3, **how))))
+    assert len(found) <= 8
+    assert not shown(Scheduled(found, 3))
+
+
+def test_memory_that_is_given_out_too_early_is_seen() -> None:
+    def is_refused(program: list[Instruction]) -> bool:
+        try:
+            Scheduled(program, 3, kept=_KeepsNothing)
+        except RefusedError:
+            return True
+        return False
+
+    assert len(_smallest(is_refused)) <= 14
+
+
+def test_a_chain_stays_on_its_stream_and_branches_do_not() -> None:
+    flow = Flow(4)
+    ends = [(1000 * branch, 1000 * branch + 10) for branch in range(3)]
+    streams = [[flow.add([end], [end]).stream for _ in range(5)] for end in ends]
+    assert [len(set(of_branch)) for of_branch in streams] == [1, 1, 1]
+    assert len({of_branch[0] for of_branch in streams}) == 3
+    joined = flow.add(ends, [])
+    assert len(joined.waits) == 2
+    assert flow.leaves == [joined.number]
