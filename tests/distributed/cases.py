@@ -32,6 +32,7 @@ from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.errors import PeerError, VerificationError
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same, loader, make, train
 
+BUCKETS = {"bucket_cap_mb": 0.0005}
 # Iterations that DistributedDataParallel needs before a capture.
 WARM_UP = 11
 
@@ -296,6 +297,13 @@ def same_numbers_over_sockets(here: Here) -> None:
             )
     assert graph.counts.replayed >= 10, graph.counts
     assert again.plain >= 4, vars(again)
+
+
+def same_numbers_on_several_streams(here: Here) -> None:
+    """What does not need one another lies on streams side by side; averages wait for their gradients."""
+    _, graph = here.assert_same_runs(CUDAGraphCallback(streams=3), max_epochs=4, wrapper=BUCKETS)
+    assert graph.counts.captures == 1, graph.counts
+    assert graph.counts.replayed >= 10, graph.counts
 
 
 def same_numbers_compressed(here: Here) -> None:

@@ -20,6 +20,7 @@ SAME = (
     "same_numbers_on_the_short_way",
     "same_numbers_over_sockets",
     "same_numbers_with_shared_logs",
+    "same_numbers_on_several_streams",
 )
 AGREED = (
     "another_shape",
