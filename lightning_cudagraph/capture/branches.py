@@ -10,7 +10,7 @@ seen in the state of the capture before the next op, and all that follows waits 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,14 @@ from lightning_cudagraph.capture.driver import let_wait, position_of
 from lightning_cudagraph.capture.parts import CudaParts
 
 __all__ = ["Branches", "SentBackError"]
+
+
+# Private: how many refer to a memory.
+_users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+# Of a stream's memory, so much may be kept for others before it waits for them: this, or a share of what
+# has been allocated in the capture.
+_KEPT_BYTES = 1 << 20
+_KEPT_SHARE = 1 / 64
 
 
 class SentBackError(RuntimeError):
@@ -50,9 +58,12 @@ class Branches:
         self._homes: dict[int, int] = {}
         self._events: list[torch.cuda.Event] = []
         self._flow = Flow(len(self._streams))
-        self._kept = Kept(self._flow)
+        self._kept = Kept(self._flow, _is_free)
         self._nodes: list[tuple[int, ...]] = []
         self._left: tuple[int, ...] = ()
+        # How far each of the streams had come when an op was last issued there.
+        self._at: list[tuple[int, ...]] = []
+        self._made_bytes = 0
         self.used = 0
         self.barriers: dict[str, int] = {}
 
@@ -63,7 +74,7 @@ class Branches:
             SentBackError: if the driver does not tell what work waits for.
         """
         self._flow = Flow(len(self._streams))
-        self._kept = Kept(self._flow)
+        self._kept = Kept(self._flow, _is_free)
         self._nodes = []
         fork = torch.cuda.Event()
         fork.record(self._own)
@@ -72,6 +83,7 @@ class Branches:
             stream.wait_event(fork)
         self._left = self._position(self._own)
         self._wait(self._own, self._left)
+        self._at = [self._position(stream) for stream in self._streams]
 
     def end(self) -> None:
         """Before the capture of the part ends, be it in an error: the streams come together."""
@@ -101,26 +113,33 @@ class Branches:
         return self._run_placed(func, args, kwargs, access)
 
     def _run_placed(self, func: Any, args: Any, kwargs: Any, access: Access) -> Any:
+        self._notice()  # to ask for an address can make a copy of what is shared until it is written
         before = self._flow.last
-        placed = self._flow.add(access.reads, access.writes, access.cost)
+        placed = self._flow.add(access.reads, access.writes, access.cost, besides=self._overdue)
+        stream = self._streams[placed.stream]
+        if placed.stream and self._position(stream) != self._at[placed.stream]:
+            raise SentBackError("the step uses a stream of its own that is one of the capture's")
         for tensor in access.tensors:
             if tensor.is_cuda:
                 storage = tensor.untyped_storage()
-                self._kept.use(placed, self._homes.get(storage.data_ptr(), 0), storage)
+                home = self._homes.get(storage.data_ptr(), 0)
+                self._kept.use(placed, home, storage, storage.nbytes())
         self._kept.release()
-        stream = self._streams[placed.stream]
         self._wait(stream, self._nodes_of([before[placed.stream], *placed.waits]))
         torch.cuda.set_stream(stream)
         try:
             result = func(*args, **kwargs)
         finally:
             torch.cuda.set_stream(self._own)
-        self._nodes.append(self._position(stream))
-        if access.moved():
-            raise SentBackError(f"{func} gave a tensor other memory than it had")
+            self._at[placed.stream] = self._position(stream)
+            self._nodes.append(self._at[placed.stream])
+            self._join()
         self._take(placed, made_by(result, access.tensors, "cuda"))
-        self._join()
         return result
+
+    def _overdue(self, stream: int, time: float) -> list[int]:
+        allowed_bytes = max(_KEPT_BYTES, int(_KEPT_SHARE * self._made_bytes))
+        return self._kept.overdue(stream, time, allowed_bytes)
 
     def _run_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op of which too little is known after all before it, and before all after it."""
@@ -138,6 +157,7 @@ class Branches:
             start = storage.data_ptr()
             self._homes[start] = placed.stream
             spans.append((start, start + storage.nbytes()))
+            self._made_bytes += storage.nbytes()
         if self._flow.made(placed, spans):
             raise SentBackError("memory was given to an op while others still used it")
 
@@ -175,6 +195,11 @@ class Branches:
     def _wait(self, stream: torch.cuda.Stream, nodes: Iterable[int]) -> None:
         if not let_wait(stream, tuple(nodes)):
             raise SentBackError("the driver does not let work of a capture wait for chosen nodes")
+
+
+def _is_free(storage: torch.UntypedStorage) -> bool:
+    """Whether nobody else needs a memory; never, where torch does not tell."""
+    return _users_of is not None and _users_of(storage._cdata) == 1
 
 
 def _makes_on_cuda(kwargs: Any) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -132,6 +132,10 @@ class _Memory:
         self._starts[first:last] = [piece.start for piece in pieces]
 
 
+def _nothing(stream: int, time: float) -> Iterable[int]:
+    return ()
+
+
 class Flow:
     """Puts ops on streams, in the order in which they come.
 
@@ -186,6 +190,7 @@ class Flow:
         writes: Iterable[Span],
         cost: float = 1.0,
         stream: int | None = None,
+        besides: Callable[[int, float], Iterable[int]] = _nothing,
     ) -> Placed:
         """Place the next op.
 
@@ -194,6 +199,7 @@ class Flow:
             writes: older memory that it writes; `made` takes what it allocates itself.
             cost: how long it takes, in a unit of one's own: about one for a small kernel.
             stream: where it goes, if that is not left to this.
+            besides: given the stream, and when the op would begin there, what else it shall wait for.
         """
         reads, writes = list(reads), list(writes)
         needed: set[int] = set()
@@ -208,6 +214,7 @@ class Flow:
             needed.add(self._front)
         if stream is None:
             stream = self._choose(needed)
+        needed.update(besides(stream, self._begins(stream, needed)))
         placed = self._place(stream, needed, cost)
         for span in reads:
             for piece in self._memory.exactly(span):
@@ -246,6 +253,10 @@ class Flow:
         self._memory.clear()  # who comes now comes after all who have been there
         return placed
 
+    def ends(self, number: int) -> float:
+        """When an op would end if each took as long as it is said to cost."""
+        return self._ends[number]
+
     def comes_after(self, stream: int, index: int) -> bool:
         """Whether what is issued next on a stream comes after an op."""
         return index <= self._front or self._clocks[stream][self._stream_of[index]] >= index
@@ -276,15 +287,20 @@ class Flow:
 
         def begins(stream: int) -> tuple[float, bool, bool, int]:
             last = self._last[stream]
-            time = self._ends[last] if last >= 0 else 0.0
-            for index in needed:
-                switch = 0.0 if self._stream_of[index] == stream else _SWITCH_COST
-                time = max(time, self._ends[index] + switch)
+            time = self._begins(stream, needed)
             at_home = latest >= 0 and self._stream_of[latest] == stream
             is_free = last >= 0 and last <= reached[stream]
             return time, not at_home, not is_free, stream
 
         return min(range(self.streams), key=begins)
+
+    def _begins(self, stream: int, needed: set[int]) -> float:
+        last = self._last[stream]
+        time = self._ends[last] if last >= 0 else 0.0
+        for index in needed:
+            switch = 0.0 if self._stream_of[index] == stream else _SWITCH_COST
+            time = max(time, self._ends[index] + switch)
+        return time
 
     def _place(self, stream: int, needed: set[int], cost: float) -> Placed:
         index = len(self._stream_of)
@@ -305,38 +321,84 @@ class Flow:
         return Placed(index, stream, tuple(waits))
 
 
+@dataclass
+class _Use:
+    """A use of memory on another stream than its own.
+
+    Attributes:
+        number: of the op that uses it.
+        owner: what keeps it alive.
+        size_bytes: how much it is.
+    """
+
+    number: int
+    owner: Any
+    size_bytes: int
+
+
 class Kept:
     """Memory that other streams use than the one it belongs to, and that may not be freed yet.
 
     Args:
         flow: where its users are placed.
+        is_free: whether an owner is referred to by nobody else any more.
     """
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: Flow, is_free: Callable[[Any], bool] = lambda owner: True) -> None:
         self._flow = flow
-        # By the stream that it belongs to, and the one that uses it: the users, and what keeps it alive,
-        # in the order in which they came.
-        self._kept: dict[tuple[int, int], deque[tuple[int, Any]]] = {}
+        self._is_free = is_free
+        # By the stream that it belongs to, and the one that uses it, in the order of the ops.
+        self._kept: dict[tuple[int, int], deque[_Use]] = {}
 
-    def use(self, placed: Placed, home: int, owner: Any) -> None:
+    def use(self, placed: Placed, home: int, owner: Any, size_bytes: int = 0) -> None:
         """Keep memory that an op uses, if it belongs to another stream.
 
         Args:
             placed: the op.
             home: the stream that the memory was allocated on.
             owner: what keeps the memory alive as long as it is referred to.
+            size_bytes: how much it is.
         """
         if placed.stream != home:
-            self._kept.setdefault((home, placed.stream), deque()).append((placed.number, owner))
+            uses = self._kept.setdefault((home, placed.stream), deque())
+            uses.append(_Use(placed.number, owner, size_bytes))
 
     def release(self) -> None:
         """Let go of what each stream may give to who asks next.
 
         To be called when an op has been placed, before it asks for memory.
         """
-        for (home, _), kept in self._kept.items():
-            while kept and self._flow.comes_after(home, kept[0][0]):
-                kept.popleft()
+        for (home, _), uses in self._kept.items():
+            while uses and self._flow.comes_after(home, uses[0].number):
+                uses.popleft()
+
+    def overdue(self, home: int, time: float, allowed_bytes: int) -> list[int]:
+        """Ops that a stream had better wait for, so that it gets back the memory that they use.
+
+        A stream that never waits for another one never gets back what that uses. There are such ops only
+        when the memory that nobody else needs any more is more than may be kept; and of these first
+        those that would have ended, for which to wait costs nothing.
+
+        Args:
+            home: the stream.
+            time: when it would go on.
+            allowed_bytes: how much of its memory may be kept for others. Four times of that may be kept
+                for ops that have not ended.
+        """
+        uses = [use for (of, _), uses in self._kept.items() if of == home for use in uses]
+        if sum(use.size_bytes for use in uses) <= allowed_bytes:
+            return []
+        free = [use for use in uses if self._is_free(use.owner)]
+        if _together_bytes(free) <= allowed_bytes:
+            return []
+        ended = [use for use in free if self._flow.ends(use.number) <= time]
+        left = [use for use in free if self._flow.ends(use.number) > time]
+        due = ended if _together_bytes(left) <= 4 * allowed_bytes else free
+        return [use.number for use in due]
 
     def __iter__(self) -> Iterator[Any]:
-        return (owner for kept in self._kept.values() for _, owner in kept)
+        return (use.owner for uses in self._kept.values() for use in uses)
+
+
+def _together_bytes(uses: Iterable[_Use]) -> int:
+    return sum({id(use.owner): use.size_bytes for use in uses}.values())
