@@ -78,14 +78,14 @@ def _table_there(workload: Workload, args: argparse.Namespace) -> Table:
         if path.exists():
             return Table.read(path)
     row = Row(workload.name, workload.description, failure=f"its process ended with {ended.returncode}")
-    return Table({}, args.steps, args.rounds, [row])
+    return Table({}, args.steps, args.rounds, rows=[row])
 
 
 def _measured(args: argparse.Namespace) -> Table:
     chosen = [workload for workload in WORKLOADS if workload.name in args.models]
     if args.tiny or len(chosen) == 1:
         rows = [_row_here(workload, args) for workload in chosen]
-        return Table(environment(), args.steps, args.rounds, rows)
+        return Table(environment(), args.steps, args.rounds, rows=rows)
     table = Table({}, args.steps, args.rounds)
     for workload in chosen:
         started_s = time.perf_counter()

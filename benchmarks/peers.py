@@ -110,16 +110,12 @@ def _in_trainer(mode: str | None = None) -> Any:
     return fit
 
 
-def _knows(argument: str) -> bool:
-    """Whether this version of the callback has an argument."""
-    return argument in inspect.signature(CUDAGraphCallback).parameters
-
-
 def _with_callback(**arguments: Any) -> Any:
     """A fit with the callback, with some of its arguments."""
 
     def fit(workload: Workload, tiny: bool, batches: BlockedBatches) -> Outcome:
-        if unknown := [name for name in arguments if not _knows(name)]:
+        known = inspect.signature(CUDAGraphCallback).parameters
+        if unknown := [name for name in arguments if name not in known]:
             raise Unavailable(f"this version has no `{unknown[0]}=`")
         callback = CUDAGraphCallback(**arguments)
         module = workload.make(tiny)
@@ -184,12 +180,7 @@ PEERS = (
     ),
     Peer(GRAPHED_CALLABLES, _with_graphed_callables, needs_gpu=True),
     Peer(BY_HAND, _by_hand(alone=False), same_numbers=True, needs_gpu=True),
-    # Without data flow, every graph has one stream.
-    Peer(
-        ONE_STREAM,
-        _with_callback(timings=None, **({"streams": 1} if _knows("streams") else {})),
-        same_numbers=True,
-    ),
+    Peer(ONE_STREAM, _with_callback(timings=None, streams=1), same_numbers=True),
     Peer(DATA_FLOW, _with_callback(timings=None, streams="auto"), same_numbers=True),
     Peer(COMPILED, _with_callback(timings=None, compile=True)),
     Peer(DEFAULTS, _with_callback(), same_numbers=True),

@@ -94,12 +94,14 @@ class Table:
         environment: device and versions.
         steps: of a block.
         rounds: blocks of a fit.
+        on_gpu: on a CPU, no goal is one.
         rows: one for each model.
     """
 
     environment: dict[str, Any]
     steps: int
     rounds: int
+    on_gpu: bool = ON_GPU
     rows: list[Row] = field(default_factory=list)
 
     def write(self, path: Path) -> None:

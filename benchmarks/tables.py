@@ -30,7 +30,7 @@ def markdown(table: Table) -> str:
         _lines(
             "### Against one another, and the goals",
             ["model", "ratio, round by round", "median", "goal", ""],
-            (line for row in table.rows for line in _ratios(row)),
+            (line for row in table.rows for line in _ratios(row, table.on_gpu)),
         ),
         _lines(
             "### Limits of one step on one stream, µs",
@@ -75,13 +75,13 @@ def _time(cell: Cell | None) -> str:
     return f"{cell.median_us:.0f} ({low_us:.0f} to {high_us:.0f})"
 
 
-def _ratios(row: Row) -> Iterator[list[str]]:
+def _ratios(row: Row, on_gpu: bool) -> Iterator[list[str]]:
     for ratio in RATIOS:
         upper, lower = row.measured(ratio.upper), row.measured(ratio.lower)
         if upper is None or lower is None:
             continue
         value, low, high = upper.ratio_to(lower)
-        goal = goal_of(ratio, row.model, lower.median_us)
+        goal = None if not on_gpu else goal_of(ratio, row.model, lower.median_us)
         bound = "" if goal is None else f"{'≥' if ratio.large else '≤'} {goal:.2f}"
         met = "" if goal is None else ("met" if ratio.is_met(value, goal) else "**missed**")
         yield [row.model, ratio.name, f"{value:.3f} ({low:.3f} to {high:.3f})", bound, met]

@@ -56,6 +56,22 @@ class _Trial:
     taken_bytes: int
 
 
+def _said(best: _Trial, trials: list[_Trial], left_out: list[str]) -> str:
+    """What was chosen, what it gains and costs, and why not more."""
+    one = trials[0]
+    replays = ", ".join(f"{trial.streams}: {trial.replay_ms:.3f}" for trial in trials)
+    why_not = "".join(f"; not on {reason}" for reason in left_out)
+    if best is one:
+        no_gain = f"no other gains {_LEAST_GAIN:.0%} " if len(trials) > 1 else ""
+        return f"captured on 1 stream: {no_gain}(ms a replay, {replays}){why_not}"
+    more_mib = max(0.0, (best.taken_bytes - one.taken_bytes) / 2**20)
+    factor = one.replay_ms / best.replay_ms
+    return (
+        f"captured on {best.streams} streams, {factor:.2f} times as fast as on one"
+        f" (ms a replay, {replays}), for {more_mib:.0f} MiB more{why_not}"
+    )
+
+
 class StreamChoice:
     """The streams of the captures of one kind of step.
 
@@ -134,13 +150,7 @@ class StreamChoice:
         best = min(trials, key=lambda trial: trial.replay_ms)
         if best.replay_ms > (1 - _LEAST_GAIN) * one.replay_ms:
             best = one
-        times = ", ".join(f"{trial.streams}: {trial.replay_ms:.3f}" for trial in trials)
-        more_mib = (best.taken_bytes - one.taken_bytes) / 2**20
-        self.notes.append(
-            f"captured on {best.streams} stream{'s' if best.streams > 1 else ''}, of which a replay took"
-            f" ({times}) ms; {max(0.0, more_mib):.0f} MiB more than on one"
-            + "".join(f"; not on {reason}" for reason in left_out)
-        )
+        self.notes.append(_said(best, trials, left_out))
         return best.streams
 
     def _try(
