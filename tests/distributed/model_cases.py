@@ -21,6 +21,8 @@ from tests.harness import assert_same
 
 STEPS = 60
 VALIDATED = 2
+# More would only take memory of the host.
+DIFFERENT_BATCHES = 48
 TOLD_OF_BUCKETS = (
     *("has_rebuilt_buckets", "rebuilt_bucket_sizes"),
     "rebuilt_per_bucket_param_indices",
@@ -61,7 +63,9 @@ def _module(workload: Workload, tiny: bool) -> pl.LightningModule:
 
 def _batches(workload: Workload, batches: int, tiny: bool) -> DataLoader[Any]:
     torch.manual_seed(5)
-    return DataLoader([workload.batch(tiny) for _ in range(batches)], batch_size=None)  # type: ignore[arg-type]
+    different = [workload.batch(tiny) for _ in range(min(batches, DIFFERENT_BATCHES))]
+    every: Any = [different[index % len(different)] for index in range(batches)]
+    return DataLoader(every, batch_size=None)
 
 
 def train_model(here: Here, name: str, accumulated: int) -> str:
