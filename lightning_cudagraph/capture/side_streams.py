@@ -54,7 +54,7 @@ class _Lane:
             self.pool = torch.cuda.MemPool()
             with torch.cuda.stream(self.stream):
                 self.keep_workspaces()
-            if torch.cuda.memory_snapshot(self.pool.id):
+            if self.segments():
                 return
             # Somebody has multiplied matrices on this stream before: its workspace lies elsewhere.
 
@@ -64,6 +64,14 @@ class _Lane:
             operand = torch.zeros(1, 1, device=self.device, requires_grad=True)
             _matmul(operand.detach(), self.pool)
             _MatmulInBackward.apply(operand, self.pool).backward()  # type: ignore[no-untyped-call]
+
+    def segments(self) -> list[dict[str, Any]]:
+        """What the pool has taken of the device's memory."""
+        # Out of all: asked for those of one pool, torch gives away references to the numbers of its
+        # name that are not its own (pytorch#196366). From the 257th pool of a process on, Python frees
+        # them for it, and crashes some time later.
+        pool = self.pool.id
+        return [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == pool]
 
 
 # Those whose graphs are gone, for the next ones: as many as were ever in use at the same time.
@@ -97,4 +105,4 @@ class SideStream:
 
     def workspace_bytes(self) -> int:
         """Device memory that the workspaces take, in bytes."""
-        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._lane.pool.id))
+        return sum(segment["total_size"] for segment in self._lane.segments())

@@ -73,6 +73,25 @@ def test_streams_are_used_again_when_their_graphs_are_gone() -> None:
     assert torch.cuda.memory_reserved() <= reserved_bytes
 
 
+_MANY_POOLS = """
+import torch
+from lightning_cudagraph.capture.side_streams import SideStream
+taken = [torch.cuda.MemPool() for _ in range(300)]  # their names have numbers that Python counts references of
+kept = []
+for index in range(80):  # more than torch has streams
+    kept.append(SideStream(torch.device("cuda")))
+    kept += [object() for _ in range(50_000)] + list(range(1000 * index, 1000 * index + 50_000))
+assert kept[0].workspace_bytes() > 0
+"""
+
+
+def test_in_a_process_with_many_pools() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", _MANY_POOLS], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, f"{run.returncode}: {run.stderr[-2000:]}"
+
+
 def test_with_expandable_segments() -> None:
     code = "from tests.gpu.test_side_streams import _model, _train; _train(_model(), True, 5)"
     run = subprocess.run(
