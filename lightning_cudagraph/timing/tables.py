@@ -10,6 +10,7 @@ from lightning_cudagraph.timing.windows import Times, WindowSummary
 
 __all__ = [
     "Layer",
+    "aligned",
     "layer_table",
     "layers_of",
     "parts_table",
@@ -134,8 +135,13 @@ def _bar(forward: float, backward: float) -> str:
     return "#" * first + "=" * (marks - first)
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Rows with columns of one width; those in `left` begin at one place, others end at one."""
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Rows with columns of one width.
+
+    Args:
+        rows: texts, as many in each row.
+        left: the columns whose texts begin at one place; those of others end at one.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -176,7 +182,7 @@ def parts_table(summary: WindowSummary) -> list[str]:
     for part, what in _BESIDE.items():
         if (times := summary.get(STEP_TAG + part)) is not None:
             add(f"  {part}", times, f"({what})")
-    return _aligned(lines, left=(0, 7))
+    return aligned(lines, left=(0, 7))
 
 
 def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
@@ -208,7 +214,7 @@ def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
         ("layer", "p50 ms", "p95 ms", "p50 ms", "p95 ms", "share", "# forward = backward"),
         *(_layer_row(layer) for layer in layers if layer.name in shown),
     ]
-    text = _aligned(rows, left=(0, 6))
+    text = aligned(rows, left=(0, 6))
     hidden = [layer for layer in layers if layer.name not in shown]
     if hidden:
         slowest_ms = max(layer.median_ms for layer in hidden)

@@ -1,0 +1,333 @@
+"""The times of all processes of a run, put side by side: which of them do the others wait for?
+
+Under synchronous data parallelism every step takes all processes the same time, since each waits in the
+collectives for the last one. So a straggler does not show in the times of steps. It is the process that has
+the most work of its own, and waits the least.
+
+Each process sums up its own steps, and leaves the sums with the store that the process group was made
+with. The first process takes what it finds there, later, when all have come by. Nobody waits for
+anybody: what a process does not leave is not shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from lightning_cudagraph.timing.lead_in import COPY_TAG, GAP_TAG
+from lightning_cudagraph.timing.spans import EXPOSED_TAG, STEP_TAG, Reading, SpanLayout
+
+__all__ = ["PARTS", "RankRow", "RankTable", "RankTimes", "Store", "Usual", "sums_of"]
+
+# What a process tells of its steps. The first three follow from the others.
+PARTS = (
+    "step",
+    "work",
+    "wait",
+    "forward",
+    "backward",
+    "optimizer",
+    "gap",
+    "copy",
+    "all_reduce",
+)
+_AFTER_BACKWARD = ("host", "clipping", "scaler", "optimizer")
+_WINDOWS_KEPT = 16
+# How long the first process waits at the end of training for what the others have still to leave.
+_LAST_WORD_S = 5.0
+_POLL_S = 0.005
+
+
+class Store(Protocol):
+    """What is used of `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str) -> None:
+        """Leave something."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these are there."""
+
+    def get(self, key: str) -> bytes:
+        """What was left."""
+
+    def delete_key(self, key: str) -> bool:
+        """Take it away."""
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What something takes over the steps of a window, in milliseconds."""
+
+    mean_ms: float
+    p50_ms: float
+    p95_ms: float
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """The steps of one process.
+
+    Attributes:
+        rank: of the process.
+        host: its machine.
+        first_step: the first of the steps, as the trainer's loggers count.
+        last_step: the last.
+        n_steps: how many steps of the optimizer were timed.
+        parts: of `PARTS`, those that the steps have. ``step`` is the time from the end of a step to the
+            end of the next, ``wait`` what of it the step does nothing but wait for collectives,
+            ``work`` the rest: what the process would take without the others. ``backward`` has no wait
+            for all-reduces in it. With accumulation all batches of a step count together.
+    """
+
+    rank: int
+    host: str
+    first_step: int
+    last_step: int
+    n_steps: int
+    parts: dict[str, Usual]
+
+    def p50_ms(self, part: str) -> float:
+        """The median of a part; 0 if there is none."""
+        return self.parts[part].p50_ms if part in self.parts else 0.0
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """The same steps of all processes, in the order of their ranks."""
+
+    rows: tuple[RankRow, ...]
+
+    def median_ms(self, part: str) -> float:
+        """What is usual among the processes."""
+        return float(np.median([row.p50_ms(part) for row in self.rows]))
+
+    @property
+    def slowest(self) -> RankRow:
+        """The process with the most work of its own."""
+        return max(self.rows, key=lambda row: row.p50_ms("work"))
+
+    @property
+    def fastest(self) -> RankRow:
+        """The process with the least."""
+        return min(self.rows, key=lambda row: row.p50_ms("work"))
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """What is drawn as curves, by tag."""
+        slowest, fastest = self.slowest, self.fastest
+        work_ms = [row.p50_ms("work") for row in (fastest, slowest)]
+        waits_ms = [row.p50_ms("wait") for row in self.rows]
+        return {
+            "ranks_ms/step": self.median_ms("step"),
+            "ranks_ms/work_slowest": work_ms[1],
+            "ranks_ms/work_median": self.median_ms("work"),
+            "ranks_ms/work_fastest": work_ms[0],
+            "ranks_ms/work_spread": work_ms[1] - work_ms[0],
+            "ranks_ms/wait_least": min(waits_ms),
+            "ranks_ms/wait_most": max(waits_ms),
+            "ranks/slowest": float(slowest.rank),
+        }
+
+
+class _Calls:
+    """The marks between which the parts lie of steps with one layout."""
+
+    def __init__(self, layout: SpanLayout) -> None:
+        self._of: dict[str, list[tuple[int, int]]] = {}
+        for span in layout.spans:
+            name = span.tag.removeprefix(STEP_TAG)
+            if span.tag in (GAP_TAG, COPY_TAG, EXPOSED_TAG) or name in ("forward", "backward"):
+                self._add(name, span.calls)
+            elif name in _AFTER_BACKWARD and span.tag.startswith(STEP_TAG):
+                self._add("optimizer", span.calls)
+            elif span.lane == "communication":
+                self._add("all_reduce" if name == "all_reduce" else "others", span.calls)
+
+    def _add(self, part: str, calls: Sequence[tuple[int, int]]) -> None:
+        self._of.setdefault(part, []).extend(calls)
+
+    def parts_ms(self, offsets_ms: Sequence[float]) -> dict[str, float]:
+        return {
+            part: sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
+            for part, calls in self._of.items()
+        }
+
+
+def sums_of(readings: Sequence[Reading]) -> tuple[int, dict[str, Usual]]:
+    """What the steps of some readings take.
+
+    Args:
+        readings: in the order of their steps; with accumulation, several for each.
+
+    Returns:
+        How many steps they are, and their parts.
+    """
+    layouts: dict[SpanLayout, _Calls] = {}
+    steps: dict[int, dict[str, float]] = {}
+    for reading in readings:
+        if (calls := layouts.get(reading.layout)) is None:
+            calls = layouts[reading.layout] = _Calls(reading.layout)
+        sums = steps.setdefault(reading.step, {})
+        parts_ms = calls.parts_ms(reading.offsets_ms)
+        parts_ms.setdefault("gap", math.nan)  # it lies behind something else than a step
+        for part, part_ms in parts_ms.items():
+            sums[part] = sums.get(part, 0.0) + part_ms
+    # Where no gap at all is known, steps are what lies inside of them.
+    has_gaps = any(not math.isnan(sums["gap"]) for sums in steps.values())
+    columns: dict[str, list[float]] = {}
+    for sums in steps.values():
+        exposed_ms = sums.pop("all_reduce_exposed", 0.0)
+        others_ms = sums.pop("others", 0.0)
+        inside_ms = sum([sums.get(part, 0.0) for part in ("forward", "backward", "optimizer")])
+        wait_ms = exposed_ms + others_ms
+        if has_gaps:
+            step_ms = inside_ms + sums["gap"] + sums.get("copy", 0.0)
+        else:
+            step_ms = inside_ms
+        if "backward" in sums:
+            sums["backward"] -= exposed_ms
+        found = {"step": step_ms, "work": step_ms - wait_ms, "wait": wait_ms, **sums}
+        for part, part_ms in found.items():
+            if not math.isnan(part_ms):
+                columns.setdefault(part, []).append(part_ms)
+    return len(steps), {part: _usual(columns[part]) for part in PARTS if part in columns}
+
+
+def _usual(values_ms: list[float]) -> Usual:
+    p50_ms, p95_ms = np.percentile(values_ms, [50, 95]).tolist()
+    return Usual(float(np.mean(values_ms)), p50_ms, p95_ms)
+
+
+class RankTimes:
+    """Sums up the steps of this process, window by window; in the first process, shows those of all.
+
+    A window has the steps of so many numbers: the same ones in all processes.
+
+    Args:
+        store: where processes leave what they have to say; of this run alone.
+        rank: of this process.
+        size: how many processes there are.
+        window_steps: how many steps make a window.
+        on_table: told in the first process, soon after each window.
+
+    Attributes:
+        trouble: why there is no more to be had from the store, or nothing.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        window_steps: int,
+        on_table: Callable[[RankTable], None],
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._window_steps = window_steps
+        self._on_table = on_table
+        self._host = socket.gethostname()
+        self._readings: list[Reading] = []
+        self._window = -1
+        # Those that this process has left something for, and that have not been shown.
+        self._open: deque[int] = deque(maxlen=_WINDOWS_KEPT)
+        self._tables: deque[RankTable] = deque(maxlen=2)
+        self.trouble = ""
+
+    def add(self, reading: Reading) -> None:
+        """Take what a step's marks said. On the step's path: an append, but at the end of a window."""
+        window = reading.step // self._window_steps
+        if window != self._window:
+            self._leave()
+            self._look()
+            self._window = window
+        self._readings.append(reading)
+
+    def pause(self) -> None:
+        """Show what has come in."""
+        self._look()
+
+    def finish(self) -> RankTable | None:
+        """The end of training has come; waits a little for what other processes have still to leave.
+
+        Returns:
+            In the first process, the last steps of all; None if they are not known.
+        """
+        self._leave()
+        deadline_s = time.monotonic() + _LAST_WORD_S
+        self._look()
+        while self._rank == 0 and self._open and time.monotonic() < deadline_s and not self.trouble:
+            threading.Event().wait(_POLL_S)
+            self._look()
+        # The last window may have a few steps only.
+        return max(
+            self._tables,
+            key=lambda table: table.rows[0].n_steps * (2 if table is self._tables[-1] else 1),
+            default=None,
+        )
+
+    def close(self) -> None:
+        """Nothing to do: what a run that failed has measured is not waited for."""
+
+    def _leave(self) -> None:
+        """Leave what the window was."""
+        readings, self._readings = self._readings, []
+        if not readings or self.trouble:
+            return
+        n_steps, parts = sums_of(readings)
+        first, last = readings[0].step, readings[-1].step
+        row = RankRow(self._rank, self._host, first, last, n_steps, parts)
+        self._try(lambda: self._store.set(self._key(self._window, self._rank), _packed(row)))
+        if self._rank == 0:
+            self._open.append(self._window)
+
+    def _look(self) -> None:
+        """In the first process: show the windows that all have come by."""
+        while self._open and not self.trouble:
+            if not self._try(self._take_first):
+                return
+
+    def _take_first(self) -> bool:
+        keys = [self._key(self._open[0], rank) for rank in range(self._size)]
+        if not self._store.check(keys):
+            return False
+        rows = tuple(_unpacked(self._store.get(key)) for key in keys)
+        self._open.popleft()
+        for key in keys:
+            self._store.delete_key(key)
+        table = RankTable(rows)
+        self._tables.append(table)
+        self._on_table(table)
+        return True
+
+    @staticmethod
+    def _key(window: int, rank: int) -> str:
+        return f"{window}/{rank}"
+
+    def _try(self, do: Callable[[], Any]) -> Any:
+        """Do something with the store. It can be gone, with the process that had it."""
+        try:
+            return do()
+        except RuntimeError as error:
+            self.trouble = f"{type(error).__name__}: {error}"
+            return None
+
+
+def _packed(row: RankRow) -> str:
+    return json.dumps(asdict(row))
+
+
+def _unpacked(text: bytes) -> RankRow:
+    found = json.loads(text)
+    found["parts"] = {part: Usual(**usual) for part, usual in found["parts"].items()}
+    return RankRow(**found)
