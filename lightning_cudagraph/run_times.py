@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.ranks import own_store
 from lightning_cudagraph.capture.steps import Place, StepCounts
 from lightning_cudagraph.replicas import has_replicas
 from lightning_cudagraph.timing.clock import FitClock, Sink
@@ -18,6 +20,8 @@ from lightning_cudagraph.timing.dashboard import Dashboard
 from lightning_cudagraph.timing.layers import LayerChoice, select_layers, untimed_notes
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.pace import StepPace
+from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
+from lightning_cudagraph.timing.rank_times import RankTable, RankTimes
 from lightning_cudagraph.timing.report import eager_report, fit_report
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.trace import TraceWriter
@@ -25,6 +29,9 @@ from lightning_cudagraph.timing.whole_steps import WholeSteps
 from lightning_cudagraph.timing.windows import ReadingWindow
 
 __all__ = ["RunTimes", "batch_of_step"]
+
+# Of several processes; all of them make the same.
+_runs = 0
 
 
 def batch_of_step(trainer: pl.Trainer) -> tuple[int, bool]:
@@ -91,6 +98,12 @@ class RunTimes:
             rank = trainer.global_rank
             title = f"{model}, rank {rank}" if trainer.world_size > 1 else model
             of_steps.append(TraceWriter(self._trace_path, choice.trace_steps, title, rank))
+        self._others = others
+        self._ranks: RankTimes | None = None
+        self._ranks_shown: RankTable | None = None
+        if choice is not None and trainer.world_size > 1 and dist.is_initialized():
+            self._ranks = _rank_times(window_steps * self._every_n_steps, self._show_ranks)
+            of_steps.append(self._ranks)
         self.clock = FitClock(backend, [self._tensorboard, WholeSteps(of_steps)], self._every_n_steps)
         self.eager_clock = FitClock(
             backend, [WholeSteps([self.eager], apart=True)], min(self._every_n_steps, 1)
@@ -129,6 +142,20 @@ class RunTimes:
         self.pace.pause()
         self.clock.pause()
         self.eager_clock.pause()
+        self._tell_ranks()
+
+    def _show_ranks(self, table: RankTable) -> None:
+        """The first process has the times of all for a window."""
+        step = table.rows[0].last_step
+        self._tensorboard.add_scalars(table.scalars, step)
+        self._others.add_beside(table.scalars)
+        self._ranks_shown = table
+
+    def _tell_ranks(self) -> None:
+        """In a pause: the last of these windows in words."""
+        table, self._ranks_shown = self._ranks_shown, None
+        if table is not None and self._tensorboard.is_shown:
+            self._tensorboard.add_text("cudagraph/ranks", ranks_text(table), table.rows[0].last_step)
 
     def happened(self, text: str, step_number: int) -> None:
         """Note what became of the graphs, beside their times.
@@ -159,8 +186,9 @@ class RunTimes:
         self.clock.finish()
         self.eager_clock.finish()
         graph, eager = self._dashboard.window.summary(), self.eager.summary()
+        ranks = self._ranks_lines()
         notes = [*notes, *self._notes()]
-        text = fit_report(description, counts, self.pace, graph, notes, evaluation, eager)
+        text = fit_report(description, counts, self.pace, graph, notes, evaluation, eager, ranks)
         self._tensorboard.add_text("cudagraph/report", text, step_number)
         return text
 
@@ -172,13 +200,22 @@ class RunTimes:
             step_number: the last step as the trainer's loggers count it.
         """
         self.clock.finish()
+        ranks = self._ranks_lines()
         notes = [*untimed_notes(untimed), *self._notes()]
-        text = eager_report(self._dashboard.window.summary(), notes)
+        text = eager_report(self._dashboard.window.summary(), notes, ranks)
         self._tensorboard.add_text("layer_timings/report", text, step_number)
         return text
 
+    def _ranks_lines(self) -> list[str]:
+        """At the end: what there is to say of the processes, in the first of them."""
+        table = None if self._ranks is None else self._ranks.finish()
+        self._tell_ranks()
+        return [] if table is None else ranks_lines(table)
+
     def _notes(self) -> list[str]:
         notes = []
+        if self._ranks is not None and self._ranks.trouble:
+            notes.append(f"the times of other processes are not known: {self._ranks.trouble}")
         if self._every_n_steps > 1:
             notes.append(f"one step of the optimizer in {self._every_n_steps} is timed")
         if self._trace_path is not None and len(self._dashboard.window):
@@ -193,6 +230,13 @@ class RunTimes:
         with ExitStack() as stack:  # both, also where one of them fails
             stack.callback(self.eager_clock.close)
             stack.callback(self.clock.close)
+
+
+def _rank_times(window_steps: int, on_table: Callable[[RankTable], None]) -> RankTimes:
+    global _runs
+    _runs += 1
+    store = own_store(f"times/{_runs}")
+    return RankTimes(store, dist.get_rank(), dist.get_world_size(), window_steps, on_table)
 
 
 def _device_name(trainer: pl.Trainer) -> str:

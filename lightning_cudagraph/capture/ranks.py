@@ -31,7 +31,7 @@ from lightning_cudagraph.capture.agreement import Intent
 from lightning_cudagraph.capture.board import Board, machine
 from lightning_cudagraph.errors import CUDAGraphError, PeerError
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "own_store"]
 
 T = TypeVar("T")
 
@@ -57,6 +57,16 @@ _READ_TIMEOUT_S = 3.0
 _runs = 0
 
 
+def own_store(name: str) -> Any:
+    """A part of the store that the process group was made with, for one use.
+
+    Args:
+        name: the same in all processes, and that of no other use.
+    """
+    store: Any = distributed_c10d._get_default_store()
+    return distributed_c10d.PrefixStore(f"lightning_cudagraph/{name}", store)
+
+
 class Ranks:
     """The processes of one run. Every process makes one, and calls the same methods in the same order.
 
@@ -79,8 +89,7 @@ class Ranks:
         self._flags = flags
         self._on_flags = on_flags
         self._abort = abort
-        store: Any = distributed_c10d._get_default_store()
-        self._store: Any = distributed_c10d.PrefixStore(f"lightning_cudagraph/{_runs}", store)
+        self._store = own_store(str(_runs))
         self._told = 0
         self._failed: str | None = None
         self._has_said = False

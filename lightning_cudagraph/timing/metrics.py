@@ -6,7 +6,7 @@ import re
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from lightning_cudagraph.timing.spans import Reading
@@ -78,6 +78,8 @@ class MetricsWriter:
         self._names = MetricNames()
         self._readings: deque[Reading] = deque(maxlen=window_steps)
         self._n_new = 0
+        # What comes with the next window, and does not follow from readings.
+        self._beside: dict[str, float] = {}
         self._written_at_s = now_s()
 
     def add(self, reading: Reading) -> None:
@@ -90,6 +92,10 @@ class MetricsWriter:
         ):
             self._write()
 
+    def add_beside(self, values: Mapping[str, float]) -> None:
+        """Take numbers that are handed over with the next window, by tag."""
+        self._beside.update(values)
+
     def pause(self) -> None:
         """Hand over the last window, if all of it is new."""
         if self._n_new >= self._window_steps:
@@ -97,16 +103,18 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Hand over what is left."""
-        if self._n_new:
+        if self._n_new or self._beside:
             self._write()
 
     def _write(self) -> None:
         self._written_at_s = self._now_s()
-        n_new, self._n_new = self._n_new, 0
+        n_new, self._n_new = min(self._n_new, len(self._readings)), 0
         if not self._loggers:
             return
-        summary = WindowSummary(list(self._readings)[-n_new:])
+        summary = WindowSummary(list(self._readings)[len(self._readings) - n_new :])
         values_ms = {self._names.of(tag): times.p50_ms for tag, times in summary.times.items()}
+        values_ms |= {self._names.of(tag): value for tag, value in self._beside.items()}
+        self._beside = {}
         step = self._step_now()
         self._loggers = [logger for logger in self._loggers if self._hand(logger, values_ms, step)]
 

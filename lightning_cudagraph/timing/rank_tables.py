@@ -11,12 +11,13 @@ __all__ = ["ranks_lines", "ranks_text"]
 
 _MOST_ROWS = 32
 _FASTEST_SHOWN = 4
-_COLUMNS = ("forward", "backward", "optimizer", "gap", "copy", "all_reduce")
+_COLUMNS = ("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce")
 # The share of a step by which a process that the others wait for has to be behind the usual one.
 _BEHIND = 0.02
 _WHERE = {
     "forward": "in its forward pass",
     "backward": "in its backward pass",
+    "host": "in hooks in the middle of its steps",
     "optimizer": "behind its backward pass",
     "gap": "between its steps, where the device waits for the host (batches, hooks, loggers)",
     "copy": "in the copy of its batches",
@@ -49,8 +50,8 @@ def ranks_text(table: RankTable) -> str:
             *ranks_lines(table),
             "",
             *text,
-            "Work: what a process would take for a step without the others. Wait: what of a step it does",
-            "nothing but wait for collectives. The slowest waits least, and every step takes as long as its.",
+            "Work: what a process would take for a step without the others. Wait: what of a step it",
+            "does nothing else than wait for collectives. Who has the most work waits least.",
         ]
     )
 
@@ -69,27 +70,29 @@ def ranks_lines(table: RankTable) -> list[str]:
         table: the times.
     """
     slowest, fastest = table.slowest, table.fastest
-    work_ms, usual_ms, step_ms = (
-        slowest.p50_ms("work"),
-        table.median_ms("work"),
-        table.median_ms("step"),
-    )
+    work_ms, step_ms = slowest.p50_ms("work"), table.median_ms("step")
     waits_ms = sorted(row.p50_ms("wait") for row in table.rows)
     if work_ms - fastest.p50_ms("work") < _BEHIND * step_ms:
-        return [
+        text = (
             f"all {len(table.rows)} are as fast: {fastest.p50_ms('work'):.3f} to {work_ms:.3f} ms of"
-            f" their own in a step of {step_ms:.3f} ms, {waits_ms[0]:.3f} to {waits_ms[-1]:.3f} ms waiting"
-        ]
+            f" their own in a step of {step_ms:.3f} ms, and {waits_ms[0]:.3f} to {waits_ms[-1]:.3f} ms"
+            " of waiting for collectives"
+        )
+        return [text]
     text = (
-        f"rank {slowest.rank}{_on_host(table, slowest)} is slowest: {work_ms:.3f} ms of its own in a step"
-        f" of {step_ms:.3f} ms, median rank {usual_ms:.3f} ms"
+        f"rank {slowest.rank}{_on_host(table, slowest)} is slowest: {work_ms:.3f} ms of its own in a"
+        f" step of {step_ms:.3f} ms, {_others(table, 'work')}"
     )
     if slowest.p50_ms("wait") <= waits_ms[0]:
-        text += (
-            f"; it waits least in collectives, {waits_ms[0]:.3f} ms, median rank"
-            f" {table.median_ms('wait'):.3f} ms"
-        )
+        text += f"; it waits least for collectives, {waits_ms[0]:.3f} ms, {_others(table, 'wait')}"
     return [text, *_where(table, slowest)]
+
+
+def _others(table: RankTable, part: str) -> str:
+    """What is usual, to compare the slowest with."""
+    if len(table.rows) == 2:
+        return f"rank {table.fastest.rank} {table.fastest.p50_ms(part):.3f} ms"
+    return f"median rank {table.median_ms(part):.3f} ms"
 
 
 def _on_host(table: RankTable, row: RankRow) -> str:
@@ -104,7 +107,5 @@ def _where(table: RankTable, slowest: RankRow) -> list[str]:
     lost_ms = slowest.p50_ms(part) - fastest.p50_ms(part)
     if lost_ms < behind_ms / 2:
         return []
-    return [
-        f"most of it {_WHERE[part]}: {slowest.p50_ms(part):.3f} ms, rank {fastest.rank}"
-        f" {fastest.p50_ms(part):.3f} ms"
-    ]
+    times = f"{slowest.p50_ms(part):.3f} ms, rank {fastest.rank} {fastest.p50_ms(part):.3f} ms"
+    return [f"most of the difference is {_WHERE[part]}: {times}"]

@@ -1,8 +1,8 @@
 """The times of all processes of a run, put side by side: which of them do the others wait for?
 
 Under synchronous data parallelism every step takes all processes the same time, since each waits in the
-collectives for the last one. So a straggler does not show in the times of steps. It is the process that has
-the most work of its own, and waits the least.
+collectives for the last one. So a straggler does not show in the times of steps. It is the process that
+has the most work of its own, and waits the least.
 
 Each process sums up its own steps, and leaves the sums with the store that the process group was made
 with. The first process takes what it finds there, later, when all have come by. Nobody waits for
@@ -12,7 +12,6 @@ anybody: what a process does not leave is not shown.
 from __future__ import annotations
 
 import json
-import math
 import socket
 import threading
 import time
@@ -23,10 +22,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightning_cudagraph.timing.lead_in import COPY_TAG, GAP_TAG
-from lightning_cudagraph.timing.spans import EXPOSED_TAG, STEP_TAG, Reading, SpanLayout
+from lightning_cudagraph.timing.lead_in import GAP_TAG
+from lightning_cudagraph.timing.spans import EXPOSED_TAG, STEP_TAG, TOTAL_TAG, Reading, SpanLayout
 
-__all__ = ["PARTS", "RankRow", "RankTable", "RankTimes", "Store", "Usual", "sums_of"]
+__all__ = ["PARTS", "RankRow", "RankTable", "RankTimes", "Store", "Usual", "usual_parts"]
 
 # What a process tells of its steps. The first three follow from the others.
 PARTS = (
@@ -35,12 +34,17 @@ PARTS = (
     "wait",
     "forward",
     "backward",
+    "host",
     "optimizer",
     "gap",
     "copy",
     "all_reduce",
 )
-_AFTER_BACKWARD = ("host", "clipping", "scaler", "optimizer")
+_OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
+# What lies behind one another from the end of a step to the end of the next.
+_TILES = ("copy", "gap", "forward", "backward", "host", "optimizer")
+_ALL_REDUCE, _EXPOSED = "all_reduce", EXPOSED_TAG.removeprefix(STEP_TAG)
+_OTHERS = "other collectives"
 _WINDOWS_KEPT = 16
 # How long the first process waits at the end of training for what the others have still to leave.
 _LAST_WORD_S = 5.0
@@ -85,7 +89,7 @@ class RankRow:
         parts: of `PARTS`, those that the steps have. ``step`` is the time from the end of a step to the
             end of the next, ``wait`` what of it the step does nothing but wait for collectives,
             ``work`` the rest: what the process would take without the others. ``backward`` has no wait
-            for all-reduces in it. With accumulation all batches of a step count together.
+            for all-reduces in it.
     """
 
     rank: int
@@ -144,16 +148,14 @@ class _Calls:
     def __init__(self, layout: SpanLayout) -> None:
         self._of: dict[str, list[tuple[int, int]]] = {}
         for span in layout.spans:
-            name = span.tag.removeprefix(STEP_TAG)
-            if span.tag in (GAP_TAG, COPY_TAG, EXPOSED_TAG) or name in ("forward", "backward"):
-                self._add(name, span.calls)
-            elif name in _AFTER_BACKWARD and span.tag.startswith(STEP_TAG):
-                self._add("optimizer", span.calls)
-            elif span.lane == "communication":
-                self._add("all_reduce" if name == "all_reduce" else "others", span.calls)
-
-    def _add(self, part: str, calls: Sequence[tuple[int, int]]) -> None:
-        self._of.setdefault(part, []).extend(calls)
+            if not span.tag.startswith(STEP_TAG) or span.tag == TOTAL_TAG:
+                continue
+            part = span.tag.removeprefix(STEP_TAG)
+            if part in _OF_OPTIMIZER:
+                part = "optimizer"
+            elif span.lane == "communication" and part not in (_ALL_REDUCE, _EXPOSED):
+                part = _OTHERS
+            self._of.setdefault(part, []).extend(span.calls)
 
     def parts_ms(self, offsets_ms: Sequence[float]) -> dict[str, float]:
         return {
@@ -162,44 +164,32 @@ class _Calls:
         }
 
 
-def sums_of(readings: Sequence[Reading]) -> tuple[int, dict[str, Usual]]:
-    """What the steps of some readings take.
+def usual_parts(readings: Sequence[Reading]) -> dict[str, Usual]:
+    """What steps take, of `PARTS` those that they have.
 
     Args:
-        readings: in the order of their steps; with accumulation, several for each.
-
-    Returns:
-        How many steps they are, and their parts.
+        readings: at least one, each of a whole step.
     """
     layouts: dict[SpanLayout, _Calls] = {}
-    steps: dict[int, dict[str, float]] = {}
+    columns: dict[str, list[float]] = {}
+    # Where no gap at all is known, steps are what lies inside of them.
+    inside_only = not any(GAP_TAG in reading.layout.tags for reading in readings)
     for reading in readings:
         if (calls := layouts.get(reading.layout)) is None:
             calls = layouts[reading.layout] = _Calls(reading.layout)
-        sums = steps.setdefault(reading.step, {})
         parts_ms = calls.parts_ms(reading.offsets_ms)
-        parts_ms.setdefault("gap", math.nan)  # it lies behind something else than a step
+        exposed_ms = parts_ms.pop(_EXPOSED, 0.0)
+        wait_ms = exposed_ms + parts_ms.pop(_OTHERS, 0.0)
+        if inside_only or "gap" in parts_ms:  # there is none behind something else than a step
+            step_ms = sum([parts_ms.get(part, 0.0) for part in _TILES])
+            columns.setdefault("step", []).append(step_ms)
+            columns.setdefault("work", []).append(step_ms - wait_ms)
+        columns.setdefault("wait", []).append(wait_ms)
+        if "backward" in parts_ms:
+            parts_ms["backward"] -= exposed_ms
         for part, part_ms in parts_ms.items():
-            sums[part] = sums.get(part, 0.0) + part_ms
-    # Where no gap at all is known, steps are what lies inside of them.
-    has_gaps = any(not math.isnan(sums["gap"]) for sums in steps.values())
-    columns: dict[str, list[float]] = {}
-    for sums in steps.values():
-        exposed_ms = sums.pop("all_reduce_exposed", 0.0)
-        others_ms = sums.pop("others", 0.0)
-        inside_ms = sum([sums.get(part, 0.0) for part in ("forward", "backward", "optimizer")])
-        wait_ms = exposed_ms + others_ms
-        if has_gaps:
-            step_ms = inside_ms + sums["gap"] + sums.get("copy", 0.0)
-        else:
-            step_ms = inside_ms
-        if "backward" in sums:
-            sums["backward"] -= exposed_ms
-        found = {"step": step_ms, "work": step_ms - wait_ms, "wait": wait_ms, **sums}
-        for part, part_ms in found.items():
-            if not math.isnan(part_ms):
-                columns.setdefault(part, []).append(part_ms)
-    return len(steps), {part: _usual(columns[part]) for part in PARTS if part in columns}
+            columns.setdefault(part, []).append(part_ms)
+    return {part: _usual(columns[part]) for part in PARTS if part in columns}
 
 
 def _usual(values_ms: list[float]) -> Usual:
@@ -245,7 +235,7 @@ class RankTimes:
         self.trouble = ""
 
     def add(self, reading: Reading) -> None:
-        """Take what a step's marks said. On the step's path: an append, but at the end of a window."""
+        """Take what a whole step's marks said. On its path: an append, but at the end of a window."""
         window = reading.step // self._window_steps
         if window != self._window:
             self._leave()
@@ -284,31 +274,33 @@ class RankTimes:
         readings, self._readings = self._readings, []
         if not readings or self.trouble:
             return
-        n_steps, parts = sums_of(readings)
         first, last = readings[0].step, readings[-1].step
-        row = RankRow(self._rank, self._host, first, last, n_steps, parts)
+        row = RankRow(self._rank, self._host, first, last, len(readings), usual_parts(readings))
         self._try(lambda: self._store.set(self._key(self._window, self._rank), _packed(row)))
         if self._rank == 0:
             self._open.append(self._window)
 
     def _look(self) -> None:
         """In the first process: show the windows that all have come by."""
-        while self._open and not self.trouble:
-            if not self._try(self._take_first):
-                return
+        for window in tuple(self._open):
+            rows = None if self.trouble else self._try(lambda: self._taken(window))  # noqa: B023
+            if rows is None:
+                continue
+            while self._open and self._open[0] <= window:  # one that all are past does not come any more
+                self._open.popleft()
+            table = RankTable(rows)
+            self._tables.append(table)
+            self._on_table(table)
 
-    def _take_first(self) -> bool:
-        keys = [self._key(self._open[0], rank) for rank in range(self._size)]
+    def _taken(self, window: int) -> tuple[RankRow, ...] | None:
+        """What all have left for a window, or None if one of them has not."""
+        keys = [self._key(window, rank) for rank in range(self._size)]
         if not self._store.check(keys):
-            return False
+            return None
         rows = tuple(_unpacked(self._store.get(key)) for key in keys)
-        self._open.popleft()
         for key in keys:
             self._store.delete_key(key)
-        table = RankTable(rows)
-        self._tables.append(table)
-        self._on_table(table)
-        return True
+        return rows
 
     @staticmethod
     def _key(window: int, rank: int) -> str:

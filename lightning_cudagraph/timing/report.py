@@ -70,6 +70,7 @@ def fit_report(
     notes: Sequence[str],
     evaluation: StepCounts | None = None,
     eager: WindowSummary = _NO_TIMES,
+    ranks: Sequence[str] = (),
 ) -> str:
     """The report as plain text with aligned columns.
 
@@ -81,6 +82,7 @@ def fit_report(
         notes: what the user should know besides.
         evaluation: what became of the batches of validation, if they had graphs.
         eager: the times inside the eager steps of the warm-up, if they were timed.
+        ranks: what there is to say of several processes.
 
     Returns:
         A few lines, without a trailing newline.
@@ -99,19 +101,22 @@ def fit_report(
     if graph.n_readings:
         lines += _parts_line("eager", eager)
     lines += _gap_line(graph)
+    lines += _ranks_lines(ranks)
     lines += [f"  note      {note}" for note in notes]
     return "\n".join(lines + [f"  {line}" for line in _layer_lines(graph, eager)])
 
 
-def eager_report(times: WindowSummary, notes: Sequence[str]) -> str:
+def eager_report(times: WindowSummary, notes: Sequence[str], ranks: Sequence[str] = ()) -> str:
     """The report of a run without graphs, as plain text with aligned columns.
 
     Args:
         times: the times of its last steps.
         notes: what the user should know besides.
+        ranks: what there is to say of several processes.
     """
     lines = ["lightning_cudagraph: the times of an eager run", *_parts_line("step", times)]
     lines += _gap_line(times)
+    lines += _ranks_lines(ranks)
     lines += [f"  note      {note}" for note in notes]
     return "\n".join(lines + [f"  {line}" for line in _layer_lines(times, _NO_TIMES)])
 
@@ -125,6 +130,10 @@ def _parts_line(label: str, summary: WindowSummary) -> list[str]:
     if reduced is not None and exposed is not None:
         texts.append(f"all_reduce {reduced.p50_ms:.3f} ms ({exposed.p50_ms:.3f} exposed)")
     return [f"  {label:<10}" + ", ".join(texts)]
+
+
+def _ranks_lines(ranks: Sequence[str]) -> list[str]:
+    return [f"  {'' if index else 'ranks':<10}{line}" for index, line in enumerate(ranks)]
 
 
 def _gap_line(summary: WindowSummary) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 import warnings
 from collections import deque
@@ -85,7 +86,12 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
                     "args": {"step": reading.step, "all calls ms": round(times_ms[one.tag], 4)},
                 }
             )
-    about = [("process_name", {"name": title}), ("process_sort_index", {"sort_index": rank})]
+    host = socket.gethostname()
+    about = [
+        ("process_name", {"name": title}),
+        ("process_labels", {"labels": host}),
+        ("process_sort_index", {"sort_index": rank}),
+    ]
     named: list[dict[str, Any]] = [
         {"ph": "M", "name": name, "pid": process, "tid": steps_thread, "args": args}
         for name, args in about
@@ -96,7 +102,11 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
             ("thread_sort_index", {"sort_index": thread}),
         ):
             named.append({"ph": "M", "name": name, "pid": process, "tid": thread, "args": args})
-    return {"traceEvents": named + events, "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": named + events,
+        "displayTimeUnit": "ms",
+        "otherData": {"rank": rank, "hostname": host},
+    }
 
 
 def _thread(one: Slice) -> int:

@@ -6,7 +6,11 @@ from pathlib import Path
 
 from tests.distributed.launch import assert_all_ok, launch
 
-CASES = ("all_reduces_are_timed", "all_reduces_are_timed_with_accumulation")
+CASES = (
+    "all_reduces_are_timed",
+    "all_reduces_are_timed_with_accumulation",
+    "the_slowest_is_named",
+)
 
 
 def test_processes_time_their_steps(tmp_path: Path, accelerator: str) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 from typing import Any
 
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.timing.spans import EXPOSED_TAG
 from tests.distributed.cases import Here
-from tests.harness import Trace, assert_same, loader
+from tests.harness import Net, Trace, assert_same, loader
 
 ALL_REDUCE = "step_ms/all_reduce"
 # So that there are several.
@@ -64,6 +68,55 @@ def all_reduces_are_timed(here: Here) -> None:
             # Another thread tells when gloo has ended, and that one may have to wait for its turn.
             most_ms = float("inf") if name == "eager" else backward_ms[step] + 0.05
             assert 0 < exposed_ms[step] <= most_ms, (name, step)
+
+
+class SlowOnOne(Net):
+    """On one process, the forward pass computes something that nobody needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.randn(768, 768), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.trainer.global_rank == 1:
+            for _ in range(1 if x.device.type == "cpu" else 50):  # milliseconds
+                self.large @ self.large
+        return super().forward(x)
+
+
+def the_slowest_is_named(here: Here) -> None:
+    """In a graph and in eager steps; all wait for it, so that it waits least itself."""
+    few = LayerTimings(window_steps=8, trace_steps=4)
+    callback = CUDAGraphCallback(timings=few)
+    graph = train_shown(here, "graph", callback, build=SlowOnOne, max_epochs=5)
+    timings = LayerTimings(window_steps=8)
+    eager = train_shown(here, "eager", None, build=SlowOnOne, callbacks=(timings,))
+    for trace in (graph, eager):
+        assert trace.error is None
+    path = here.folder / "graph" / ("layer_trace_rank1.json" if here.rank else "layer_trace.json")
+    trace_file = json.loads(path.read_text())
+    assert trace_file["otherData"] == {"rank": here.rank, "hostname": socket.gethostname()}
+    lanes = [event.get("cat") for event in trace_file["traceEvents"]]
+    assert lanes.count("communication") >= 4
+    if here.rank > 0:
+        assert "is slowest" not in str(callback.report)
+        return
+    for name, report in (("graph", callback.report), ("eager", timings.report)):
+        said = str(report)
+        assert "ranks     rank 1 is slowest: " in said, said
+        assert "it waits least for collectives" in said, said
+        assert "most of the difference is in its forward pass" in said, said
+        found = shown(here, name)
+        slowest = times_ms(found, "ranks/slowest")
+        assert len(slowest) >= 3, slowest
+        assert list(slowest.values()).count(1.0) > len(slowest) / 2, slowest
+        for step, work_ms in times_ms(found, "ranks_ms/work_slowest").items():
+            fastest_ms = times_ms(found, "ranks_ms/work_fastest")[step]
+            spread_ms = times_ms(found, "ranks_ms/work_spread")[step]
+            assert 0 < fastest_ms <= work_ms, (name, step)
+            assert abs(work_ms - fastest_ms - spread_ms) < 1e-3 * work_ms, (name, step)
+        (table, *_) = found.Tensors("cudagraph/ranks/text_summary")
+        assert "2 processes, " in table.tensor_proto.string_val[0].decode()
 
 
 def all_reduces_are_timed_with_accumulation(here: Here) -> None:

@@ -8,7 +8,7 @@ turn, among the events of everybody else, into the same file.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -114,6 +114,17 @@ class TensorBoardWriter:
             step,
         )
 
+    def add_scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write numbers that do not follow from readings.
+
+        Args:
+            values: by tag.
+            step: the step as the trainer's loggers count it.
+        """
+        for tag, value in values.items():
+            for board in self._boards:
+                board.attempt(lambda writer: writer.add_scalar(tag, value, step))  # noqa: B023
+
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Write a text in a fixed-width font.
 
@@ -156,9 +167,7 @@ class TensorBoardWriter:
 
     def _add_bands(self, bands: list[Band]) -> None:
         for step, values_ms in bands:
-            for tag, value_ms in values_ms.items():
-                for board in self._boards:
-                    board.attempt(lambda writer: writer.add_scalar(tag, value_ms, step))  # noqa: B023
+            self.add_scalars(values_ms, step)
 
     def _choose_charts(self) -> None:
         """Write for good which custom scalars there are."""
