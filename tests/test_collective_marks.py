@@ -124,9 +124,13 @@ def test_one_stretch_for_each_bucket(device: torch.device, eager: bool) -> None:
     assert all(0 < begin <= end for begin, end in stretches), stretches
     apart = pairwise(stretches)
     assert all(end <= begin for (_, end), (begin, _) in apart), stretches
-    ((exposed_begin, exposed_end),) = step.stretches_ms("all_reduce_exposed")
-    assert exposed_begin <= stretches[-1][0]
-    assert exposed_end == stretches[-1][1]
+    exposed = step.stretches_ms("all_reduce_exposed")
+    if device.type == "cpu" and not eager:
+        assert exposed == stretches  # the emulator runs one op after the other
+    else:
+        ((exposed_begin, exposed_end),) = exposed
+        assert exposed_begin <= stretches[-1][0]
+        assert exposed_end == stretches[-1][1]
     # Buffers are broadcast in the forward pass.
     broadcasts = step.stretches_ms("broadcast")
     assert broadcasts

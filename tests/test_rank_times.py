@@ -96,11 +96,12 @@ def test_the_slowest_has_the_most_work_of_its_own() -> None:
             "ranks/slowest": 2.0,
         }
     )
-    assert ranks_lines(table) == [
+    first, second = ranks_lines(table)
+    assert first == (
         "rank 2 is slowest: 4.600 ms of its own in a step of 4.900 ms, median rank 4.000 ms;"
-        " it waits least for collectives, 0.300 ms, median rank 0.800 ms",
-        "most of the difference is in its forward pass: 1.600 ms, rank 0 1.000 ms",
-    ]
+        " it waits least for collectives, 0.300 ms, median rank 0.800 ms"
+    )
+    assert second == "most of the difference is in its forward pass: 1.600 ms, rank 0 1.000 ms"
 
 
 def test_one_that_the_host_holds_up() -> None:

@@ -124,14 +124,17 @@ class Backend(Protocol):
             forked: in a capture, what follows does not wait for it.
         """
 
-    def mark_end(self, event: Any, work: Any) -> None:
-        """Let `event` say when a collective that runs beside the current stream has finished.
+    def mark_end(self, event: Any, work: Any) -> bool:
+        """Let `event` say when a collective that is not waited for yet has finished.
 
         Nothing else waits for it. What it works on must live until it has.
 
         Args:
             event: the event. Those of several collectives are passed in the order of these calls.
             work: the collective, as `torch.distributed` handed it out.
+
+        Returns:
+            Whether what comes after it runs beside it.
         """
 
     def event_times(self, events: Sequence[Any]) -> Callable[[], list[float]]:
@@ -397,13 +400,14 @@ class CudaBackend:
         branch.wait_event(fork)
         event.record(branch)
 
-    def mark_end(self, event: Any, work: Any) -> None:
+    def mark_end(self, event: Any, work: Any) -> bool:
         branch = self._collectives_stream
         with torch.cuda.stream(branch):
             work.wait()  # the stream waits, and not the host
         event.record(branch)
         if self._recording is not None:
             self._forked.add(branch)
+        return True
 
     def _current_stream(self) -> torch.cuda.Stream:
         """The current stream; to ask torch for it, which makes an object, takes several us each time."""

@@ -346,11 +346,12 @@ class EmulatorBackend:
     def mark(self, event: HostEvent, forked: bool = True) -> None:
         event.record()
 
-    def mark_end(self, event: HostEvent, work: Any) -> None:
+    def mark_end(self, event: HostEvent, work: Any) -> bool:
         if self._recording is None:
             event.record_behind(work)
-        else:
-            event.record()  # a replay waits for each
+            return True
+        event.record()
+        return False  # a replay waits for each
 
     def event_times(self, events: Sequence[HostEvent]) -> Callable[[], list[float]]:
         return lambda: [0.0, *map(events[0].elapsed_time, events[1:])]

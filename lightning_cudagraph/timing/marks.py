@@ -228,8 +228,11 @@ class StepMarks:
                 self._collectives.add_waited_for(name, ready, self._mark())
                 return
             event = self._backend.event()
-            self._backend.mark_end(event, work)
-            self._collectives.add(name, ready, self._take(event), tensors)
+            runs_beside = self._backend.mark_end(event, work)
+            if runs_beside:
+                self._collectives.add(name, ready, self._take(event), tensors)
+            else:
+                self._collectives.add_waited_for(name, ready, self._take(event))
 
         return issued
 
