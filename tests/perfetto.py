@@ -120,6 +120,8 @@ def _name(found: Imported, event: dict[str, Any], process: int, thread: int) -> 
             (found.threads, thread) if event["name"] == "thread_name" else (found.processes, process)
         )
         assert names.setdefault(key, args["name"]) == args["name"]
+    elif event["name"] == "process_labels":  # for Chrome; Perfetto leaves it out
+        assert isinstance(args["labels"], str)
     else:
         assert event["name"] in ("thread_sort_index", "process_sort_index")
         assert type(args["sort_index"]) is int
