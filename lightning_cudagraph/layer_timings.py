@@ -35,9 +35,9 @@ class LayerTimings(LayerChoice, Callback):
         depth: how many levels are timed, from the outside in: 1 for the children of the model. A
             `ModuleList` or `ModuleDict` is no level, because it is never called itself.
         max_layers: how many layers the automatic choice may take, at most.
-        every_n_steps: the steps of the optimizer whose number is a multiple of this are timed, with all
-            batches whose gradients they take; the others replay a graph without events. In manual
-            optimization, batches are counted.
+        every_n_steps: the last of so many steps of the optimizer is timed, with all batches whose
+            gradients it takes, as `log_every_n_steps` counts; the others replay a graph without events.
+            In manual optimization, batches are counted.
         placement: ``"forked"``: events are recorded on a branch of the graph that no kernel waits for.
             ``"serial"``: they are recorded between two kernels, and each adds a microsecond or two.
         window_steps: aggregates are made over so many timed steps.

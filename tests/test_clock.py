@@ -78,7 +78,7 @@ def test_just_the_steps_that_are_due(
     assert trace.counts.replayed == 53
     accumulator = events(tmp_path)
     for tag in (*INNER, "step_ms/total"):
-        assert steps(accumulator, tag) == [step for step in range(3, 56) if step % n == 0]
+        assert steps(accumulator, tag) == [step for step in range(3, 56) if step % n == n - 1]
 
 
 @both_turns
@@ -91,7 +91,7 @@ def test_all_batches_of_a_step_that_is_due(
     accumulator = events(tmp_path)
     # Two steps an epoch, of four batches each. The places of a window are warmed up one by one: those in
     # the middle in its first two steps, the others in its first three.
-    expected = [step for step in range(16) if step % n == 0]
+    expected = [step for step in range(16) if step % n == n - 1]
     totals = steps(accumulator, "step_ms/total")
     assert totals == [step for step in expected if step >= 3]
     for tag in INNER:
@@ -142,7 +142,7 @@ def test_an_untimed_step_replays_a_graph_without_events(
     trace = run(tmp_path, accelerator, graph(4, verify_replays=0))
     assert len(replayed) == trace.counts.replayed == 21
     timed = [step for step in range(3, 24) if replayed[step - 3]]
-    assert timed == [4, 8, 12, 16, 20]
+    assert timed == [3, 7, 11, 15, 19, 23]
 
 
 @both_turns
@@ -172,17 +172,17 @@ def test_each_capture_is_verified(
     monkeypatch.setattr(Verifier, "check", noting)
     callback = graph(8)
     run(tmp_path, accelerator, callback)
-    # Steps 3 and 4 are verified; of those that are timed, 8 and 16, none has to be.
+    # Steps 3 and 4 are verified; of those that are timed, 7, 15 and 23, none has to be.
     assert [found for found in verified if found[0] > 0] == [(1, False), (2, True)]
     assert "2 replay(s) verified" in (callback.report or "")
-    assert [reading.step for reading in readings] == [8, 16]
+    assert [reading.step for reading in readings] == [7, 15, 23]
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_gap_and_copy(tmp_path: Path, accelerator: str, readings: list[Reading], n: int) -> None:
     trace = run(tmp_path, accelerator, graph(n), checkpoint_every=0)
     assert trace.counts.replayed == 21
-    due = [step for step in range(3, 24) if step % n == 0]
+    due = [step for step in range(3, 24) if step % n == n - 1]
     assert [reading.step for reading in readings] == due
     # The first two replays and the first of the timed graph are verified: an eager step comes before.
     verified = {3, 4} if n == 1 else {3}
@@ -233,7 +233,7 @@ def test_scope_behind(tmp_path: Path, accelerator: str, readings: list[Reading])
     )
     assert_same(plain, graphed)
     assert graphed.counts.replayed > 10
-    assert {reading.step % 2 for reading in readings} == {0}
+    assert {reading.step % 2 for reading in readings} == {1}
     assert any("step_ms/gap" in reading.layout.tags for reading in readings)
 
 

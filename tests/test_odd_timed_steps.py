@@ -205,7 +205,7 @@ def test_layers_in_compiled_code(tmp_path: Path, accelerator: str, n: int) -> No
     assert_same(plain, timed)
     (ops,) = plain.module.compiled_ops
     # With hooks on the layers, and without.
-    assert timed.module.compiled_ops == [ops] * n
+    assert set(timed.module.compiled_ops) == {ops}
     assert "`head`: it is not called in the step, or by compiled code only" in (timings.report or "")
 
 

@@ -67,8 +67,8 @@ class FitClock:
     Args:
         backend: where the steps run.
         sinks: who is told.
-        every_n_steps: the steps of the optimizer whose number is a multiple of this are timed, with all
-            batches whose gradients they take; 0 for none.
+        every_n_steps: the last of so many steps of the optimizer is timed, with all batches whose
+            gradients they take; 0 for none.
     """
 
     def __init__(self, backend: Backend, sinks: Sequence[Sink], every_n_steps: int) -> None:
@@ -89,7 +89,9 @@ class FitClock:
             optimizer_step: how many came before it.
         """
         n = self._every_n_steps
-        return n == 1 or (n > 1 and optimizer_step % n == 0)
+        # The step that Lightning logs, if it logs as often, and not the one behind it: reading the
+        # values waits for the device, which then has nothing to do while a timed step is launched.
+        return n == 1 or (n > 1 and (optimizer_step + 1) % n == 0)
 
     def copying(self) -> AbstractContextManager[None]:
         """What is entered around a copy of the batch of a step that is due."""

@@ -23,8 +23,8 @@ _BAR_WIDTH = 24
 # Gap and copy come before the step, so these are no part of its time, and collectives are part of the
 # others' or run beside them.
 _BESIDE = {
-    "gap": "between two steps, beside the copy; share of the time from step to step",
-    "copy": "of the batch, between two steps",
+    "gap": "beside the copy; of the time from step to step",
+    "copy": "of the batch; of the time from step to step",
     "all_reduce": "beside the backward pass",
     "all_reduce_exposed": "what of it the step waits for",
     **dict.fromkeys(

@@ -90,7 +90,7 @@ class TensorBoardWriter:
         self._flush_at_s = last.walltime_s + _SECONDS_BETWEEN_FLUSHES
         bands = self._band.add(filter(None, map(self._joiner.add, readings)))
         n = self._every_n_steps
-        shown = readings if n == 1 else [reading for reading in readings if reading.step % n == 0]
+        shown = readings if n == 1 else [reading for reading in readings if (reading.step + 1) % n == 0]
         rows = Rows(shown, self._records)
         for board in self._boards:
             board.write(rows)
@@ -109,8 +109,8 @@ class TensorBoardWriter:
         self._every_n_steps *= 2
         self.add_event(
             f"{_BYTES_BEFORE_THINNING // 2**20} MiB of times are written. From here on, the curves have"
-            f" the steps whose number is a multiple of {self._every_n_steps}; bands and tables have all"
-            " that are timed. `LayerTimings(every_n_steps=...)` times fewer.",
+            f" at most one step in {self._every_n_steps}; bands and tables have all that are timed."
+            " `LayerTimings(every_n_steps=...)` times fewer.",
             step,
         )
 
