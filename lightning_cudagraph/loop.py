@@ -280,6 +280,11 @@ class GraphedTraining:
                 "what comes after the backward pass": "it runs eagerly, behind the graph"
             }
         notes += untimed_notes(untimed)
+        if self._settings.timings is not None and self._backend.streams > 1 and self.counts.captures:
+            notes.append(
+                "on several streams layers overlap; the time of one is from when all before it has"
+                " finished to when it has, too"
+            )
         notes += progress_bar_notes(self._trainer)
         if self._part.scaler is not None:
             notes.append(

@@ -65,12 +65,14 @@ class Backend(Protocol):
         graphs_per_step: how many captures of a timed step take turns, so that the events of one are
             read while the other runs.
         streams: on how many streams ops that do not need one another are captured.
+        barriers: what all streams of the last capture waited for, and that for them, and how often.
         in_turn: the host has a turn in the middle of a replay. Memory of the pool holds what the rest of
             it needs, so that no other graph may be replayed.
     """
 
     in_turn: bool
     streams: int
+    barriers: dict[str, int]
     generators: Generators
     device: torch.device
     description: str
@@ -205,6 +207,7 @@ class CudaBackend:
     def __init__(self, device: torch.device, streams: int = 1) -> None:
         self.device = device
         self.streams = streams
+        self.barriers: dict[str, int] = {}
         self.in_turn = False
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._side = SideStream(device)
@@ -252,9 +255,9 @@ class CudaBackend:
         reserved_bytes = torch.cuda.memory_reserved(self.device)
         memory = HostMemory()
         graph = self._recording = CudaParts(self.generators, self._pool)
-        if len(sides) > 1:
-            self._branches = Branches([side.stream for side in sides], graph)
-        sentry = MendingSentry(self.generators, memory, self._branches)
+        branches = Branches([side.stream for side in sides], graph) if len(sides) > 1 else None
+        self._branches = branches
+        sentry = MendingSentry(self.generators, memory, branches)
         failure: BaseException | None = None
         broken: Exception | None = None
         result: Any = None
@@ -269,6 +272,8 @@ class CudaBackend:
                 except BaseException as error:
                     failure = error
                 broken = self._end_capture(graph)
+            if failure is None and branches is not None and branches.broken is not None:
+                failure = SentBackError(branches.broken)
         finally:
             self._recording = self._branches = None
             self._forks.clear()
@@ -276,6 +281,7 @@ class CudaBackend:
             if gc_was_on:
                 gc.enable()
         if failure is None and broken is None:
+            self.barriers = {} if branches is None else branches.barriers
             taken_bytes = torch.cuda.memory_reserved(self.device) - reserved_bytes
             self._live.append(_Live(graph, taken_bytes, memory, sentry.writes.older))
             return graph, result

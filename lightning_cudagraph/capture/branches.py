@@ -11,7 +11,7 @@ seen in the state of the capture before the next op, and all that follows waits 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ __all__ = ["Branches", "SentBackError"]
 
 # Private: how many refer to a memory.
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
 # Of a stream's memory, so much may be kept for others before it waits for them: this, or a share of what
 # has been allocated in the capture.
 _KEPT_BYTES = 1 << 20
@@ -47,6 +48,7 @@ class Branches:
     Attributes:
         used: how many of them have been given an op.
         barriers: what everything else had to wait for, and how often.
+        broken: why the order may not be right, if that is so.
     """
 
     def __init__(self, streams: Sequence[torch.cuda.Stream], graph: CudaParts) -> None:
@@ -66,6 +68,7 @@ class Branches:
         self._made_bytes = 0
         self.used = 0
         self.barriers: dict[str, int] = {}
+        self.broken: str | None = None
 
     def begin(self) -> None:
         """The capture of the next part has begun on the step's own stream, which is current.
@@ -99,6 +102,8 @@ class Branches:
         Raises:
             SentBackError: if it is not certain that the order is right.
         """
+        if self.broken is not None:
+            raise SentBackError(self.broken)
         if torch.cuda.current_stream(self._own.device) != self._own:
             # A stream of the user's, who lets it wait for the step's own, and that for it.
             return func(*args, **kwargs)
@@ -118,7 +123,7 @@ class Branches:
         placed = self._flow.add(access.reads, access.writes, access.cost, besides=self._overdue)
         stream = self._streams[placed.stream]
         if placed.stream and self._position(stream) != self._at[placed.stream]:
-            raise SentBackError("the step uses a stream of its own that is one of the capture's")
+            self._break("the step uses a stream of its own that is one of the capture's")
         for tensor in access.tensors:
             if tensor.is_cuda:
                 storage = tensor.untyped_storage()
@@ -159,17 +164,18 @@ class Branches:
             spans.append((start, start + storage.nbytes()))
             self._made_bytes += storage.nbytes()
         if self._flow.made(placed, spans):
-            raise SentBackError("memory was given to an op while others still used it")
+            self._break("memory was given to an op while others still used it")
 
     def _notice(self) -> None:
         """See whether something was issued that was no op."""
         if not self._nodes and not self._position(self._own):
             self._graph.knot(torch.cuda.Event(external=True), self._own)  # to begin in one node
         if self._position(self._own) != self._left:
-            self._bar("work that is no op of torch's" if self._nodes else "the beginning")
+            self._bar(_UNSEEN if self._nodes else None)
 
-    def _bar(self, what: str) -> None:
-        self.barriers[what] = self.barriers.get(what, 0) + 1
+    def _bar(self, what: str | None) -> None:
+        if what is not None:
+            self.barriers[what] = self.barriers.get(what, 0) + 1
         self._flow.barrier()
         self._nodes.append(self._position(self._own))
         self._kept.release()
@@ -189,12 +195,17 @@ class Branches:
     def _position(self, stream: torch.cuda.Stream) -> tuple[int, ...]:
         position = position_of(stream)
         if position is None:
-            raise SentBackError("the driver does not tell how far the capture has come")
+            self._break("the driver does not tell how far the capture has come")
         return position[1:]
 
     def _wait(self, stream: torch.cuda.Stream, nodes: Iterable[int]) -> None:
         if not let_wait(stream, tuple(nodes)):
-            raise SentBackError("the driver does not let work of a capture wait for chosen nodes")
+            self._break("the driver does not let work of a capture wait for chosen nodes")
+
+    def _break(self, reason: str) -> NoReturn:
+        """Go no further; the step may get over the error, but not the capture."""
+        self.broken = reason
+        raise SentBackError(reason)
 
 
 def _is_free(storage: torch.UntypedStorage) -> bool:

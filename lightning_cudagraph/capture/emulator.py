@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -266,6 +267,10 @@ class EmulatedGraph:
         self._parts = [Tape(self._streams)]
         self.written.clear()
 
+    def barriers(self) -> dict[str, int]:
+        """The ops that all streams waited for, and how often."""
+        return dict(sum((tape.barriers for tape in self._parts), Counter[str]()))
+
     def memory_bytes(self) -> int:
         """Bytes of the tensors made inside the capture."""
         storages = {
@@ -291,6 +296,7 @@ class EmulatorBackend:
     def __init__(self, streams: int = 1) -> None:
         self.device = torch.device("cpu")
         self.streams = streams
+        self.barriers: dict[str, int] = {}
         self.in_turn = False
         self.generators = Generators("cpu", torch.default_generator)
         self._recording: EmulatedGraph | None = None
@@ -310,6 +316,7 @@ class EmulatorBackend:
             with HostReads("cpu"), recorder:
                 result = body()
             graph.written = recorder.writes.older
+            self.barriers = graph.barriers()
         except BaseException:
             graph.reset()
             raise

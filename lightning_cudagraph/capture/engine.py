@@ -641,6 +641,7 @@ class StepEngine(Generic[T]):
                 lambda: capture((False,), kept=False), lambda captured: _all_state(step, captured)
             )
             captured = capture(step.takes, step.kept())
+        self._streams.captured()
         try:
             _refuse_shared_memory(step.batch, captured)
         except UnsupportedError:

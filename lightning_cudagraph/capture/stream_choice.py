@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,6 +34,8 @@ _FIRST_REPLAYS = 2
 _ROUNDS = 3
 _ROUND_S = 0.03
 _ROUND_REPLAYS = 10
+# So many kinds of what all streams wait for are named.
+_SHOWN = 4
 
 
 def are_streams(value: object) -> bool:
@@ -79,20 +82,31 @@ class StreamChoice:
         backend: where they are captured.
         wanted: what the user asked for: a number, or ``"auto"`` for the fastest of a few.
         why_one: why there is nothing to choose from, or nothing.
-
-    Attributes:
-        notes: what the user should know.
     """
 
     def __init__(self, backend: Backend, wanted: Streams, why_one: str = "") -> None:
         self._backend = backend
         self._streams = None if wanted == "auto" else int(wanted)
-        self.notes: list[str] = []
+        self._said: list[str] = []
+        self._barriers: dict[str, int] = {}
         if self._streams is None and why_one:
             self._streams = 1
-            self.notes.append(f"captured on one stream: {why_one}")
+            self._said.append(f"captured on one stream: {why_one}")
         elif self._streams is not None and self._streams > 1:
-            self.notes.append(f"captured on {self._streams} streams")
+            self._said.append(f"captured on {self._streams} streams")
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know."""
+        notes = list(self._said)
+        if self._barriers:
+            what = ", ".join(f"{name} ({n})" for name, n in Counter(self._barriers).most_common(_SHOWN))
+            notes.append(f"all streams wait, before and after, for {what}")
+        return notes
+
+    def captured(self) -> None:
+        """A capture of the step has succeeded."""
+        self._barriers = self._backend.barriers
 
     def settle(
         self,
@@ -118,7 +132,7 @@ class StreamChoice:
         if self._streams == 1:
             return False
         self._streams = 1
-        self.notes.append(f"captured on one stream: {reason}")
+        self._said.append(f"captured on one stream: {reason}")
         return True
 
     def _fastest(
@@ -139,7 +153,7 @@ class StreamChoice:
                     left_out.append(f"{streams}: {error}")
                     continue
                 if trial is None:
-                    self.notes.append("captured on one stream: there was no memory to try others")
+                    self._said.append("captured on one stream: there was no memory to try others")
                     return 1
                 more_bytes = trial.taken_bytes - trials[0].taken_bytes if trials else 0
                 if more_bytes > max(_MORE_BYTES, _MORE_SHARE * trials[0].taken_bytes if trials else 0):
@@ -150,7 +164,7 @@ class StreamChoice:
         best = min(trials, key=lambda trial: trial.replay_ms)
         if best.replay_ms > (1 - _LEAST_GAIN) * one.replay_ms:
             best = one
-        self.notes.append(_said(best, trials, left_out))
+        self._said.append(_said(best, trials, left_out))
         return best.streams
 
     def _try(

@@ -9,6 +9,7 @@ order comes to other numbers.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +31,9 @@ class Tape(Generic[W]):
 
     Args:
         streams: on how many streams ops are.
+
+    Attributes:
+        barriers: the ops that all streams waited for, and how often.
     """
 
     def __init__(self, streams: int) -> None:
@@ -40,7 +44,7 @@ class Tape(Generic[W]):
         self._work: list[W] = []
         self._stream_of: list[int] = []
         self._waits: list[list[int]] = []
-        self.used = 0
+        self.barriers: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[W]:
         """What is on the tape, in the order in which it came."""
@@ -52,6 +56,7 @@ class Tape(Generic[W]):
             return None
         access = access_of(func, args, kwargs)
         if access is None:
+            self.barriers[str(func)] += 1
             return self._flow.barrier()
         writes = access.writes
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -80,7 +85,6 @@ class Tape(Generic[W]):
             waits += self._flow.made(placed, spans)
         self._places.append(len(self._work))
         self._put(work, placed.stream, waits)
-        self.used = self._flow.used
 
     def add_mark(self, work: W) -> None:
         """Put something on the tape that comes after all before it, and that nothing waits for."""
