@@ -120,9 +120,9 @@ def clock_of(device: Device, n: int) -> tuple[FitClock, Sink]:
 def test_the_host_never_waits_for_a_sampled_step(lag_ms: float) -> None:
     device = Device(lag_ms)
     clock, sink = clock_of(device, 10)
-    train(clock, device, [Marks(device)], range(100))
+    train(clock, device, [Marks(device)], range(109))
     assert device.waits == 0
-    assert [reading.step for reading in sink.readings] == list(range(9, 99, 10))
+    assert [reading.step for reading in sink.readings] == list(range(9, 100, 10))
     assert [reading.offsets_ms[1] for reading in sink.readings] == list(range(1, 11))
 
 
