@@ -90,3 +90,6 @@ if __name__ == "__main__":
     except BaseException:
         said.write_text(json.dumps(traceback.format_exc()))
         raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from examples import fabric_ddp
 from lightning_cudagraph import GraphedStep, UnsupportedError
 from lightning_cudagraph.errors import ConfigurationError, PeerError
 from tests.distributed.cases import WARM_UP, Here
@@ -483,6 +484,18 @@ class FabricInFp16(FabricInOne):
         self.fabric.backward(loss)
         self.optimizer.step()
         return loss
+
+
+def the_example_of_fabric(here: Here) -> None:
+    """With graphs and without."""
+    found = []
+    for graphs in (False, True):
+        fabric = Fabric(accelerator=here.accelerator, devices=2, strategy="ddp")
+        fabric.launch()
+        net, losses, report = fabric_ddp.train(fabric, 64, graphs)
+        found.append([net.state_dict(), losses])
+    assert not differences(*found)
+    assert "44 warmed up, 20 replayed, 0 eager" in report, report
 
 
 def fabric_in_fp16(here: Here) -> None:

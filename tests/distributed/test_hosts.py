@@ -79,10 +79,23 @@ def test_an_example_with_torchrun(tmp_path: Path, accelerator: str) -> None:
     size = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 16, "sample_chars": 10}
     trainer = {"accelerator": accelerator, "devices": 2, "num_nodes": 1, "max_epochs": 1}
     trainer |= {"logger.init_args.save_dir": str(tmp_path), "val_check_interval": 20}
-    command = ["examples/char_gpt.py", "fit", "--trainer.strategy", "ddp"]
+    command = [
+        "-m",
+        "tests.distributed.script",
+        "examples/char_gpt.py",
+        "fit",
+        "--trainer.strategy",
+        "ddp",
+    ]
     command += [f"--trainer.{name}={value}" for name, value in trainer.items()]
     command += [f"--model.{name}={value}" for name, value in size.items()]
     command += ["--data.train_batches=80", "--data.val_batches=2", "--data.block_size=16"]
     command += ["--data.batch_size=4", "--data.max_chars=100000"]
     (said,) = torchrun(tmp_path, command, local_size=2)
     assert "11 warmed up, 29 replayed, 0 eager" in said, said[-3000:]
+
+
+def test_the_example_of_fabric(tmp_path: Path, accelerator: str) -> None:
+    (said,) = torchrun(tmp_path, ["examples/fabric_ddp.py", "--batches", "80"], local_size=2)
+    assert "44 warmed up, 36 replayed, 0 eager; captured 3 time(s)" in said, said[-3000:]
+    assert "10 warmed up, 10 replayed, 0 eager; captured 1 time(s)" in said, said[-3000:]

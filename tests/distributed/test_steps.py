@@ -16,7 +16,7 @@ SAME = (
     "validated",
     "a_step_of_one_process",
 )
-FABRIC = ("fabric_accumulated", "fabric_in_one")
+FABRIC = ("fabric_accumulated", "fabric_in_one", "the_example_of_fabric")
 AGREED = (
     "another_shape",
     "a_guard_in_one_process",

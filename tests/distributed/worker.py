@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed import cases, model_cases, step_cases, time_cases
+from tests.distributed import cases, model_cases, sharded_cases, step_cases, time_cases
 
 # As in pyproject.toml; and one run is not told about logging that the other is told about.
 _IGNORED = (
@@ -36,7 +36,7 @@ _IGNORED = (
     r".*no current CUDA context",
 )
 # Begin with their name.
-_OF_OTHER_NAMES = (step_cases,)
+_OF_OTHER_NAMES = (sharded_cases, step_cases)
 _ROOT = str(Path(__file__).parents[2])
 _LOOK_EVERY_S = 0.2
 # How long a process may go on with a case that has failed in another one.

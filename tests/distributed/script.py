@@ -1,0 +1,21 @@
+"""Runs a script as Python does, and takes the process group down behind it.
+
+Neither Lightning nor most scripts do that, and then a thread of gloo's is sometimes still running when
+Python ends, which the system takes for a crash; with the callback or without.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import torch.distributed as dist
+
+if __name__ == "__main__":
+    script, *sys.argv[1:] = sys.argv[1:]
+    sys.argv[0] = script
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
