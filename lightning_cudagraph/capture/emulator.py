@@ -148,7 +148,8 @@ class _Undo:
 
     def roll_back(self) -> None:
         with torch.no_grad():
-            for whole, saved in self._saved.values():
+            # Two storages may share memory (`from_dlpack`): what was saved first was there before.
+            for whole, saved in reversed(self._saved.values()):
                 whole.copy_(saved)
         torch.set_rng_state(self._generators.set_extra_states(self._rng_state))
 
