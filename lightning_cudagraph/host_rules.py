@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph.capture.host_calls import HostRules, allowance
+from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.metrics import is_metric
 
@@ -48,6 +49,7 @@ _MODULE_METHODS = (
 # Called between the backward pass and the optimizer's step.
 _METHODS_BEHIND = ("on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients")
 _OPTIMIZER_METHODS = ("step", "zero_grad")
+_CALLABLES = (FunctionType, MethodType, BuiltinFunctionType, StandIn)
 
 
 def _getters(owner: type, label: str, *names: str) -> dict[CodeType, str]:
@@ -167,7 +169,7 @@ def refuse_replaced_methods(
                 found = vars(type(owner)).get(name)
                 suspicious = issubclass(type(found), NonCallableMock)
             else:
-                suspicious = not isinstance(found, (FunctionType, MethodType, BuiltinFunctionType))
+                suspicious = not isinstance(found, _CALLABLES)
             if suspicious and name not in harmless:
                 error = _replaced(f"`{name}` of the `{type(owner).__qualname__}`", name, found)
                 error.in_optimizer = names is not methods

@@ -32,6 +32,7 @@ from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
+from lightning_cudagraph.compiled_step import compile_step, is_step_compiled, logging_uncompiled
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.hooks import gradients_unseen, undisturbed
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules
@@ -85,6 +86,8 @@ class GraphedTraining:
         self._settings = settings
         self._times = RunTimes(trainer, module, backend, settings.timings)
         self._clock = self._times.clock
+        if settings.compile or is_step_compiled(module):
+            self._times.layers = {}  # a hook in compiled code would change what is compiled
         self._patches = ExitStack()
         self._replicas = Replicas(trainer.strategy)
         self._in_step = False
@@ -176,6 +179,10 @@ class GraphedTraining:
         loop = self._trainer.fit_loop.epoch_loop
         strategy = self._trainer.strategy
         self._patches.enter_context(self._replicas.unobserved())
+        if self._settings.compile or is_step_compiled(self._module):
+            self._patches.enter_context(logging_uncompiled())
+        if self._settings.compile:
+            compile_step(self._module, self._backend.device, self._patches)
         original = loop.automatic_optimization
         graphed = self._optimization
         graphed.__dict__.update(original.__dict__)
@@ -275,6 +282,8 @@ class GraphedTraining:
         notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
         notes += [*self._verifier.notes, *self._engine.notes, *self.notes, *self._metrics.notes]
         untimed = self._recorder.untimed
+        if self._settings.timings is not None and is_step_compiled(self._module):
+            untimed = untimed | {"layers": "the step is compiled as a whole"}
         if self._settings.timings is not None and self._part.behind is not None:
             untimed = untimed | {
                 "what comes after the backward pass": "it runs eagerly, behind the graph"

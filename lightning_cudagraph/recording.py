@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves, refuse_odd_outputs
 from lightning_cudagraph.capture.carried import CarriedTensors
+from lightning_cudagraph.capture.compiled import recompilation
 from lightning_cudagraph.capture.frozen import FrozenIndex, StepAudit, frozen_python_audit
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.guards import Guards
@@ -353,9 +354,10 @@ def _run(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -
     except Exception as error:
         if not is_behind():
             raise
+        error = recompilation(error) or error
         if isinstance(error, UnsupportedError):
             error.in_optimizer = True
-            raise
+            raise error
         # A hook, or an optimizer of which nothing is known, that cannot do with a tensor for a learning
         # rate, or makes CUDA wait.
         raise CaptureError(

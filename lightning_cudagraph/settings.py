@@ -25,3 +25,4 @@ class Settings:
     verify_every_n_steps: int | None
     harmless: frozenset[str] = frozenset()
     streams: Streams = 1
+    compile: bool = False

@@ -331,6 +331,14 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "`Trainer(detect_anomaly=True)` reads values back to the host in every backward pass.",
             "Leave `detect_anomaly` out.",
         )
+    if hasattr(trainer.optimizers[0].step, "_torchdynamo_orig_callable"):
+        raise UnsupportedError(
+            f"`step` of the `{type(trainer.optimizers[0]).__qualname__}` is compiled, and Lightning"
+            " calls forward and backward pass in it, through its closure: all of Lightning's loop would"
+            " be compiled with it.",
+            "Leave out `torch.compile` there, or call the closure before the compiled step in an"
+            " `optimizer_step` of the module's; the graph holds the optimizer in any case.",
+        )
     _check_batches(module, "training_step")
 
 
@@ -374,10 +382,4 @@ def check_optimizer_part(trainer: pl.Trainer, module: pl.LightningModule) -> Non
 
 
 def _check_modules(module: pl.LightningModule) -> None:
-    if getattr(module, "_compiler_ctx", None) is not None:
-        raise UnsupportedError(
-            f"`{type(module).__qualname__}` is compiled; a capture around compiled code is not"
-            " supported yet.",
-            "Leave out `torch.compile`.",
-        )
     refuse_unfit_modules(module)

@@ -21,6 +21,7 @@ FLOORS = [
     ["surroundings", "step", "step_processes", "step_record", "step_replicas", "step_run"],
     [
         "closures",
+        "compiled_step",
         "hooks",
         "host_rules",
         "inner_hooks",

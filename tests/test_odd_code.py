@@ -372,12 +372,6 @@ class WritesIntoTheBatch(Net):
         return super().training_step(batch, batch_idx)["loss"]
 
 
-class CompiledInPlace(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.compile(backend="eager")
-
-
 REFUSED: dict[type[Net], str] = {
     IndexTimesTensor: "`batch_idx`",
     TensorTimesIndex: "`batch_idx`",
@@ -389,7 +383,6 @@ REFUSED: dict[type[Net], str] = {
     SetsTheLrInside: "sets a learning rate",
     SwapsStorageInside: "gives `head.bias` another storage",
     WritesIntoTheBatch: r"writes into `batch\[0\]` in place",
-    CompiledInPlace: "`head` is compiled",
 }
 
 
@@ -399,11 +392,7 @@ def test_refused_and_the_same_eagerly(tmp_path: Path, accelerator: str, cls: typ
         train(make(cls), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
     callback = CUDAGraphCallback(on_unsupported="eager")
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
-    if cls is CompiledInPlace:
-        with pytest.warns(UserWarning, match="all steps eager"):
-            eager = train(make(cls), tmp_path / "eager", callback, accelerator=accelerator)
-    else:
-        eager = train(make(cls), tmp_path / "eager", callback, accelerator=accelerator)
+    eager = train(make(cls), tmp_path / "eager", callback, accelerator=accelerator)
     assert_same(plain, eager)
 
 

@@ -324,12 +324,6 @@ class StepsOnHost(Loop):
         self.optimizer = O.Adagrad(self.net.parameters(), lr=0.1)
 
 
-class Compiled(Loop):
-    def build(self) -> None:
-        super().build()
-        self.net.layers[0].compile(backend="eager")
-
-
 class Sparse(Loop):
     def build(self) -> None:
         super().build()
@@ -341,7 +335,6 @@ class Sparse(Loop):
 
 REFUSED_AT_ONCE: dict[type[Loop], str] = {
     StepsOnHost: r"`torch\.optim\.adagrad\.Adagrad` counts its steps on the host",
-    Compiled: r"`layers\.0` is compiled",
     Sparse: r"`table` is a `Embedding\(sparse=True\)`",
 }
 

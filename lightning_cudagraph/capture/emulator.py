@@ -30,6 +30,7 @@ from lightning_cudagraph.capture.backend import Graph
 from lightning_cudagraph.capture.collectives import is_collective, returned_unrun, wait_for
 from lightning_cudagraph.capture.dataflow import Placed
 from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.inductor import refused_on_cpu
 from lightning_cudagraph.capture.parts import Between
 from lightning_cudagraph.capture.sentry import HostReads, Sentry, forbid, user_location
 from lightning_cudagraph.capture.tape import Tape
@@ -314,7 +315,7 @@ class EmulatorBackend:
         graph.capture_begin()
         try:
             recorder = _Recorder(graph, undo, self.generators)
-            with HostReads("cpu"), recorder:
+            with refused_on_cpu(), HostReads("cpu"), recorder:
                 result = body()
             graph.written = recorder.writes.older
             self.barriers = graph.barriers()

@@ -16,9 +16,11 @@ from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.branches import SentBackError
 from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
 from lightning_cudagraph.capture.carried import CarriedTensors
+from lightning_cudagraph.capture.compiled import CompiledCode
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.holds import CAN_COUNT, HandedOut, Holds
+from lightning_cudagraph.capture.inductor import without_its_graphs
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Phase, Place, Step, StepCounts
 from lightning_cudagraph.capture.stream_choice import StreamChoice, Streams
@@ -157,6 +159,10 @@ class StepEngine(Generic[T]):
         self._around_replays = around_replays
         self._on_capture = on_capture
         self._what = what
+        self._compiled = CompiledCode()
+        self._patches = ExitStack()
+        self._has_begun = False
+        self._without_graphs: list[str] = []
         self._graphs: GraphsBySignature[T] = GraphsBySignature(backend.device.type, max_signatures)
         self._short_captures = 0  # in a row
         self._given_up: str | None = None
@@ -240,6 +246,9 @@ class StepEngine(Generic[T]):
             UnsupportedError: if it cannot be captured and the engine was made to raise. Nothing of
                 the step has happened then.
         """
+        if not self._has_begun:
+            self._has_begun = True
+            self._patches.enter_context(without_its_graphs(self._note))
         self._carried.put_in()
         try:
             phase, outputs = self._step(step, refresh, signature)
@@ -536,9 +545,16 @@ class StepEngine(Generic[T]):
         for captured in self._graphs.all():
             captured.bring_out_gradients()
 
+    def _note(self, text: str) -> None:
+        self._without_graphs.append(text)
+        self._announce(text)
+
     def close(self) -> None:
         """Let go of the graphs."""
-        self._forget()
+        try:
+            self._forget()
+        finally:
+            self._patches.close()
 
     @property
     def has_graphs(self) -> bool:
@@ -578,6 +594,7 @@ class StepEngine(Generic[T]):
             if first:
                 stack.enter_context(self._backend.generators.learning())
             stack.enter_context(step.learning())
+            stack.enter_context(self._compiled.noticed())
             is_at_its_end = self._warm_ups.is_at_its_end(signature, step.place)
             (step.run_last if is_at_its_end and step.run_last is not None else step.run)()
         # Only a step that went through counts.
@@ -599,7 +616,7 @@ class StepEngine(Generic[T]):
     @property
     def notes(self) -> list[str]:
         """What the user should know of the captures."""
-        return self._streams.notes
+        return [*self._streams.notes, *self._compiled.notes, *self._without_graphs]
 
     def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         try:
@@ -626,7 +643,7 @@ class StepEngine(Generic[T]):
         else:
             self._apart_from_found(step)
         started_s = time.perf_counter()
-        with step.transaction(), outside_inference_mode():
+        with step.transaction(), outside_inference_mode(), self._compiled.one_look():
             self._carried.place()
             static = self._graphs.static_of(signature) or StaticBatch(step.batch)
             static.copy_from(step.batch)
@@ -634,7 +651,14 @@ class StepEngine(Generic[T]):
             def capture(takes: tuple[bool, ...], kept: bool) -> CapturedStep[T]:
                 in_one_place = step.in_window and step.place == MAKES_GRADIENTS
                 return CapturedStep(
-                    self._backend, static, step.record, *step.parameters(), takes, in_one_place, kept
+                    self._backend,
+                    static,
+                    step.record,
+                    *step.parameters(),
+                    takes,
+                    in_one_place,
+                    kept,
+                    self._compiled,
                 )
 
             self._streams.settle(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.compiled import CompiledCode
 from lightning_cudagraph.capture.holds import Gradients, HandedOut, Holds, adopt, gradients_of
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.takes import Take, Turn
@@ -68,6 +69,8 @@ class CapturedStep(Generic[T]):
         takes: the captures, by whether they have timing events. Those of one kind take turns.
         one_place: all captures leave their gradients in one place, for steps that add to them.
         kept: code of the user's runs between two replays, and can keep gradients.
+        compiled: the compiled code that the step calls. If there is any, the step is captured once more,
+            to look at the Python that was compiled.
 
     Attributes:
         static: the static buffers that it reads.
@@ -89,7 +92,9 @@ class CapturedStep(Generic[T]):
         takes: Sequence[bool],
         one_place: bool = False,
         kept: bool = False,
+        compiled: CompiledCode | None = None,
     ) -> None:
+        compiled = compiled or CompiledCode()
         self._backend = backend
         self.static = static
         self._takes: list[Take[T]] = []
@@ -110,6 +115,13 @@ class CapturedStep(Generic[T]):
         makes = self._makes = [*dropped, *self._absent]
         before = [parameter.grad for parameter in makes]
         try:
+            if compiled.is_called:
+                if compiled.written is None:
+                    compiled.written = self._examined(compiled, record, makes)
+                    for parameter, grad in there:
+                        parameter.grad = grad
+                # Kernels of compiled code write where no op says so.
+                self.written += compiled.written
             for timed in takes:
                 # Without a gradient to add to, the backward pass makes new ones in the graph's pool,
                 # at no cost; the ones of the take before are kept by it.
@@ -125,7 +137,9 @@ class CapturedStep(Generic[T]):
 
                 loan = self.static.lend()
                 graph, outputs = backend.capture(
-                    lambda: _moved(record(loan.batch, cut, timed), place)  # noqa: B023
+                    lambda: compiled.held(
+                        lambda: _moved(record(loan.batch, cut, timed), place)  # noqa: B023
+                    )
                 )
                 # Some are added to, or read, and then dropped: found where they are, and left elsewhere.
                 replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
@@ -157,6 +171,31 @@ class CapturedStep(Generic[T]):
         finally:
             for parameter, gradient in (*zip(makes, before, strict=True), *there):
                 parameter.grad = gradient
+
+    def _examined(
+        self, compiled: CompiledCode, record: Callable[[Any, Cut, bool], T], makes: list[nn.Parameter]
+    ) -> list[Tensor]:
+        """Capture the step without torch.compile: its Python is looked at, and the graph thrown away.
+
+        Returns:
+            The tensors older than the step that it writes into.
+        """
+        for parameter in makes:
+            parameter.grad = None
+
+        def cut(whose: str, drops: bool) -> None:
+            self._backend.cut()
+
+        loan = self.static.lend()
+        graph, _ = self._backend.capture(
+            lambda: compiled.left_out(lambda: record(loan.batch, cut, False))
+        )
+        try:
+            written = [*self._backend.written(graph)]  # of which the graph's own list is cleared
+            loan.refuse_changes(written)
+        finally:
+            self._backend.release(graph)
+        return written
 
     @property
     def has_turns(self) -> bool:

@@ -88,6 +88,8 @@ class Constants(TorchFunctionMode):
         memory: what they are copied from.
     """
 
+    only_in_captures = True  # taken off while compiled code runs
+
     def __init__(self, memory: HostMemory) -> None:
         super().__init__()
         self._memory = memory

@@ -292,6 +292,8 @@ class HostReads(TorchFunctionMode):
         device_type: the type of the device that is captured.
     """
 
+    only_in_captures = True  # taken off while compiled code runs
+
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._device_type = device_type

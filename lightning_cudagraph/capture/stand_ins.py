@@ -35,7 +35,13 @@ class StandIn:
         return getattr, (self._owner, self._name)
 
 
-def replace_method(owner: object, name: str, call: Callable[..., Any], patches: ExitStack) -> None:
+def replace_method(
+    owner: object,
+    name: str,
+    call: Callable[..., Any],
+    patches: ExitStack,
+    kind: type[StandIn] = StandIn,
+) -> None:
     """Put something in the place of a method of an object.
 
     Args:
@@ -43,12 +49,14 @@ def replace_method(owner: object, name: str, call: Callable[..., Any], patches: 
         name: the name of the method.
         call: what is called instead.
         patches: puts the method back when it is closed.
+        kind: what to put there.
     """
+    stand_in = kind(owner, name, call)
     if name in vars(owner):
         patches.callback(vars(owner).__setitem__, name, vars(owner)[name])
     else:
         patches.callback(vars(owner).pop, name)
-    vars(owner)[name] = StandIn(owner, name, call)
+    vars(owner)[name] = stand_in
 
 
 @contextmanager

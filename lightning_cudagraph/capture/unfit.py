@@ -31,12 +31,6 @@ def refuse_unfit_modules(model: nn.Module, averaged: bool = False) -> None:
     _refuse_sharded(model)
     for name, child in model.named_modules():
         named = f"The module `{name}`" if name else f"The `{type(child).__qualname__}`"
-        compiled_in_place = getattr(child, "_compiled_call_impl", None) is not None
-        if compiled_in_place or isinstance(child, torch._dynamo.OptimizedModule):
-            raise UnsupportedError(
-                f"{named} is compiled; a capture around compiled code is not supported yet.",
-                "Leave out `torch.compile`.",
-            )
         if isinstance(child, torch.jit.ScriptModule):
             raise UnsupportedError(
                 f"{named} is a TorchScript module, whose tables and attributes cannot be compared with"

@@ -11,7 +11,8 @@ counts its calls makes them differ too. Or, rarely, rounding: the kernels of a g
 those of an eager step (a library that chooses an algorithm by the memory it is given), but they are the
 same in every replay. So a difference in the last places is taken for rounding only if the first check of
 the graph showed one too, which is that of the first replay, when nothing on the host had had the time to
-change. A frozen value that drifts slowly from there on is no rounding.
+change; or if torch.compile has compiled something since, which an eager step may call. A frozen value
+that drifts slowly from there on is no rounding.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lightning_cudagraph.capture.compare import (
     rounding,
     verification_error,
 )
+from lightning_cudagraph.capture.compiled import compilations
 from lightning_cudagraph.capture.memory import host_free_bytes
 from lightning_cudagraph.errors import VerificationError
 
@@ -59,9 +61,12 @@ class _History:
         checks: how many there have been.
         had_other_rates: one of them was with other learning rates than those of the capture.
         rounds_differently: the first of them found differences in the last places.
+        compilations: how often torch.compile had compiled something before them. What was compiled since
+            (for another size, say) may be what an eager step calls now, and differ in the last places.
     """
 
     captured_rates: tuple[Any, ...]
+    compilations: int
     checks: int = 0
     had_other_rates: bool = False
     rounds_differently: bool = False
@@ -236,7 +241,8 @@ class Verifier:
     ) -> str | None:
         """Why a second replay may differ where it does, for the report; None if it may not."""
         unsteady = names_that_differ(found, first)
-        if not unsteady and history.checks > 0 and not history.rounds_differently:
+        is_first = history.checks == 0 or compilations() != history.compilations
+        if not (unsteady or is_first or history.rounds_differently):
             return None
         for name in differing:
             one, other = expected.values[name], found[name]
@@ -260,7 +266,7 @@ class Verifier:
 
     def _history(self, graph: object) -> _History:
         if graph not in self._histories:
-            self._histories[graph] = _History(self._rates())
+            self._histories[graph] = _History(self._rates(), compilations())
         return self._histories[graph]
 
     def _rates(self) -> tuple[Any, ...]:

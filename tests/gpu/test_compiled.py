@@ -1,17 +1,22 @@
-"""The sentry around compiled code: it stays compiled, and what it does is still seen."""
+"""Compiled code on CUDA, with kernels of Inductor's: it stays compiled, and what it does is seen."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph import CaptureError
+from lightning_cudagraph import CaptureError, CUDAGraphCallback
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.capture.sentry import HostReads
+from tests.harness import Net, Trace, assert_same, loader, make, train
+from tests.test_compiled import *  # noqa: F403
+from tests.test_compiled import fit
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -82,3 +87,45 @@ def test_a_host_read_between_compiled_regions_is_named() -> None:
     graph, _ = backend.capture(lambda: _step(compiled, optimizer, x))
     graph.replay()
     torch.cuda.synchronize()
+
+
+class ByInductor(Net):
+    """Kernels that no op stands for: of a layer, and of what the step computes with its output."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.features: Any = torch.compile(self.features, **arguments)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated", "ignore:TensorFloat32 tensor cores")
+def test_kernels_of_inductors(tmp_path: Path, mode: str) -> None:
+    """Whatever graphs of its own were asked for; the plain run is one without them."""
+
+    def run(name: str, mode: str, callback: CUDAGraphCallback | None = None) -> Trace:
+        return fit(lambda: ByInductor(mode=mode), tmp_path / name, callback, accelerator="gpu")
+
+    plain, graph = run("plain", "default"), run("graph", mode, callback := CUDAGraphCallback())
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    assert ("without the CUDA graphs of its own" in callback.report) is (mode != "default")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated", "ignore:TensorFloat32 tensor cores")
+def test_one_word_is_the_compiled_step(tmp_path: Path) -> None:
+    """`compile=True` comes to the numbers of a run whose step is compiled in the same way by hand."""
+    torch.compiler.reset()
+    module: Any = make(Net)
+    module.training_step = torch.compile(module.training_step)
+    logging = {name: vars(pl.LightningModule)[name] for name in ("log", "log_dict")}
+    try:
+        for name, method in logging.items():
+            setattr(pl.LightningModule, name, torch.compiler.disable(method))
+        plain = train(module, tmp_path / "plain", accelerator="gpu", train_loader=loader(ragged=False))
+    finally:
+        for name, method in logging.items():
+            setattr(pl.LightningModule, name, method)
+    callback = CUDAGraphCallback(compile=True)
+    graph = fit(Net, tmp_path / "graph", callback, accelerator="gpu")
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18

@@ -1,0 +1,450 @@
+"""Compiled modules, functions and steps, in a graph: compiled in warm-up, looked at, and replayed."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_cudagraph import (
+    CaptureError,
+    ConfigurationError,
+    CUDAGraphCallback,
+    GraphedStep,
+    LayerTimings,
+    UnsupportedError,
+)
+from lightning_cudagraph.capture import compiled, inductor
+from tests.harness import Net, Trace, assert_same, loader, make, train
+from tests.loops import device_of
+
+# The same on both devices: ops of torch, which the emulator sees, in graphs of Dynamo's.
+BACKEND = "eager"
+SCALE = 1.0
+
+# of torch, where it imports its own compiler, and where that looks at every attribute
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.*deprecated:DeprecationWarning",
+    "ignore:TensorFloat32 tensor cores",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:Dynamo does not know how to trace the builtin",
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+class Part(Net):
+    """One of its layers is an `OptimizedModule`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: Any = torch.compile(self.features, backend="aot_eager")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).relu()
+
+
+class InPlace(Net):
+    """`module.compile()` of two of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        for block in self.blocks:
+            block.compile(backend=BACKEND)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.features(x)))
+
+
+class Function(Net):
+    """A compiled method, which a hook can give another number to read, or something to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.calls = 0
+        self.fast = torch.compile(self.both, backend=BACKEND)
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x)) * self.scale * SCALE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fast(x)
+
+
+def fit(build: Callable[[], Any], path: Path, *args: Any, **kwargs: Any) -> Trace:
+    """Train a module that nothing was compiled for before."""
+    torch.compiler.reset()
+    kwargs.setdefault("train_loader", loader(ragged=False))
+    return train(make(build), path, *args, **kwargs)
+
+
+@pytest.mark.parametrize("timings", [None, LayerTimings()], ids=["untimed", "timed"])
+@pytest.mark.parametrize("cls", [Part, InPlace, Function], ids=lambda cls: cls.__name__)
+def test_compiled_parts(
+    tmp_path: Path, accelerator: str, cls: type[Net], timings: LayerTimings | None
+) -> None:
+    plain = fit(cls, tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(timings=timings)
+    before = compiled.compilations()
+    graph = fit(cls, tmp_path / "graph", callback, accelerator=accelerator)
+    assert compiled.compilations() > before
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    assert "a capture without torch.compile showed the Python" in callback.report
+
+
+def test_a_ragged_batch_is_compiled_beside_the_graph(tmp_path: Path, accelerator: str) -> None:
+    """What Dynamo makes of its size may serve the other batches from then on; checks know of that."""
+    data = loader()
+    plain = fit(Part, tmp_path / "plain", accelerator=accelerator, train_loader=data)
+    callback = CUDAGraphCallback(timings=None, verify_every_n_steps=2)
+    graph = fit(Part, tmp_path / "graph", callback, accelerator=accelerator, train_loader=data)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+
+
+def test_nothing_is_compiled_in_the_capture(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    held = compiled.CompiledCode.held
+
+    def counting(self: Any, body: Callable[[], Any]) -> Any:
+        counted.append(compiled.compilations())
+        try:
+            return held(self, body)
+        finally:
+            counted.append(compiled.compilations())
+
+    monkeypatch.setattr(compiled.CompiledCode, "held", counting)
+    fit(Function, tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    assert len({*counted}) == 1
+    assert counted[0] > 0
+
+
+class Quiet(Net):
+    """Logs nothing: torch.compile of the whole does not get on with `self.log` in all versions."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+
+def test_a_compiled_lightning_module(tmp_path: Path, accelerator: str) -> None:
+    """Lightning takes it apart, and compiles its steps."""
+
+    def run(name: str, callback: CUDAGraphCallback | None = None) -> Trace:
+        torch.compiler.reset()
+        module: Any = torch.compile(make(Quiet), backend=BACKEND)
+        return train(module, tmp_path / name, callback, accelerator=accelerator)
+
+    plain, graph = run("plain"), run("graph", callback := CUDAGraphCallback())
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    assert "not timed: layers: the step is compiled as a whole" in callback.report
+
+
+def test_compile_is_one_word(tmp_path: Path, accelerator: str) -> None:
+    """With this backend compiled steps have the numbers of others; so that both runs are one."""
+    before = {name: vars(pl.LightningModule)[name] for name in ("log", "log_dict")}
+    callback = CUDAGraphCallback(compile=True)
+    if accelerator == "gpu":
+        callback = CUDAGraphCallback(compile=True, timings=None)
+    plain = fit(Net, tmp_path / "plain", accelerator=accelerator)
+    with torch.compiler.set_stance("default", force_backend=BACKEND):
+        graph = fit(Net, tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    assert compiled.compilations() > 0
+    # Nothing of it is left, and nothing of it is in the checkpoints.
+    assert "training_step" not in vars(graph.module)
+    assert {name: vars(pl.LightningModule)[name] for name in before} == before
+    for saved in graph.checkpoints.values():
+        assert not any("_orig_mod" in name for name in saved["state_dict"])
+
+
+class Fails(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 5:
+            raise RuntimeError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+def test_nothing_is_left_after_an_error(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback(compile=True, harmless=["global_step"], warmup_steps=8)
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    before = wrapper.__call__, vars(pl.LightningModule)["log"]
+    with torch.compiler.set_stance("default", force_backend=BACKEND):
+        run = fit(Fails, tmp_path, callback, accelerator=accelerator, raises=RuntimeError)
+    assert "on purpose" in str(run.error)
+    assert "training_step" not in vars(run.module)
+    assert (wrapper.__call__, vars(pl.LightningModule)["log"]) == before
+
+
+def test_compile_takes_a_bool() -> None:
+    with pytest.raises(ConfigurationError, match="compile='reduce-overhead'"):
+        CUDAGraphCallback(compile="reduce-overhead")  # type: ignore[arg-type]
+
+
+# What Dynamo guards, and a replay does not ask: it is compared before each of them.
+
+
+def _attribute(module: Any) -> None:
+    module.scale = 0.5
+
+
+def _global(module: Any) -> None:
+    # Of the module that the code lies in: the tests for GPUs import it.
+    sys.modules[Function.__module__].SCALE = 0.25  # type: ignore[attr-defined]
+
+
+def _mode(module: Any) -> None:
+    module.features[3].eval()
+
+
+def _frozen(module: Any) -> None:
+    module.features[0].requires_grad_(False)
+
+
+CHANGES = {
+    6: (_attribute, "`scale` of the `Function` changed from 1.0 to 0.5"),
+    12: (_global, "`SCALE` of `tests.test_compiled` changed from 1.0 to 0.25"),
+    18: (_mode, "features.3"),
+    24: (_frozen, "requires_grad"),
+}
+
+
+class Changes(Callback):
+    """Changes something that compiled code reads, in the middle of an epoch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if (found := CHANGES.get(trainer.global_step)) is not None:
+            found[0](pl_module)
+
+
+def test_what_compiled_code_reads(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str, callback: CUDAGraphCallback | None = None) -> Trace:
+        monkeypatch.setattr(sys.modules[Function.__module__], "SCALE", 1.0)
+        # Dynamo reads a number that has changed once from a tensor on the host. The emulator does not
+        # know the host from the device.
+        with torch._dynamo.config.patch(specialize_float=accelerator == "cpu"):
+            return fit(
+                Function,
+                tmp_path / name,
+                callback,
+                accelerator=accelerator,
+                callbacks=(Changes(),),
+                train_loader=loader(ragged=False, batches=30),
+                max_epochs=1,
+                checkpoint_every=0,
+            )
+
+    plain, graph = run("plain"), run("graph", CUDAGraphCallback(timings=None, verify_replays=0))
+    assert_same(plain, graph)
+    assert len(graph.counts.recaptures) == len(CHANGES)
+    for reason, (_, expected) in zip(graph.counts.recaptures, CHANGES.values(), strict=True):
+        assert expected in reason
+    assert graph.counts.replayed == 30 - 5 * 3
+
+
+# What compiled code does on the host, and a replay does not do.
+
+
+class Draws(Function):
+    def both(self, x: Tensor) -> Tensor:
+        return super().both(x) * random.random()
+
+
+class Counts(Function):
+    def both(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().both(x)
+
+
+class Reads(Function):
+    def both(self, x: Tensor) -> Tensor:
+        y = super().both(x)
+        return y * 2 if bool(y.sum() > 0) else y
+
+
+class LooksAtTheClock(Function):
+    def both(self, x: Tensor) -> Tensor:
+        return super().both(x) * (1.0 if time.monotonic() > 0 else 0.0)
+
+
+REFUSED: dict[type[Net], str] = {
+    Draws: r"draws from `random`",
+    Counts: r"sets or changes `calls` of the `Counts` at .*test_compiled.py:\d+",
+    Reads: r"a Python branch on a tensor: found at .*test_compiled.py:\d+",
+    LooksAtTheClock: r"`time.monotonic\(\)`.*test_compiled.py:\d+",
+}
+
+
+@pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
+def test_what_compiled_code_does_on_the_host(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
+    with pytest.raises(UnsupportedError, match=REFUSED[cls]):
+        fit(cls, tmp_path, CUDAGraphCallback(timings=None), accelerator=accelerator)
+
+
+class Moves(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        pl_module.scale = 1.0 + trainer.global_step
+
+
+def test_a_recompilation_is_named(tmp_path: Path, accelerator: str) -> None:
+    """Another number in each step: Dynamo makes it a size of its own, or compiles until it gives up."""
+    callback = CUDAGraphCallback(timings=None)
+    expected = r"compiled anew in the capture.*function name: 'both'.*scale"
+    with (
+        torch._dynamo.config.patch(specialize_float=True),
+        pytest.raises(CaptureError, match=expected),
+    ):
+        fit(Function, tmp_path, callback, accelerator=accelerator, callbacks=(Moves(),))
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_a_compiled_optimizer_step_with_a_closure_is_refused(tmp_path: Path, accelerator: str) -> None:
+    class StepCompiled(Quiet):
+        def configure_optimizers(self) -> Any:
+            found = super().configure_optimizers()
+            found["optimizer"].step = torch.compile(found["optimizer"].step, backend=BACKEND)
+            return found
+
+    with pytest.raises(UnsupportedError, match="`step` of the `AdamW` is compiled"):
+        fit(StepCompiled, tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
+# Inductor's own graphs.
+
+
+def _patches_given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """With what Inductor is asked to compile; it then does nothing but run the ops."""
+    import torch._inductor.compile_fx as module
+
+    given: list[dict[str, Any]] = []
+
+    def compile_fx(graph: Any, inputs: Any, config_patches: Any = None, **kwargs: Any) -> Any:
+        given.append(dict(config_patches or {}))
+        return graph.forward
+
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    return given
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}],
+    ids=["mode", "options"],
+)
+def test_graphs_of_inductors_own(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
+    class OwnGraphs(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features: Any = torch.compile(self.features, **arguments)
+
+    given = _patches_given(monkeypatch)
+    plain = fit(OwnGraphs, tmp_path / "plain", accelerator=accelerator)
+    assert given
+    assert all(patches["triton.cudagraphs"] is True for patches in given)
+    given.clear()
+    callback = CUDAGraphCallback(timings=None)
+    graph = fit(OwnGraphs, tmp_path / "graph", callback, accelerator=accelerator)
+    assert given
+    assert all(patches["triton.cudagraphs"] is False for patches in given)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    assert "runs without the CUDA graphs of its own" in callback.report
+    # Afterwards it is compiled as it was asked for.
+    given.clear()
+    graph.module.features(torch.randn(8, 12, device=graph.module.device))
+    assert [patches["triton.cudagraphs"] for patches in given] == [True]
+
+
+def test_graphs_that_are_there_already_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = _patches_given(monkeypatch)
+    function = torch.compile(torch.sin, mode="reduce-overhead")
+    x = torch.ones(3)
+    function(x)
+    told: list[str] = []
+    with inductor.without_its_graphs(told.append), inductor.without_its_graphs(told.append):
+        function(x)
+    assert [patches["triton.cudagraphs"] for patches in given] == [True, False]
+    assert len(told) == 1
+
+
+def test_kernels_that_the_emulator_cannot_see() -> None:
+    fast = torch.compile(lambda x: x.sin() * 2)
+    with (
+        torch.no_grad(),
+        GraphedStep(lambda x: fast(x), modules=nn.Linear(1, 1), backend="emulator") as step,
+    ):
+        for _ in range(3):
+            step(torch.ones(4))
+        with pytest.raises(CaptureError, match=r"Inductor has compiled for the CPU.*aot_eager"):
+            step(torch.ones(4))
+
+
+# A loop of one's own.
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["part", "whole"])
+def test_a_step_of_ones_own(accelerator: str, whole: bool) -> None:
+    device = device_of(accelerator)
+
+    def run(graphed: bool) -> tuple[list[Tensor], dict[str, Tensor], int]:
+        torch.compiler.reset()
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.GELU(), nn.Linear(16, 2)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        called: Any = model if whole else torch.compile(model, backend=BACKEND)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = called(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        function: Any = step
+        graph = GraphedStep(function, modules=model, optimizers=optimizer) if graphed else None
+        batches = torch.randn(12, 8, 6, generator=torch.Generator().manual_seed(2)).to(device)
+        if whole:
+            fast = torch.compile(model, backend=BACKEND)
+            called = fast
+        losses = [(graph or function)(batch).detach().clone() for batch in batches]
+        replayed = graph.counts.replayed if graph is not None else 0
+        if graph is not None:
+            graph.close()
+        return losses, {k: v.clone() for k, v in model.state_dict().items()}, replayed
+
+    plain, graphed = run(False), run(True)
+    assert all(map(torch.equal, plain[0], graphed[0]))
+    assert all(map(torch.equal, plain[1].values(), graphed[1].values()))
+    assert graphed[2] == 9
