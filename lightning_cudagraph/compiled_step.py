@@ -46,12 +46,36 @@ def compile_step(module: pl.LightningModule, device: torch.device, patches: Exit
     replace_method(module, _STEP, compiled, patches, _CompiledStep)
 
 
+class _LoggingUncompiled:
+    """torch.compile kept out of `self.log`, as long as somebody needs that."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._patches = ExitStack()
+
+    def enter(self) -> None:
+        self._users += 1
+        if self._users > 1:
+            return
+        for name in _LOGGING:
+            method = vars(pl.LightningModule)[name]
+            self._patches.callback(setattr, pl.LightningModule, name, method)
+            setattr(pl.LightningModule, name, torch.compiler.disable(method))
+
+    def leave(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._patches.close()
+
+
+_logging_uncompiled = _LoggingUncompiled()
+
+
 @contextmanager
 def logging_uncompiled() -> Iterator[None]:
     """Keep torch.compile out of `self.log`, whose insides are different in every call."""
-    with ExitStack() as stack:
-        for name in _LOGGING:
-            method = vars(pl.LightningModule)[name]
-            stack.callback(setattr, pl.LightningModule, name, method)
-            setattr(pl.LightningModule, name, torch.compiler.disable(method))
+    _logging_uncompiled.enter()
+    try:
         yield
+    finally:
+        _logging_uncompiled.leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from lightning_cudagraph import (
     LayerTimings,
     UnsupportedError,
 )
-from lightning_cudagraph.capture import compiled, inductor
+from lightning_cudagraph.capture import compiled
 from tests.harness import Net, Trace, assert_same, loader, make, train
 from tests.loops import device_of
 
@@ -387,16 +388,38 @@ def test_graphs_of_inductors_own(
     assert [patches["triton.cudagraphs"] for patches in given] == [True]
 
 
-def test_graphs_that_are_there_already_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_are_there_already(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are let go, and in other threads graphs are made as ever."""
     given = _patches_given(monkeypatch)
     function = torch.compile(torch.sin, mode="reduce-overhead")
-    x = torch.ones(3)
-    function(x)
     told: list[str] = []
-    with inductor.without_its_graphs(told.append), inductor.without_its_graphs(told.append):
-        function(x)
-    assert [patches["triton.cudagraphs"] for patches in given] == [True, False]
-    assert len(told) == 1
+
+    class OwnGraphs(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features: Any = torch.compile(self.features, mode="reduce-overhead")
+
+        def on_train_start(self) -> None:
+            self.features(torch.randn(8, 12, device=self.device))
+            given.append({"compiled before": True})
+
+        def on_train_end(self) -> None:
+            thread = threading.Thread(target=lambda: told.append(str(function(torch.ones(1)).shape)))
+            thread.start()
+            thread.join()
+
+    plain = fit(OwnGraphs, tmp_path / "plain", accelerator=accelerator)
+    given.clear()
+    graph = fit(OwnGraphs, tmp_path / "graph", CUDAGraphCallback(timings=None), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    before = given.index({"compiled before": True})
+    assert given[0]["triton.cudagraphs"] is True
+    assert given[before + 1]["triton.cudagraphs"] is False
+    assert given[-1]["triton.cudagraphs"] is True
+    assert len(told) == 2
 
 
 def test_kernels_that_the_emulator_cannot_see() -> None:

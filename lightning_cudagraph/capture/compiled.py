@@ -19,11 +19,13 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, overrides
 
+from lightning_cudagraph.capture.inductor import wants_graphs
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["CompiledCode", "compilations", "recompilation"]
@@ -36,8 +38,8 @@ _MAX_REASON = 600
 
 T = TypeVar("T")
 
-# Called when compiled code is about to be called; what it returns is called afterwards.
-_Enter = Callable[[], Callable[[], None]]
+# Called with the backend of compiled code that is about to be called; what it returns, afterwards.
+_Enter = Callable[[Any], Callable[[], None]]
 
 
 def compilations() -> int:
@@ -53,23 +55,31 @@ def _contexts() -> list[Any]:
     return [context for context in found if isinstance(getattr(context, "enter_exit_hooks", None), list)]
 
 
+def _backend_of(context: Any) -> Any:
+    """What a context compiles with."""
+    found = getattr(context, "callback", None)
+    while (inner := getattr(found, "_torchdynamo_orig_backend", None)) is not None:
+        found = inner
+    return found
+
+
 @contextmanager
 def _around_calls(enter: _Enter) -> Iterator[None]:
-    contexts = _contexts()
-    for context in contexts:
-        context.enter_exit_hooks.append(enter)
+    added = [(context, partial(enter, _backend_of(context))) for context in _contexts()]
+    for context, hook in added:
+        context.enter_exit_hooks.append(hook)
     try:
         yield
     finally:
-        for context in contexts:
-            context.enter_exit_hooks.remove(enter)
+        for context, hook in added:
+            context.enter_exit_hooks.remove(hook)
 
 
 def _nothing() -> None:
     pass
 
 
-def _unwatched() -> Callable[[], None]:
+def _unwatched(backend: Any) -> Callable[[], None]:
     """Take off what watches the calls and the Python of a capture, until compiled code has run.
 
     Dynamo asks which function modes there are, and would compile the profiling hook of the interpreter.
@@ -127,6 +137,7 @@ class CompiledCode:
     def __init__(self) -> None:
         self.is_called = False
         self.written: list[Tensor] | None = None
+        self._older = compilations() > 0  # something has been compiled without our knowledge
 
     @contextmanager
     def one_look(self) -> Iterator[None]:
@@ -146,14 +157,24 @@ class CompiledCode:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Notice whether what is inside calls compiled code."""
+        """Notice whether what is inside calls compiled code.
 
-        def enter() -> Callable[[], None]:
+        What had been compiled with CUDA graphs of its own before the first step is compiled anew in the
+        next one, without.
+        """
+        has_own_graphs = False
+
+        def enter(backend: Any) -> Callable[[], None]:
+            nonlocal has_own_graphs
             self.is_called = True
+            has_own_graphs = has_own_graphs or wants_graphs(backend)
             return _nothing
 
         with _around_calls(enter):
             yield
+        if has_own_graphs and self._older:
+            torch.compiler.reset()
+        self._older = False
 
     def held(self, body: Callable[[], T]) -> T:
         """In a capture: run compiled code as it is, and compile nothing.

@@ -8,8 +8,8 @@ no kernel: a graph of the whole step needs no graphs of its parts.
 from __future__ import annotations
 
 import copy
-import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,83 +17,80 @@ from typing import Any
 import torch
 from torch._dynamo.backends import cudagraphs, debugging
 
-from lightning_cudagraph.capture.compiled import compilations
 from lightning_cudagraph.capture.sentry import Location, user_location
 from lightning_cudagraph.errors import CaptureError
 
-__all__ = ["refused_on_cpu", "without_its_graphs"]
+__all__ = ["refused_on_cpu", "wants_graphs", "without_its_graphs"]
 
 _GRAPHS = "triton.cudagraphs"
 
 
-def _wants_graphs(backend: Any) -> bool:
-    """Whether a backend of `torch.compile` captures what it compiles."""
+def wants_graphs(backend: Any) -> bool:
+    """Whether a backend of `torch.compile` captures what it compiles in CUDA graphs of its own."""
+    if isinstance(backend, cudagraphs.CudagraphsBackend):
+        return True
+    if not isinstance(backend, torch._TorchCompileInductorWrapper):
+        return False
     wanted = backend.config.get(_GRAPHS)
     if wanted is None and "torch._inductor.config" in sys.modules:
         wanted = torch._inductor.config.triton.cudagraphs
     return bool(wanted)
 
 
-def _has_compiled_with_graphs() -> bool:
-    """Whether code that is alive may have been compiled with graphs of its own."""
-    kind = torch._TorchCompileInductorWrapper
-    return compilations() > 0 and any(
-        isinstance(other, kind) and _wants_graphs(other) for other in gc.get_referrers(kind)
-    )
-
-
 class _WithoutGraphs:
-    """Inductor without CUDA graphs of its own, as long as somebody needs that."""
+    """Inductor without CUDA graphs of its own, in the threads in which somebody needs that."""
 
     def __init__(self) -> None:
-        self._told: list[Callable[[str], None]] = []
+        self._told: list[tuple[int, Callable[[str], None]]] = []
         self._patches = ExitStack()
-        self._turned = False
+        self._turned: set[int] = set()
 
     def enter(self, announce: Callable[[str], None]) -> None:
-        self._told.append(announce)
+        self._told.append((threading.get_ident(), announce))
         if len(self._told) > 1:
             return
-        if _has_compiled_with_graphs():
-            self._turn()
-            torch.compiler.reset()
         kind: Any = torch._TorchCompileInductorWrapper
-        by_inductor = kind.__call__
+        other_kind: Any = cudagraphs.CudagraphsBackend
+        by_inductor, by_cudagraphs = kind.__call__, other_kind.__call__
 
         def compile_by_inductor(backend: Any, *args: Any, **kwargs: Any) -> Any:
-            if _wants_graphs(backend):
-                self._turn()
+            if wants_graphs(backend) and self._turn():
                 backend = copy.copy(backend)
                 backend.config = {**backend.config, _GRAPHS: False}
             return by_inductor(backend, *args, **kwargs)
 
         def compile_by_cudagraphs(model: Any, inputs: Any, **kwargs: Any) -> Any:
-            self._turn()  # without the graphs, what is left of this backend is the other one
-            return debugging.aot_eager(model, inputs)
+            if self._turn():  # without the graphs, what is left of this backend is the other one
+                return debugging.aot_eager(model, inputs)
+            return by_cudagraphs(model, inputs, **kwargs)
 
         self._replace(kind, "__call__", compile_by_inductor)
-        self._replace(cudagraphs.CudagraphsBackend, "__call__", staticmethod(compile_by_cudagraphs))
+        self._replace(other_kind, "__call__", staticmethod(compile_by_cudagraphs))
 
     def leave(self, announce: Callable[[str], None]) -> None:
-        self._told.remove(announce)
-        if self._told:
-            return
-        self._patches.close()
-        if self._turned:  # what was compiled meanwhile is compiled anew, as it was asked for
-            self._turned = False
-            torch.compiler.reset()
+        thread = next(thread for thread, told in self._told if told == announce)
+        self._told.remove((thread, announce))
+        if not self._told:
+            self._patches.close()
+        if thread in self._turned and all(other != thread for other, _ in self._told):
+            self._turned.remove(thread)
+            torch.compiler.reset()  # what was compiled here is compiled anew, as it was asked for
 
     def _replace(self, owner: type, name: str, by: Any) -> None:
         self._patches.callback(setattr, owner, name, vars(owner)[name])
         setattr(owner, name, by)
 
-    def _turn(self) -> None:
-        if not self._turned:
-            self._turned = True
-            self._told[0](
+    def _turn(self) -> bool:
+        """Something wants graphs of its own: whether it is not to have them."""
+        thread = threading.get_ident()
+        told = next((told for other, told in self._told if other == thread), None)
+        if told is not None and thread not in self._turned:
+            self._turned.add(thread)
+            told(
                 "torch.compile runs without the CUDA graphs of its own that its `mode=`, `options=` or"
                 " backend asks for, because the whole step is in one graph; its kernels are the same"
             )
+        return told is not None
 
 
 _without_graphs = _WithoutGraphs()
@@ -101,7 +98,7 @@ _without_graphs = _WithoutGraphs()
 
 @contextmanager
 def without_its_graphs(announce: Callable[[str], None]) -> Iterator[None]:
-    """Let torch.compile compile without CUDA graphs of its own.
+    """Let torch.compile compile without CUDA graphs of its own, in this thread.
 
     Args:
         announce: told, once, that somebody had wanted these; if there are several, the first.
