@@ -1,6 +1,6 @@
 """A Fabric loop on several processes, whose steps are CUDA graphs, with accumulated gradients.
 
-Two functions are captured: forward and backward pass of one batch, and what comes after every fourth one.
+Two functions are captured: forward and backward pass of one batch, and what comes after every fourth.
 All processes replay together, with the all-reduce in the graph. Without GPUs, an emulator takes their
 place.
 

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
 from torch.amp import GradScaler
 
 from lightning_cudagraph.capture.host_calls import HostRules
@@ -64,11 +65,16 @@ class ManualOptimization(PlainLoop):
         return scaler_of(self._trainer)
 
     def check(self) -> None:
-        if self._trainer.world_size > 1:
+        strategy = self._trainer.strategy
+        refuse_strategy(strategy)
+        if self._trainer.world_size > 1 or isinstance(strategy, DDPStrategy):
+            # The wrapper's forward pass lies around the function, and its backward pass inside.
             raise UnsupportedError(
-                f"The run has {self._trainer.world_size} processes; captured so far are runs on a single"
-                " device.",
-                "Pass `Trainer(devices=1)`.",
+                f"The run has {self._trainer.world_size} process(es), with"
+                f" `{type(strategy).__qualname__}`; captured so far is manual optimization on a"
+                " single device.",
+                "Pass `Trainer(devices=1)`; or write the loop with Fabric, where `GraphedStep` knows"
+                " `DistributedDataParallel`.",
             )
         for callback in callbacks_of(self._trainer):
             for hook in _CALLBACK_HOOKS_INSIDE:

@@ -72,6 +72,12 @@ class GraphedStep(Generic[P, R]):
     as they would from calls of the function itself; what is known not to is refused with the reason, or
     called eagerly. On a CPU an emulator takes the place of the GPU.
 
+    In several processes it may work on a `DistributedDataParallel`, made by hand or by Fabric. Then all
+    processes call it as often, and decide together what becomes of each call; the all-reduce is in the
+    graph. Warm-up goes on until gradients have been averaged eleven times. `no_sync()` may be entered
+    around the call, or inside. Use `with`, or `close` it before the process group is destroyed: NCCL
+    waits for graphs.
+
     What it returns comes back as copies that no later call changes, without autograd's graph, from every
     call. Schedulers, logging, printing and everything else on the host stay outside of the function.
 
@@ -297,7 +303,7 @@ class GraphedStep(Generic[P, R]):
             refused = error
         try:
             if processes is not None:
-                processes.compare(vars(self._settings), refused)
+                processes.compare(self._asked(), refused)
                 processes.start(device, weakref.WeakMethod(self.close))
         except BaseException:
             if run is not None:
@@ -307,6 +313,11 @@ class GraphedStep(Generic[P, R]):
             raise refused
         assert run is not None
         return run
+
+    def _asked(self) -> dict[str, Any]:
+        """What all processes must have been given alike, in one order."""
+        settings = vars(self._settings)
+        return {n: sorted(v) if isinstance(v, frozenset) else v for n, v in settings.items()}
 
     def _backend(self, device: torch.device) -> Backend:
         kinds = {"cuda": "cuda", "emulator": "cpu"}

@@ -26,7 +26,7 @@ from lightning_cudagraph.capture.ranks import Ranks
 from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["CollectiveRules", "StepProcesses", "are_several"]
+__all__ = ["CollectiveRules", "StepProcesses", "are_several", "is_in_group"]
 
 T = TypeVar("T")
 
@@ -38,9 +38,14 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _HOST_WAITS = ("c10d::barrier", "c10d::monitored_barrier_")
 
 
+def is_in_group() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def are_several() -> bool:
     """Whether this process is one of several."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return is_in_group() and dist.get_world_size() > 1
 
 
 class StepProcesses:

@@ -23,7 +23,7 @@ from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.host_calls import HostRules
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.optim.steps import OptimizerSteps
-from lightning_cudagraph.step_processes import CollectiveRules
+from lightning_cudagraph.step_processes import CollectiveRules, is_in_group
 from lightning_cudagraph.step_replicas import StepReplicas
 from lightning_cudagraph.surroundings import PlainLoop
 
@@ -184,7 +184,8 @@ class StepRecorder:
                 stack.enter_context(self._surroundings.reads(mentioned))
             stack.enter_context(_trained_as_before(self.parameters()))
             stack.enter_context(self._optimizers.running(capturing))
-            stack.enter_context(CollectiveRules(self._are_agreed))
+            if is_in_group():
+                stack.enter_context(CollectiveRules(self._are_agreed))
             returned = arguments.call(self._function, batch)
         left = self._replicas.left()
         host_notes.append(lambda: self._replicas.leave(left))

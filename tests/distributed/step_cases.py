@@ -59,8 +59,11 @@ class Plain:
     def join(self) -> None:
         _join(self.here)
 
+    def make(self) -> nn.Module:
+        return Net()
+
     def build(self) -> None:
-        net = Net().to(self.device)
+        net = self.make().to(self.device)
         if self.device.type == "cuda":
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -284,11 +287,19 @@ class DifferentArguments(Plain):
         self.kwargs = {"verify_replays": here.rank}  # type: ignore[misc]
 
 
+class SameArguments(Plain):
+    """Sets have no order that processes have in common."""
+
+    steps = 3
+    kwargs: ClassVar[dict[str, Any]] = {"harmless": [f"name{index}" for index in range(20)]}
+
+
 def different_arguments(here: Here) -> None:
     """Nothing is begun."""
     expected = r"GraphedStep\(verify_replays=\.\.\.\)`: 0 on rank 0, 1 on rank 1"
     with pytest.raises(ConfigurationError, match=expected):
         DifferentArguments(here).run(graphed=True)
+    _same(here, SameArguments, 0)
 
 
 class FindsUnused(Plain):
@@ -514,6 +525,18 @@ class Compressed(Plain):
 def plain_loop_compressed(here: Here) -> None:
     """A hook that keeps nothing from call to call."""
     _same(here, Compressed, STEPS - WARM_UP)
+
+
+class SharedBatchNorm(Plain):
+    """Batch norm over the batches of all processes: collectives in the forward pass too."""
+
+    def make(self) -> nn.Module:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(super().make())
+
+
+def plain_loop_with_shared_batch_norm(here: Here) -> None:
+    """All of them in the graph."""
+    _same(here, SharedBatchNorm, STEPS - WARM_UP)
 
 
 class OnTheDefaultStream(Plain):

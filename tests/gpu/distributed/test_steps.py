@@ -10,6 +10,7 @@ from tests.distributed.test_steps import *  # noqa: F403
 CASES = (
     "fabric_in_fp16",
     "plain_loop_compressed",
+    "plain_loop_with_shared_batch_norm",
     "a_wrapper_on_the_default_stream",
 )
 
