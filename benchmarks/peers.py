@@ -5,7 +5,6 @@ All but the hand-written loops train in a Trainer, with `self.log` and TensorBoa
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +35,6 @@ __all__ = [
     "TORCH_COMPILE",
     "Outcome",
     "Peer",
-    "Unavailable",
 ]
 
 EAGER = "eager Lightning"
@@ -49,10 +47,6 @@ DATA_FLOW = "callback, data flow"
 COMPILED = "callback, compiled"
 DEFAULTS = "callback, as it comes"
 REPLAYS = "replays alone"
-
-
-class Unavailable(Exception):
-    """What a peer needs is not here."""
 
 
 @dataclass
@@ -114,9 +108,6 @@ def _with_callback(**arguments: Any) -> Any:
     """A fit with the callback, with some of its arguments."""
 
     def fit(workload: Workload, tiny: bool, batches: BlockedBatches) -> Outcome:
-        known = inspect.signature(CUDAGraphCallback).parameters
-        if unknown := [name for name in arguments if name not in known]:
-            raise Unavailable(f"this version has no `{unknown[0]}=`")
         callback = CUDAGraphCallback(**arguments)
         module = workload.make(tiny)
         with trainer_for(workload, [callback]) as trainer:

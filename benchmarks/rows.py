@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Times, fits_in_turn, pinned
 from benchmarks.limits import Limits, measure_limits
 from benchmarks.models import Workload
-from benchmarks.peers import EAGER, Outcome, Peer, Unavailable
+from benchmarks.peers import EAGER, Outcome, Peer
 
 __all__ = ["Cell", "Row", "Table", "measure_row"]
 
@@ -35,7 +35,7 @@ class Cell(Times):
 
     Attributes:
         failure: why it has no times, or None.
-        unavailable: the failure is that something is not there.
+        unavailable: it could not even be tried here.
         equal: its weights at the end are those of eager Lightning, bit for bit; None if not compared.
         furthest: the largest difference of a weight.
         must_be_equal: they must be the same.
@@ -176,9 +176,7 @@ def measure_row(
         cell = row.cells[name]
         if each.failure is not None:
             cell.failure = _reason(each.failure)
-            cell.unavailable = isinstance(each.failure, Unavailable)
-            if not cell.unavailable:
-                traceback.print_exception(each.failure, limit=_FRAMES)
+            traceback.print_exception(each.failure, limit=_FRAMES)
             continue
         cell.step_us, cell.begin_s = each.step_us, each.begin_s
         cell.report, cell.memory_bytes = outcomes[name].report, outcomes[name].memory_bytes
