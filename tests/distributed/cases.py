@@ -197,6 +197,20 @@ def a_group_that_averages_on_the_host(here: Here) -> None:
     dist.destroy_process_group()
 
 
+def same_numbers_with_expandable_segments(here: Here) -> None:
+    """On GPUs: the callback is older than the process group, and tells NCCL not to register buffers."""
+    callback = CUDAGraphCallback()
+    _, graph = here.assert_same_runs(callback, accumulate_grad_batches=2, max_epochs=8)
+    assert graph.counts.replayed >= 10, graph.counts
+
+
+def expandable_segments_known_too_late(here: Here) -> None:
+    """On GPUs: the process group is older than the callback, and may have been told otherwise."""
+    here.train("plain", None)
+    graph = here.train("graph", CUDAGraphCallback(), raises=ConfigurationError)
+    assert "NCCL_GRAPH_REGISTER is not set" in str(graph.error), graph.error
+
+
 def registered_buffers_that_move(here: Here) -> None:
     """On GPUs: NCCL was told to register buffers, of an allocator that has expandable segments."""
     graph = here.train("graph", CUDAGraphCallback(), raises=ConfigurationError)
@@ -306,11 +320,18 @@ def same_numbers_on_several_streams(here: Here) -> None:
     assert graph.counts.replayed >= 10, graph.counts
 
 
+class NotFused(Net):
+    """With an optimizer whose gradients Lightning clips under mixed precision."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True))
+
+
 def same_numbers_compressed(here: Here) -> None:
     """Gradients are averaged in bfloat16, by a hook of torch's; mixed precision, and clipping."""
     wrapper = {"ddp_comm_hook": default_hooks.bf16_compress_hook}
     _, graph = here.assert_same_runs(
-        wrapper=wrapper, max_epochs=4, precision="bf16-mixed", gradient_clip_val=0.5
+        build=NotFused, wrapper=wrapper, max_epochs=4, precision="bf16-mixed", gradient_clip_val=0.5
     )
     assert graph.counts.replayed >= 10, graph.counts
 
@@ -524,7 +545,10 @@ class CountsOnOne(Net):
 def a_check_that_one_fails(here: Here) -> None:
     """A replay that differs in one process is everybody's."""
     callback = CUDAGraphCallback(harmless=["calls"])
-    graph = here.train("graph", callback, CountsOnOne, raises=VerificationError)
+    try:
+        graph = here.train("graph", callback, CountsOnOne, raises=VerificationError)
+    except pytest.fail.Exception as error:
+        raise AssertionError(callback.report) from error
     # Gradients are averaged, so that all see it; each in its own numbers.
     assert "comes to other numbers than the eager step" in str(graph.error), graph.error
 
