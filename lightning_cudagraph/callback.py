@@ -60,7 +60,11 @@ class CUDAGraphCallback(Callback):
     Shown in TensorBoard for each timed replay, in milliseconds: ``layer_forward_ms/{module}``,
     ``layer_backward_ms/{module}`` and ``step_ms/{forward,backward,clipping,scaler,optimizer,total}``,
     and before it ``step_ms/{copy,gap}``: the copy of the batch, and what is left of the time since the
-    replay before, which is long if the device waits for the host. For each
+    replay before, which is long if the device waits for the host. Under DDP
+    ``step_ms/{all_reduce,all_reduce_exposed}``: how long the all-reduces of the gradients take, waiting
+    for other processes included, and how long the step waits for them; and for each window
+    ``ranks_ms/work_{fastest,median,slowest,spread}``, what the processes would take for a step without
+    one another, and ``ranks/slowest``, the one with the most, which the others wait for. For each
     window ``step_band_ms/{p05,p50,p95}``, with charts among the custom scalars; as texts what became
     of the graphs, ``cudagraph/events``, and at the end of `fit` the ``cudagraph/report``. Other loggers,
     but a `CSVLogger`, get the medians of each window.

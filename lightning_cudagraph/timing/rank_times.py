@@ -23,7 +23,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from lightning_cudagraph.timing.lead_in import GAP_TAG
-from lightning_cudagraph.timing.spans import EXPOSED_TAG, STEP_TAG, TOTAL_TAG, Reading, SpanLayout
+from lightning_cudagraph.timing.spans import (
+    EXPOSED_TAG,
+    RANKS_TAG,
+    STEP_TAG,
+    TOTAL_TAG,
+    Reading,
+    SpanLayout,
+)
 
 __all__ = ["PARTS", "RankRow", "RankTable", "RankTimes", "Store", "Usual", "usual_parts"]
 
@@ -131,13 +138,13 @@ class RankTable:
         work_ms = [row.p50_ms("work") for row in (fastest, slowest)]
         waits_ms = [row.p50_ms("wait") for row in self.rows]
         return {
-            "ranks_ms/step": self.median_ms("step"),
-            "ranks_ms/work_slowest": work_ms[1],
-            "ranks_ms/work_median": self.median_ms("work"),
-            "ranks_ms/work_fastest": work_ms[0],
-            "ranks_ms/work_spread": work_ms[1] - work_ms[0],
-            "ranks_ms/wait_least": min(waits_ms),
-            "ranks_ms/wait_most": max(waits_ms),
+            f"{RANKS_TAG}step": self.median_ms("step"),
+            f"{RANKS_TAG}work_slowest": work_ms[1],
+            f"{RANKS_TAG}work_median": self.median_ms("work"),
+            f"{RANKS_TAG}work_fastest": work_ms[0],
+            f"{RANKS_TAG}work_spread": work_ms[1] - work_ms[0],
+            f"{RANKS_TAG}wait_least": min(waits_ms),
+            f"{RANKS_TAG}wait_most": max(waits_ms),
             "ranks/slowest": float(slowest.rank),
         }
 

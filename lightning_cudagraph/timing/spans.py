@@ -18,6 +18,7 @@ __all__ = [
     "BACKWARD_TAG",
     "EXPOSED_TAG",
     "FORWARD_TAG",
+    "RANKS_TAG",
     "STEP_PARTS",
     "STEP_TAG",
     "TOTAL_TAG",
@@ -30,6 +31,7 @@ __all__ = [
 FORWARD_TAG = "layer_forward_ms/"
 BACKWARD_TAG = "layer_backward_ms/"
 STEP_TAG = "step_ms/"
+RANKS_TAG = "ranks_ms/"
 TOTAL_TAG = f"{STEP_TAG}total"
 # What tiles a step, in its order.
 STEP_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")

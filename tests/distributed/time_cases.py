@@ -117,6 +117,8 @@ def the_slowest_is_named(here: Here) -> None:
             assert abs(work_ms - fastest_ms - spread_ms) < 1e-3 * work_ms, (name, step)
         (table, *_) = found.Tensors("cudagraph/ranks/text_summary")
         assert "2 processes, " in table.tensor_proto.string_val[0].decode()
+        charts = found.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
+        assert b"ranks_ms/work_median" in charts
 
 
 def all_reduces_are_timed_with_accumulation(here: Here) -> None:

@@ -13,7 +13,9 @@ import numpy as np
 
 from lightning_cudagraph.timing.spans import (
     BACKWARD_TAG,
+    EXPOSED_TAG,
     FORWARD_TAG,
+    RANKS_TAG,
     STEP_PARTS,
     STEP_TAG,
     Reading,
@@ -145,6 +147,15 @@ def _charts(summary: WindowSummary, before: Any) -> dict[str, dict[str, list[str
             [rf"{STEP_TAG}({'|'.join(_IN_CHART)})$"],
         ],
     }
+    if EXPOSED_TAG in times_ms:  # of several processes
+        found["all-reduces, and what of them the step waits for [ms]"] = [
+            "Multiline",
+            [rf"{STEP_TAG}all_reduce(_exposed)?$"],
+        ]
+        found["work of the ranks: fastest, median, slowest [ms]"] = [
+            "Margin",
+            [f"{RANKS_TAG}work_{which}" for which in ("median", "fastest", "slowest")],
+        ]
     for way, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
         title = f"slowest layers, {way} [ms]"
         lines = _lines_in(before, title)
