@@ -126,10 +126,10 @@ def test_memory_is_not_given_again_while_another_stream_uses_it(
 
 def test_a_triton_kernel_comes_after_all_and_before_all() -> None:
     triton = pytest.importorskip("triton")
-    language = pytest.importorskip("triton.language")
+    language: Any = pytest.importorskip("triton.language")
 
-    @triton.jit
-    def add_in_place(target: Any, source: Any, size: Any, block: language.constexpr) -> None:
+    @triton.jit  # type: ignore[untyped-decorator]
+    def add_in_place(target, source, size, block: language.constexpr):  # type: ignore[no-untyped-def]
         places = language.program_id(0) * block + language.arange(0, block)
         inside = places < size
         old = language.load(target + places, mask=inside)
