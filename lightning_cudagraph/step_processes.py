@@ -26,7 +26,7 @@ from lightning_cudagraph.capture.ranks import Ranks
 from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["CollectiveRules", "StepProcesses", "are_several", "is_in_group"]
+__all__ = ["CollectiveRules", "StepProcesses", "are_several", "digest_of", "is_in_group"]
 
 T = TypeVar("T")
 
@@ -104,14 +104,13 @@ class StepProcesses:
         self._at_exit = at_exit
         atexit.register(at_exit)
 
-    def begin(self, kind: str) -> None:
+    def begin(self, digest: int) -> None:
         """A call comes.
 
         Args:
-            kind: what graphs for it take for granted; for calls that are alike, the same everywhere.
+            digest: of what graphs for it take for granted.
         """
-        digest = hashlib.blake2s(kind.encode()).digest()
-        self._digest = int.from_bytes(digest, "little") % (1 << _DIGEST_BITS)
+        self._digest = digest
 
     def meet(self, intent: Intent) -> tuple[Intent, Intent]:
         """Say what this process would do; see `Agreement`."""
@@ -137,6 +136,12 @@ class StepProcesses:
 
     def _met(self, lowest: tuple[int, ...], highest: tuple[int, ...]) -> None:
         self._differ = lowest[2] != highest[2]
+
+
+def digest_of(kind: str) -> int:
+    """A number for what a call is made with, which is the same in all processes if that is."""
+    digest = hashlib.blake2s(kind.encode()).digest()
+    return int.from_bytes(digest, "little") % (1 << _DIGEST_BITS)
 
 
 def _abort() -> None:

@@ -32,7 +32,7 @@ from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import BatchError, UnsupportedError
 from lightning_cudagraph.optim.steps import OptimizerSteps
-from lightning_cudagraph.step_processes import StepProcesses, are_several
+from lightning_cudagraph.step_processes import StepProcesses, are_several, digest_of
 from lightning_cudagraph.step_record import Arguments, StepRecorder, StepResult, copied
 from lightning_cudagraph.step_replicas import OWN_ATTRIBUTES, StepReplicas, Switches
 from lightning_cudagraph.surroundings import PlainLoop
@@ -74,7 +74,7 @@ class _Lane:
     guards: Guards
     verifier: Verifier
     habits: GradientHabits
-    kind: str
+    digest: int
     calls: int = 0
 
     def is_known(self, batch: Any, device_type: str) -> bool:
@@ -176,7 +176,7 @@ class StepRun:
         self._last = lane
         lane.calls += 1
         if self._processes is not None:
-            self._processes.begin(lane.kind)
+            self._processes.begin(lane.digest)
         if lane.calls % _SUSPECT_EVERY_N_CALLS == 0:
             lane.guards.suspect()
         returned: list[Any] = []
@@ -328,7 +328,9 @@ class StepRun:
             agreement=self._processes,
         )
         engine.counts = self.counts
-        lane = _Lane(signature, mode, engine, guards, verifier, habits, f"{_shapes(batch)} {mode}")
+        lane = _Lane(
+            signature, mode, engine, guards, verifier, habits, digest_of(f"{_shapes(batch)} {mode}")
+        )
         self._note_variety(lane)
         self._lanes[signature, mode] = lane
         return lane
@@ -355,7 +357,7 @@ class StepRun:
         if self._last is not None:
             self._last.engine.leave()
         if self._processes is not None:
-            self._processes.begin("")  # whatever the others have, none of them replays it now
+            self._processes.begin(0)  # whatever the others have, none of them replays it now
             self._processes.meet(Intent.EAGER)
         with self.backend.on_side_stream():
             returned = self._recorder.run(arguments)

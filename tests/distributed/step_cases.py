@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy as TrainersDDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +23,7 @@ from examples import fabric_ddp
 from lightning_cudagraph import GraphedStep, UnsupportedError
 from lightning_cudagraph.errors import ConfigurationError, PeerError
 from tests.distributed.cases import WARM_UP, Here
-from tests.harness import differences
+from tests.harness import differences, loader
 from tests.loops import Net
 
 STEPS = WARM_UP + 10
@@ -342,6 +344,48 @@ def wrappers_that_are_refused(here: Here) -> None:
             loop(here).run(graphed=True)
         goes_on = type("GoesOn", (loop,), {"kwargs": {"on_unsupported": "eager"}, "steps": 3})
         assert reason in _same(here, goes_on, 0).report
+
+
+class Manual(pl.LightningModule):
+    """Manual optimization, with a captured part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = Net()
+
+    def on_fit_start(self) -> None:
+        self.part = GraphedStep(self.run_part, optimizers=self.optimizers())
+
+    def run_part(self, x: Tensor, y: Tensor) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.part(batch[0][:, :6], batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def manual_optimization_is_refused(here: Here) -> None:
+    """The wrapper's forward pass lies around the part."""
+    trainer = pl.Trainer(
+        accelerator=here.accelerator,
+        devices=2,
+        strategy=TrainersDDPStrategy(),
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(UnsupportedError, match="manual optimization on a single device"):
+        trainer.fit(Manual(), loader(ragged=False))
 
 
 class Collective(Plain):
