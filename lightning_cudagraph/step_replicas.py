@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
+from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
 
 __all__ = ["OWN_ATTRIBUTES", "StepReplicas", "Switches"]
 
@@ -29,7 +29,13 @@ OWN_ATTRIBUTES = frozenset(
         *("_has_rebuilt_buckets", "_lazy_init_ran", "modules_buffers", "named_module_buffers"),
     }
 )
-_PRIVATE = ("_get_ddp_logging_data", "_set_ddp_runtime_logging_sample_rate", "_comm_hooks", "reducer")
+_PRIVATE = (
+    "_get_ddp_logging_data",
+    "_set_ddp_runtime_logging_sample_rate",
+    "_comm_hooks",
+    "_join_config",
+    "reducer",
+)
 # The reducer takes times of its first ten iterations and of one in so many later, by events that no
 # capture can hold; in the eleventh it reads those of the tenth (torch/csrc/distributed/c10d/logger.cpp).
 _TIMED = 10
@@ -104,7 +110,17 @@ class StepReplicas:
         return bool(self._wrappers)
 
     def switches(self) -> Switches:
-        """What a forward pass would find now."""
+        """What a forward pass would find now.
+
+        Raises:
+            ConfigurationError: inside of `join()`, where processes call the step as often as they like.
+        """
+        if any(ddp._join_config.enable for ddp in self._wrappers.values()):
+            raise ConfigurationError(
+                "The step is called inside of `DistributedDataParallel.join()`, where some processes"
+                " call it less often than others; all decide together what becomes of each call. Give"
+                " all of them the same number of batches (a `DistributedSampler` does)."
+            )
         return tuple(
             (ddp.require_backward_grad_sync, ddp.will_sync_module_buffers())
             for ddp in self._wrappers.values()

@@ -318,6 +318,14 @@ class WithOwnHook(Plain):
         self.net.register_comm_hook(None, _own_hook)
 
 
+class Joins(Plain):
+    """Processes may end at batches of their own."""
+
+    def run(self, graphed: bool) -> Any:
+        with self.net.join():
+            return super().run(graphed)
+
+
 def _own_hook(state: Any, bucket: Any) -> Any:
     return default_hooks.allreduce_hook(None, bucket)
 
@@ -344,6 +352,12 @@ def wrappers_that_are_refused(here: Here) -> None:
             loop(here).run(graphed=True)
         goes_on = type("GoesOn", (loop,), {"kwargs": {"on_unsupported": "eager"}, "steps": 3})
         assert reason in _same(here, goes_on, 0).report
+
+
+def unequal_batches(here: Here) -> None:
+    """All decide together, and so all have to come."""
+    with pytest.raises(ConfigurationError, match=r"inside of `DistributedDataParallel\.join\(\)`"):
+        Joins(here).run(graphed=True)
 
 
 class Manual(pl.LightningModule):

@@ -23,6 +23,7 @@ AGREED = (
     "a_capture_that_one_refuses",
     "wrappers_that_are_refused",
     "collectives_that_are_refused",
+    "unequal_batches",
     "manual_optimization_is_refused",
     "different_arguments",
     "an_error_in_one_process",
