@@ -97,9 +97,10 @@ class CUDAGraphCallback(Callback):
         backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` insist
             on one of them. ``"off"``: a run as without this callback.
         streams: on how many streams of the capture ops are put that do not need one another, so that
-            small kernels run side by side in a replay. Each has workspaces of its own. ``"auto"``: the
-            fastest of 1, 2, 4 and 8, if that gains 3 %; each is captured and replayed for a moment from
-            the state before the first capture, which is put back. None: 1.
+            small kernels run side by side in a replay. Each has workspaces of its own. ``"auto"``: 1, 2,
+            4 or 8, as long as twice as many gain 3 %; each is captured and replayed for a moment from
+            the state before the first capture, which is put back. Several processes do not choose.
+            None: 1.
 
     Attributes:
         report: the report of the last run, or None before its end.

@@ -109,8 +109,8 @@ def test_without_a_rule_the_numbers_are_others(
     ("times", "said"),
     [
         ({1: 1.0, 2: 0.9, 4: 0.6, 8: 0.7}, "4 streams, 1.67 times as fast as on one (ms a replay,"),
-        ({1: 1.0, 2: 0.98, 4: 1.2, 8: 1.3}, "1 stream: no other gains 3% (ms a replay, 1: 1.000,"),
-        ({1: 1.0, 2: 0.5, 4: 0.5, 8: 0.5}, "2 streams, 2.00 times as fast as on one (ms a replay,"),
+        ({1: 1.0, 2: 0.98}, "1 stream: no other gains 3% (ms a replay, 1: 1.000,"),
+        ({1: 1.0, 2: 0.5, 4: 0.5}, "2 streams, 2.00 times as fast as on one (ms a replay,"),
     ],
 )
 def test_the_fastest_is_chosen_if_it_is_worth_it(
@@ -130,7 +130,7 @@ def test_the_fastest_is_chosen_if_it_is_worth_it(
     plain = _run(tmp_path / "plain", accelerator, None)
     monkeypatch.setattr(StreamChoice, "_replay_ms", replay_ms)
     graph = _run(tmp_path / "graph", accelerator, "auto")
-    assert tried == [1, 2, 4, 8]
+    assert tried == list(times)
     assert_same(plain, graph)
     assert graph.callback is not None
     assert f"captured on {said}" in str(graph.callback.report)

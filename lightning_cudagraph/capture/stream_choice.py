@@ -22,8 +22,8 @@ Streams = Literal["auto"] | int
 
 DEFAULT_STREAMS: Streams = 1
 MAX_STREAMS = 16
-_TRIED = (1, 2, 4, 8)
-# More streams than one have to be worth it: it gains so much, as a share of the time on one.
+# Tried after one, as long as twice as many are worth it: gain so much, as a share of the time.
+_MORE_STREAMS = (2, 4, 8)
 _LEAST_GAIN = 0.03
 # Captures on several streams may take so much more memory than one on one stream: what is larger, of a
 # share of that, and of a size that nobody misses on a GPU of today.
@@ -140,30 +140,27 @@ class StreamChoice:
         capture: Callable[[], CapturedStep[Any]],
         state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
     ) -> int:
-        trials: list[_Trial] = []
-        left_out: list[str] = []
         with self._backend.apart():
-            for streams in _TRIED:
-                self._backend.streams = streams
+            one = self._try(1, capture, state)
+            if one is None:
+                self._said.append("captured on one stream: there was no memory to try others")
+                return 1
+            best, trials = one, [one]
+            left_out: list[str] = []
+            for streams in _MORE_STREAMS:
                 try:
                     trial = self._try(streams, capture, state)
                 except (SentBackError, CaptureError) as error:
-                    if not trials:
-                        raise
                     left_out.append(f"{streams}: {error}")
-                    continue
-                if trial is None:
-                    self._said.append("captured on one stream: there was no memory to try others")
-                    return 1
-                more_bytes = trial.taken_bytes - trials[0].taken_bytes if trials else 0
-                if more_bytes > max(_MORE_BYTES, _MORE_SHARE * trials[0].taken_bytes if trials else 0):
-                    left_out.append(f"{streams}: {more_bytes / 2**20:.0f} MiB more")
-                    continue
+                    break
+                more_bytes = 0 if trial is None else trial.taken_bytes - one.taken_bytes
+                if trial is None or more_bytes > max(_MORE_BYTES, _MORE_SHARE * one.taken_bytes):
+                    left_out.append(f"{streams}: {more_bytes / 2**20:.0f} MiB more, or none free")
+                    break
                 trials.append(trial)
-        one = trials[0]
-        best = min(trials, key=lambda trial: trial.replay_ms)
-        if best.replay_ms > (1 - _LEAST_GAIN) * one.replay_ms:
-            best = one
+                if trial.replay_ms > (1 - _LEAST_GAIN) * best.replay_ms:
+                    break  # still more would only take more workspaces
+                best = trial
         self._said.append(_said(best, trials, left_out))
         return best.streams
 
@@ -173,6 +170,7 @@ class StreamChoice:
         capture: Callable[[], CapturedStep[Any]],
         state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
     ) -> _Trial | None:
+        self._backend.streams = streams
         before_bytes = self._backend.graph_bytes()
         captured = capture()
         try:
