@@ -63,6 +63,29 @@ def test_a_frozen_global_is_caught(tmp_path: Path, accelerator: str) -> None:
     assert "comes to other numbers than the eager step" in next(iter(eager.counts.eager))
 
 
+class CountsItsCalls(Net):
+    """Each capture of the step bakes in another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        self.calls += 1
+        result["loss"] = result["loss"] * self.calls
+        return result
+
+
+def test_captures_that_take_turns_are_not_taken_for_unsteady_kernels(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check replays one capture twice, and not two of them with numbers of their own."""
+    monkeypatch.setattr(EmulatorBackend, "graphs_per_step", CudaBackend.graphs_per_step)
+    callback = CUDAGraphCallback(harmless=["calls"])
+    train(make(CountsItsCalls), tmp_path, callback, accelerator=accelerator, raises=VerificationError)
+
+
 def test_the_state_is_that_before_the_step(tmp_path: Path, accelerator: str) -> None:
     module = make(ReadsAGlobal)
     with pytest.raises(VerificationError):

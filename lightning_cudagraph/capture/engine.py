@@ -460,6 +460,11 @@ class StepEngine(Generic[T]):
                 return step.values(captured.run_eagerly(step.rehearse, step.batch))
 
         def replay() -> tuple[T, dict[str, Tensor]]:
+            nonlocal replays
+            replays += 1
+            if replays > 1:
+                # Captures in which the host had other numbers would be taken for unsteady kernels.
+                captured.turn_back(timed)
             put_back_gradients()
             outputs = self._replay(captured, step, None, timed)
             return outputs, step.values(outputs)
@@ -468,6 +473,7 @@ class StepEngine(Generic[T]):
             for parameter, gradient in before:
                 parameter.grad = gradient
 
+        replays = 0
         timed = captured.kind_to_prove(step.timed)
         captured.adopt_gradients()
         before = [(p, p.grad) for parameters in step.parameters() for p in parameters]

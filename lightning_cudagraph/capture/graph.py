@@ -276,6 +276,14 @@ class CapturedStep(Generic[T]):
         turns.rotate(-1)
         return take.replay(between, self._accumulated, handed)
 
+    def turn_back(self, timed: bool) -> None:
+        """Let the next replay be of the capture that the last one was of.
+
+        Args:
+            timed: as in `replay`.
+        """
+        self._turns[timed].rotate(1)
+
     def rerun(self) -> None:
         """Run the first of the captures on what is in the static buffers, and leave gradients alone."""
         self._takes[0].graph.replay()
