@@ -19,6 +19,7 @@ from lightning_cudagraph.capture.dataflow import Flow, Kept, Placed, Span
 
 _OLDER = 3  # tensors that are there before the program
 _SIZE = 8  # of each of them, in words
+_KEPT_WORDS = 2 * _SIZE
 _MASK = (1 << 61) - 1
 _MULTIPLIER = 1_000_003
 
@@ -273,9 +274,9 @@ class Scheduled:
         really: list[Tensor] | None = None,
     ) -> None:
         """Put a kernel on a stream, as `Branches` does."""
-        placed = self.flow.add([t.span for t in reads], [t.span for t in writes])
+        placed = self.flow.add([t.span for t in reads], [t.span for t in writes], besides=self._overdue)
         for tensor in (*reads, *writes):
-            self.kept.use(placed, tensor.block.home, tensor.block)
+            self.kept.use(placed, tensor.block.home, tensor.block, tensor.block.size)
         self.kept.release()
         kernel = Kernel(
             placed.stream,
@@ -293,6 +294,9 @@ class Scheduled:
             kernel.writes.append(made.place)
             self._tensors.append(made)
         self._take(placed, made)
+
+    def _overdue(self, stream: int, time: float) -> list[int]:
+        return self.kept.overdue(stream, time, _KEPT_WORDS)
 
     def _take(self, placed: Placed, made: Tensor | None) -> None:
         early = self.flow.made(placed, [] if made is None else [made.span])

@@ -99,7 +99,7 @@ class _NothingWaitsForBarriers(Flow):
 
 
 class _KeepsNothing(Kept):
-    def use(self, placed: Placed, home: int, owner: Any) -> None:
+    def use(self, placed: Placed, home: int, owner: Any, size_bytes: int = 0) -> None:
         pass
 
 

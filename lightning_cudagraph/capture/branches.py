@@ -139,6 +139,8 @@ class Branches:
             self._at[placed.stream] = self._position(stream)
             self._nodes.append(self._at[placed.stream])
             self._join()
+        if access.moved():
+            self._break(f"{func} gave a tensor other memory, and what it had may be in use elsewhere")
         self._take(placed, made_by(result, access.tensors, "cuda"))
         return result
 
