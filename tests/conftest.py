@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -19,6 +22,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     streams = config.getoption("--streams")
     stream_choice.DEFAULT_STREAMS = streams if streams == "auto" else int(streams)
+
+
+@pytest.fixture
+def hypothesis_leaves_no_clock() -> Iterator[None]:
+    """Hypothesis reads a clock in each collection of garbage, for ever; no captured step may."""
+    before = list(gc.callbacks)
+    yield
+    gc.callbacks[:] = before
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from lightning_cudagraph.capture.dataflow import Flow, Kept, Placed
 from tests.simulated import NAMES, SCRATCH, Instruction, RefusedError, Scheduled, random_program
 
+pytestmark = pytest.mark.usefixtures("hypothesis_leaves_no_clock")
+
 _number = st.integers(0, 15)
 _instruction = st.builds(
     Instruction,

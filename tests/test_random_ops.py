@@ -149,6 +149,8 @@ def _is_same(ops: list[Op], backend: Backend) -> bool:
     )
 
 
+pytestmark = pytest.mark.usefixtures("hypothesis_leaves_no_clock")
+
 _number = st.integers(0, 31)
 _ops = st.lists(st.tuples(st.sampled_from(_KINDS), _number, _number, _number), min_size=10, max_size=30)
 
