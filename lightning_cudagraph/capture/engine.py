@@ -455,6 +455,8 @@ class StepEngine(Generic[T]):
             return captured.replay(batch, turn if between is not None else None, self._handed, timed)
 
     def _verify(self, step: Step[T], captured: CapturedStep[T]) -> tuple[Phase, T | None]:
+        replays = 0
+
         def eagerly() -> dict[str, Tensor]:
             with step.transaction(), self._backend.on_side_stream():
                 return step.values(captured.run_eagerly(step.rehearse, step.batch))
@@ -473,7 +475,6 @@ class StepEngine(Generic[T]):
             for parameter, gradient in before:
                 parameter.grad = gradient
 
-        replays = 0
         timed = captured.kind_to_prove(step.timed)
         captured.adopt_gradients()
         before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
