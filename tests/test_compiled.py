@@ -439,6 +439,7 @@ def test_kernels_that_the_emulator_cannot_see() -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["part", "whole"])
 def test_a_step_of_ones_own(accelerator: str, whole: bool) -> None:
+    """Its model is compiled, or all that is differentiated, the loss included."""
     device = device_of(accelerator)
 
     def run(graphed: bool) -> tuple[list[Tensor], dict[str, Tensor], int]:
@@ -448,26 +449,69 @@ def test_a_step_of_ones_own(accelerator: str, whole: bool) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         called: Any = model if whole else torch.compile(model, backend=BACKEND)
 
+        def loss_of(x: Tensor) -> Tensor:
+            return called(x).square().mean()
+
+        compiled_loss = torch.compile(loss_of, backend=BACKEND) if whole else loss_of
+
         def step(x: Tensor) -> Tensor:
             optimizer.zero_grad()
-            loss = called(x).square().mean()
+            loss = compiled_loss(x)
             loss.backward()
             optimizer.step()
             return loss
 
-        function: Any = step
-        graph = GraphedStep(function, modules=model, optimizers=optimizer) if graphed else None
         batches = torch.randn(12, 8, 6, generator=torch.Generator().manual_seed(2)).to(device)
-        if whole:
-            fast = torch.compile(model, backend=BACKEND)
-            called = fast
-        losses = [(graph or function)(batch).detach().clone() for batch in batches]
-        replayed = graph.counts.replayed if graph is not None else 0
-        if graph is not None:
-            graph.close()
-        return losses, {k: v.clone() for k, v in model.state_dict().items()}, replayed
+        if not graphed:
+            losses = [step(batch).detach().clone() for batch in batches]
+            return losses, model.state_dict(), 0
+        with GraphedStep(step, modules=model, optimizers=optimizer) as graph:
+            losses = [graph(batch).detach() for batch in batches]
+        return losses, model.state_dict(), graph.counts.replayed
 
     plain, graphed = run(False), run(True)
     assert all(map(torch.equal, plain[0], graphed[0]))
     assert all(map(torch.equal, plain[1].values(), graphed[1].values()))
     assert graphed[2] == 9
+
+
+def _in_a_variable(optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer.step
+
+
+def _compiled_beside(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.compile(optimizer.step, backend=BACKEND)
+
+
+def _compiled_in_place(optimizer: Any) -> Any:
+    optimizer.step = torch.compile(optimizer.step, backend=BACKEND)
+    return lambda: optimizer.step()
+
+
+STEPS = {
+    _in_a_variable: "calls `SGD.step` as it was before",
+    _compiled_beside: "calls `SGD.step` as it was before",
+    _compiled_in_place: "`step` of the `SGD` is compiled",
+}
+
+
+@pytest.mark.parametrize("take", STEPS, ids=lambda take: take.__name__)
+def test_steps_of_optimizers_that_bypass_ours(accelerator: str, take: Callable[[Any], Any]) -> None:
+    model = nn.Linear(4, 2, device=device_of(accelerator))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step_optimizer = take(optimizer)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        step_optimizer()
+        return loss
+
+    def run() -> None:
+        with GraphedStep(step, modules=model, optimizers=optimizer) as graph:
+            for _ in range(4):
+                graph(torch.ones(3, 4, device=device_of(accelerator)))
+
+    with pytest.raises(UnsupportedError, match=STEPS[take]):
+        run()

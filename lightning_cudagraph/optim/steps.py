@@ -77,6 +77,8 @@ class OptimizerSteps:
         with ExitStack() as stack:
             stack.callback(self.close)
             for name, optimizer in optimizers.items():
+                if hasattr(optimizer.step, "_torchdynamo_orig_callable"):
+                    raise _is_compiled(optimizer)
                 lease = _LEASES.get(id(optimizer))
                 if lease is None:
                     lease = _Lease(optimizer, device, lr_dtype, scaler is not None)
@@ -188,6 +190,7 @@ class OptimizerSteps:
         groups = [g for prepared in self._prepared for g in prepared.optimizer.param_groups]
         options = [dict(group) for group in groups]
         ours = {id(prepared.optimizer) for prepared in self._prepared}
+        stepping: set[int] = set()
 
         def notice(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if id(optimizer) not in ours:
@@ -195,6 +198,8 @@ class OptimizerSteps:
                     raise self._unknown(optimizer)
                 if not any(known is optimizer for known in self._strangers):
                     self._strangers.append(optimizer)
+            elif capturing and id(optimizer) not in stepping:
+                raise _taken_out(optimizer)
 
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(notice).remove)
@@ -202,7 +207,7 @@ class OptimizerSteps:
                 optimizers = [prepared.optimizer for prepared in self._prepared]
                 stack.enter_context(self.scaler.step_arithmetic(optimizers, capturing))
             for prepared in self._prepared:
-                stack.enter_context(_steps_like_a_graph(prepared, capturing))
+                stack.enter_context(_steps_like_a_graph(prepared, capturing, stepping))
             try:
                 yield
                 moved = self.learning_rates() != rates or self.frozen_values() != settings
@@ -242,8 +247,31 @@ class OptimizerSteps:
                 stack.callback(lease.give_back, self)
 
 
+_NEEDLESS = "Call `optimizer.step()` as it is: in a graph it has nothing to gain from being compiled."
+
+
+def _is_compiled(optimizer: Optimizer) -> UnsupportedError:
+    return UnsupportedError(
+        f"`step` of the `{type(optimizer).__qualname__}` is compiled: a graph would freeze its learning"
+        " rate.",
+        _NEEDLESS,
+    )
+
+
+def _taken_out(optimizer: Optimizer) -> UnsupportedError:
+    return UnsupportedError(
+        f"The step calls `{type(optimizer).__qualname__}.step` as it was before"
+        " (`torch.compile(optimizer.step)`, or the method in a variable): a graph would freeze its"
+        " learning rate.",
+        _NEEDLESS,
+    )
+
+
 @contextmanager
-def _steps_like_a_graph(prepared: PreparedOptimizer, capturing: bool) -> Iterator[None]:
+def _steps_like_a_graph(
+    prepared: PreparedOptimizer, capturing: bool, stepping: set[int]
+) -> Iterator[None]:
+    """Have an optimizer step as in a graph; its number is in `stepping` meanwhile."""
     optimizer = prepared.optimizer
     own: Any = optimizer.step
 
@@ -265,8 +293,12 @@ def _steps_like_a_graph(prepared: PreparedOptimizer, capturing: bool) -> Iterato
             args = (in_floats(args[0]), *args[1:])
         if "closure" in kwargs:
             kwargs["closure"] = in_floats(kwargs["closure"])
-        with prepared.step_arithmetic(capturing):
-            return own(*args, **kwargs)
+        stepping.add(id(optimizer))
+        try:
+            with prepared.step_arithmetic(capturing):
+                return own(*args, **kwargs)
+        finally:
+            stepping.discard(id(optimizer))
 
     attributes: dict[str, Any] = vars(optimizer)
     had = attributes.get("step")
