@@ -197,12 +197,14 @@ def usual_parts(readings: Sequence[Reading]) -> dict[str, Usual]:
             parts_ms["backward"] -= exposed_ms
         for part, part_ms in parts_ms.items():
             columns.setdefault(part, []).append(part_ms)
-    return {part: _usual(columns[part]) for part in PARTS if part in columns}
-
-
-def _usual(values_ms: list[float]) -> Usual:
-    p50_ms, p95_ms = np.percentile(values_ms, [50, 95]).tolist()
-    return Usual(float(np.mean(values_ms)), p50_ms, p95_ms)
+    usual: dict[str, Usual] = {}
+    for length in set(map(len, columns.values())):  # at once, which is quicker
+        parts = [part for part, values_ms in columns.items() if len(values_ms) == length]
+        values_ms = np.array([columns[part] for part in parts])
+        p50_ms, p95_ms = np.percentile(values_ms, [50, 95], axis=1)
+        numbers = zip(values_ms.mean(axis=1).tolist(), p50_ms.tolist(), p95_ms.tolist(), strict=True)
+        usual.update((part, Usual(*of_part)) for part, of_part in zip(parts, numbers, strict=True))
+    return {part: usual[part] for part in PARTS if part in usual}
 
 
 class RankTimes:
