@@ -24,6 +24,7 @@ from lightning_cudagraph.capture.agreement import Agreement
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import copied_leaf, map_leaves
 from lightning_cudagraph.capture.carried import CarriedTensors
+from lightning_cudagraph.capture.compiled import compilations
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.guards import Guards
@@ -397,8 +398,11 @@ class GraphedTraining:
 
         def run_eagerly() -> None:
             detach_recomputed(self._module)
+            compiled_before = compilations()
             with logs.noted():
                 run()
+            if compilations() != compiled_before:
+                self._times.pace.pause()  # no step takes that long again
             self._replicas.ran(place)
 
         def run_marked() -> None:

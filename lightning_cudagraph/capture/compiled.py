@@ -64,8 +64,8 @@ def _backend_of(context: Any) -> Any:
 
 
 @contextmanager
-def _around_calls(enter: _Enter) -> Iterator[None]:
-    added = [(context, partial(enter, _backend_of(context))) for context in _contexts()]
+def _around_calls(contexts: list[Any], enter: _Enter) -> Iterator[None]:
+    added = [(context, partial(enter, _backend_of(context))) for context in contexts]
     for context, hook in added:
         context.enter_exit_hooks.append(hook)
     try:
@@ -138,11 +138,15 @@ class CompiledCode:
         self.is_called = False
         self.written: list[Tensor] | None = None
         self._older = compilations() > 0  # something has been compiled without our knowledge
+        self._contexts: list[Any] | None = None  # to look for them takes a tenth of a second
 
     @contextmanager
     def one_look(self) -> Iterator[None]:
         """Around captures of one step: its Python is looked at once for all of them."""
         self.written = None
+        before, self._contexts = self._contexts or [], _contexts()
+        # In case that it is the first step to call what has been made since warm-up began.
+        self.is_called |= any(all(new is not old for old in before) for new in self._contexts)
         try:
             yield
         finally:
@@ -170,7 +174,9 @@ class CompiledCode:
             has_own_graphs = has_own_graphs or wants_graphs(backend)
             return _nothing
 
-        with _around_calls(enter):
+        if self._contexts is None:
+            self._contexts = _contexts()
+        with _around_calls(self._contexts, enter):
             yield
         if has_own_graphs and self._older:
             torch.compiler.reset()
@@ -197,7 +203,7 @@ class CompiledCode:
         stance = dynamo.eval_frame._stance
         before = compilations()
         with ExitStack() as stack:
-            stack.enter_context(_around_calls(_unwatched))
+            stack.enter_context(_around_calls(self._contexts or [], _unwatched))
             # With a backend of its own, a stance cannot be another one too.
             if (
                 stance.stance not in _KEPT_STANCES
