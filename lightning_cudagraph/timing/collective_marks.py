@@ -70,7 +70,8 @@ class Collectives:
         begins_ms: list[float] = []
         done_ms = 0.0
         for _, ready, end in self._beside:
-            begins_ms.append(max(offsets_ms[ready], done_ms))
+            # Stamps of one point in time on two streams can be in either order.
+            begins_ms.append(min(max(offsets_ms[ready], done_ms), offsets_ms[end]))
             done_ms = offsets_ms[end]
         return begins_ms
 
