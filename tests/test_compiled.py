@@ -312,6 +312,24 @@ def test_what_compiled_code_does_on_the_host(tmp_path: Path, accelerator: str, c
         fit(cls, tmp_path, CUDAGraphCallback(timings=None), accelerator=accelerator)
 
 
+class Large(Function):
+    """What takes more memory as it is than compiled."""
+
+    def both(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return super().both(x)
+
+
+def test_no_memory_to_look_at_its_python(tmp_path: Path, accelerator: str) -> None:
+    plain = fit(Large, tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(timings=None, on_unsupported="eager")
+    eager = fit(Large, tmp_path / "eager", callback, accelerator=accelerator)
+    assert_same(plain, eager)
+    assert eager.counts.replayed == 0
+    assert "without torch.compile, to look at its Python; that ran out of memory" in callback.report
+
+
 class Moves(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         pl_module.scale = 1.0 + trainer.global_step

@@ -226,6 +226,16 @@ class CompiledCode:
 
         Args:
             body: calls it.
+
+        Raises:
+            CaptureError: if there is no memory for it.
         """
-        with torch.compiler.set_stance("force_eager"):
-            return body()
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                return body()
+        except torch.OutOfMemoryError as error:
+            raise CaptureError(
+                "A step that calls compiled code is captured once without torch.compile, to look at its"
+                f" Python; that ran out of memory: {str(error).partition(chr(10))[0]}",
+                "Use smaller batches, or leave out `torch.compile`.",
+            ) from error
