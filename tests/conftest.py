@@ -9,19 +9,35 @@ import pytest
 import torch
 
 from lightning_cudagraph.capture import stream_choice
+from tests.declared import DeclaredOfCaptures
+
+_declared = DeclaredOfCaptures()
 
 # Tiny tensors gain nothing from threads, and several processes on few cores lose a lot by them.
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--streams 4`: all captures of the tests are on four streams, where these do not say."""
+    """`--streams 4`: all captures of the tests are on four streams, where these do not say.
+
+    `--declared`: of each op that the tests capture on the emulator, what it is said to write is compared
+    with what it writes.
+    """
     parser.addoption("--streams", default=str(stream_choice.DEFAULT_STREAMS))
+    parser.addoption("--declared", action="store_true")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     streams = config.getoption("--streams")
     stream_choice.DEFAULT_STREAMS = streams if streams == "auto" else int(streams)
+    if config.getoption("--declared"):
+        _declared.stand_by()
+
+
+@pytest.fixture(autouse=True)
+def _ops_write_what_they_are_said_to_write() -> Iterator[None]:
+    yield
+    assert not _declared.lies()
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.accesses import _all_of, access_of, made_by, only_looks, pieces
+from lightning_cudagraph.capture.emulator import _Recorder
 from lightning_cudagraph.capture.writes import storage_id, written_by
 
 # Barriers for a capture on several streams; what they write matters to others.
@@ -75,6 +77,13 @@ class Declared(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        compare = self.look(func, args, kwargs)
+        result = func(*args, **kwargs)
+        compare(result)
+        return result
+
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None]:
+        """Look at memory before an op runs; what this returns takes its result, and compares."""
         name = func.name() if hasattr(func, "_schema") else str(func)
         self.ops.add(name)
         self.meet((args, kwargs))
@@ -82,36 +91,69 @@ class Declared(TorchDispatchMode):
         before = {key: data.clone() for key, data in memory.items()}
         looks = only_looks(func)
         access = access_of(func, args, kwargs)
-        result = func(*args, **kwargs)
-        self.meet(result)
-        if not looks and access is None:
-            self.unknown.add(name)
-            if not name.startswith(_CHECKED_ALL_THE_SAME):
-                return result
-            writes = [_all_of(tensor) for tensor in written_by(func, args, kwargs)]
-        else:
-            writes = [] if access is None else access.writes
-        if access is not None and access.moved():
-            self.lies.add(f"{name} gives a tensor other memory")
-        for key, was in before.items():
-            if torch.equal(memory[key], was):
-                continue
-            self.written.add(name)
-            for start, end in writes:
-                first = max(0, start - memory[key].data_ptr())
-                last = max(first, end - memory[key].data_ptr())
-                was[first:last] = memory[key][first:last]
-            if not torch.equal(memory[key], was):
-                self.lies.add(f"{name} writes into memory of {_argument(func, args, kwargs, key)}")
-        given = {storage_id(tensor) for tensor in _with_memory((args, kwargs))}
-        returned = {storage_id(t) for t in _with_memory(result) if t.untyped_storage().nbytes()}
-        if access is None:
-            new = set()
-        else:
-            kinds = ("cpu", "cuda")
-            new = {storage_id(t) for kind in kinds for t in made_by(result, access.tensors, kind)}
-        if looks and not returned <= given:
-            self.lies.add(f"{name} is said to be a view, and makes memory")
-        if access is not None and not looks and not returned <= given | new:
-            self.lies.add(f"{name} returns memory that is neither new nor was given to it")
-        return result
+
+        def compare(result: Any) -> None:
+            self.meet(result)
+            if not looks and access is None:
+                self.unknown.add(name)
+                if not name.startswith(_CHECKED_ALL_THE_SAME):
+                    return
+                writes = [_all_of(tensor) for tensor in written_by(func, args, kwargs)]
+            else:
+                writes = [] if access is None else access.writes
+            if access is not None and access.moved():
+                self.lies.add(f"{name} gives a tensor other memory")
+            for key, was in before.items():
+                if torch.equal(memory[key], was):
+                    continue
+                self.written.add(name)
+                for start, end in writes:
+                    first = max(0, start - memory[key].data_ptr())
+                    last = max(first, end - memory[key].data_ptr())
+                    was[first:last] = memory[key][first:last]
+                if not torch.equal(memory[key], was):
+                    self.lies.add(f"{name} writes into memory of {_argument(func, args, kwargs, key)}")
+            given = {storage_id(tensor) for tensor in _with_memory((args, kwargs))}
+            returned = {storage_id(t) for t in _with_memory(result) if t.untyped_storage().nbytes()}
+            if access is None:
+                new = set()
+            else:
+                kinds = ("cpu", "cuda")
+                new = {storage_id(t) for kind in kinds for t in made_by(result, access.tensors, kind)}
+            if looks and not returned <= given:
+                self.lies.add(f"{name} is said to be a view, and makes memory")
+            if access is not None and not looks and not returned <= given | new:
+                self.lies.add(f"{name} returns memory that is neither new nor was given to it")
+
+        return compare
+
+
+class DeclaredOfCaptures:
+    """Looks at the ops of all captures of the emulator, each by itself."""
+
+    def __init__(self) -> None:
+        # Not a set: the step would be refused that changes one.
+        self._seen: SimpleQueue[Declared] = SimpleQueue()
+
+    def stand_by(self) -> None:
+        """From now on."""
+        run, put = _Recorder.run, self._seen.put
+
+        def looked_at(
+            recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            watch = Declared()
+            compare = watch.look(func, args, kwargs)
+            result = run(recorder, func, args, kwargs)
+            compare(result)
+            put(watch)
+            return result
+
+        _Recorder.run = looked_at  # type: ignore[method-assign]
+
+    def lies(self) -> set[str]:
+        """What was found since this was last asked."""
+        found: set[str] = set()
+        while not self._seen.empty():
+            found |= self._seen.get().lies
+        return found
