@@ -166,6 +166,15 @@ def same_numbers_in_buckets_accumulated(here: Here) -> None:
     assert graph.counts.replayed >= 12, graph.counts
 
 
+def same_numbers_compiled(here: Here) -> None:
+    """The step is compiled inside of the wrapper, which averages the gradients as ever."""
+    torch.compiler.reset()
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        _, graph = here.assert_same_runs(CUDAGraphCallback(compile=True), max_epochs=4)
+    assert graph.counts.replayed >= 10, graph.counts
+    assert "the step runs compiled code" in str(graph.callback and graph.callback.report)
+
+
 def same_numbers_without_broadcasts(here: Here) -> None:
     """Each process keeps the statistics of its own batches."""
     # Another name since torch 2.13, where the older one warns.

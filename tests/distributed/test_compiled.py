@@ -1,0 +1,12 @@
+"""Two processes train with a compiled step as they do without the callback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed.launch import assert_all_ok, launch
+
+
+def test_a_compiled_step(tmp_path: Path, accelerator: str) -> None:
+    cases = ["same_numbers_compiled"]
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=240), cases)
