@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.capture.inductor import check_compiler_names
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
@@ -214,6 +215,7 @@ def check_private_names(trainer: pl.Trainer, module: pl.LightningModule) -> None
     }
     _check_names(needed)
     check_autograd_names()
+    check_compiler_names()
 
 
 def _check_names(needed: _Names) -> None:

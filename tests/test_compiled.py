@@ -20,6 +20,7 @@ from lightning_cudagraph import (
     CaptureError,
     ConfigurationError,
     CUDAGraphCallback,
+    CUDAGraphError,
     GraphedStep,
     LayerTimings,
     UnsupportedError,
@@ -203,6 +204,14 @@ def test_nothing_is_left_after_an_error(tmp_path: Path, accelerator: str) -> Non
     assert "on purpose" in str(run.error)
     assert "training_step" not in vars(run.module)
     assert (wrapper.__call__, vars(pl.LightningModule)["log"]) == before
+
+
+def test_a_private_name_that_is_gone(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch._dynamo.eval_frame, "OptimizeContext")
+    with pytest.raises(CUDAGraphError, match="`OptimizeContext` of .* is gone"):
+        fit(Net, tmp_path, CUDAGraphCallback(), accelerator=accelerator)
 
 
 def test_compile_takes_a_bool() -> None:

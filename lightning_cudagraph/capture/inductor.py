@@ -15,12 +15,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import overrides
 from torch._dynamo.backends import cudagraphs, debugging
 
 from lightning_cudagraph.capture.sentry import Location, user_location
-from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
-__all__ = ["refused_on_cpu", "wants_graphs", "without_its_graphs"]
+__all__ = ["check_compiler_names", "refused_on_cpu", "wants_graphs", "without_its_graphs"]
 
 _GRAPHS = "triton.cudagraphs"
 
@@ -35,6 +36,29 @@ def wants_graphs(backend: Any) -> bool:
     if wanted is None and "torch._inductor.config" in sys.modules:
         wanted = torch._inductor.config.triton.cudagraphs
     return bool(wanted)
+
+
+def check_compiler_names() -> None:
+    """Raise if torch has lost private names that captures of compiled code are built on."""
+    dynamo: Any = torch._dynamo
+    places = [
+        (torch, "_TorchCompileInductorWrapper"),
+        (dynamo.eval_frame, "OptimizeContext"),
+        (dynamo.eval_frame, "_stance"),
+        (dynamo.utils, "counters"),
+        (cudagraphs, "CudagraphsBackend"),
+        *(
+            (overrides, f"_{name}")
+            for name in ("get_current_function_mode_stack", "pop_mode", "push_mode")
+        ),
+    ]
+    for owner, name in places:
+        if not hasattr(owner, name):
+            raise CUDAGraphError(
+                f"`{name}` of `{owner.__name__}` is gone from torch {torch.__version__}, and captures of"
+                " compiled code are built on it. Use a version of torch that this package names as"
+                " supported."
+            )
 
 
 class _WithoutGraphs:
