@@ -210,7 +210,7 @@ def test_a_private_name_that_is_gone(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(torch._dynamo.eval_frame, "OptimizeContext")
-    with pytest.raises(CUDAGraphError, match="`OptimizeContext` of .* is gone"):
+    with pytest.raises(CUDAGraphError, match="`OptimizeContext` of"):
         fit(Net, tmp_path, CUDAGraphCallback(), accelerator=accelerator)
 
 
