@@ -18,7 +18,7 @@ streams may not be freed before: `Kept` keeps it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -213,7 +213,7 @@ class Flow:
         if self._front >= 0:
             needed.add(self._front)
         if stream is None:
-            stream = self._choose(needed)
+            stream = self._choose(needed, cost)
         needed.update(besides(stream, self._begins(stream, needed)))
         placed = self._place(stream, needed, cost)
         for span in reads:
@@ -272,8 +272,8 @@ class Flow:
     def _write_after_read(self, piece: _Piece) -> Iterator[int]:
         yield from piece.readers.values()
 
-    def _choose(self, needed: set[int]) -> int:
-        """The stream on which an op can begin first; of several, where what it needs is.
+    def _choose(self, needed: set[int], cost: float) -> int:
+        """The stream on which an op can begin first, or soon enough; of several, where what it needs is.
 
         After that one where only ops are that it needs anyway, so that no other waits behind it; and
         the first ones before those that nothing has been put on.
@@ -285,9 +285,12 @@ class Flow:
         for index in needed:
             reached = list(map(max, reached, self._after[index]))
 
+        # What ends before the step has come so far anyway holds nobody up, and need not begin earlier.
+        soon = max((self._ends[last] for last in self._last if last >= 0), default=0.0) - cost
+
         def begins(stream: int) -> tuple[float, bool, bool, int]:
             last = self._last[stream]
-            time = self._begins(stream, needed)
+            time = max(self._begins(stream, needed), soon)
             at_home = latest >= 0 and self._stream_of[latest] == stream
             is_free = last >= 0 and last <= reached[stream]
             return time, not at_home, not is_free, stream
@@ -349,6 +352,7 @@ class Kept:
         self._is_free = is_free
         # By the stream that it belongs to, and the one that uses it, in the order of the ops.
         self._kept: dict[tuple[int, int], deque[_Use]] = {}
+        self._kept_bytes: Counter[int] = Counter()  # by the stream that it belongs to
 
     def use(self, placed: Placed, home: int, owner: Any, size_bytes: int = 0) -> None:
         """Keep memory that an op uses, if it belongs to another stream.
@@ -362,6 +366,7 @@ class Kept:
         if placed.stream != home:
             uses = self._kept.setdefault((home, placed.stream), deque())
             uses.append(_Use(placed.number, owner, size_bytes))
+            self._kept_bytes[home] += size_bytes
 
     def release(self) -> None:
         """Let go of what each stream may give to who asks next.
@@ -370,7 +375,7 @@ class Kept:
         """
         for (home, _), uses in self._kept.items():
             while uses and self._flow.comes_after(home, uses[0].number):
-                uses.popleft()
+                self._kept_bytes[home] -= uses.popleft().size_bytes
 
     def overdue(self, home: int, time: float, allowed_bytes: int) -> list[int]:
         """Ops that a stream had better wait for, so that it gets back the memory that they use.
@@ -385,9 +390,9 @@ class Kept:
             allowed_bytes: how much of its memory may be kept for others. Four times of that may be kept
                 for ops that have not ended.
         """
-        uses = [use for (of, _), uses in self._kept.items() if of == home for use in uses]
-        if sum(use.size_bytes for use in uses) <= allowed_bytes:
+        if self._kept_bytes[home] <= allowed_bytes:
             return []
+        uses = [use for (of, _), uses in self._kept.items() if of == home for use in uses]
         free = [use for use in uses if self._is_free(use.owner)]
         if _together_bytes(free) <= allowed_bytes:
             return []
