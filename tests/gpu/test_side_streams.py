@@ -76,7 +76,7 @@ def test_streams_are_used_again_when_their_graphs_are_gone() -> None:
 _MANY_POOLS = """
 import torch
 from lightning_cudagraph.capture.side_streams import SideStream
-taken = [torch.cuda.MemPool() for _ in range(300)]  # their names have numbers that Python counts references of
+taken = [torch.cuda.MemPool() for _ in range(300)]  # their numbers are counted by reference
 kept = []
 for index in range(80):  # more than torch has streams
     kept.append(SideStream(torch.device("cuda")))
