@@ -40,25 +40,24 @@ DIFFERENT = (
     "different_accumulation",
     "a_shorter_stream",
 )
-SEVERAL_CAPTURES = ("captures_around_the_hundredth_iteration",)
 
 
 @pytest.mark.parametrize(
     "cases",
-    [SAME, AGREED, DIFFERENT, SEVERAL_CAPTURES],
-    ids=["same numbers", "agreed", "different from the start", "several captures"],
+    [SAME[::2], SAME[1::2], AGREED, DIFFERENT],
+    ids=["same numbers", "same numbers too", "agreed", "different from the start"],
 )
 def test_processes_train_as_without_the_callback(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
-    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=240), cases)
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=400), cases)
 
 
 def test_a_group_that_is_there_already(tmp_path: Path, accelerator: str) -> None:
     cases = ["same_numbers_in_a_group_made_before"]
-    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=240), cases)
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=400), cases)
 
 
 def test_a_process_alone(tmp_path: Path, accelerator: str) -> None:
     cases = ["same_numbers_of_one"]
-    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=240, size=1), cases)
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=400, size=1), cases)
