@@ -100,7 +100,7 @@ class CUDAGraphCallback(Callback):
             small kernels run side by side in a replay. Each has workspaces of its own. ``"auto"``: 1, 2,
             4 or 8, as long as twice as many gain 3 %; each is captured and replayed for a moment from
             the state before the first capture, which is put back. Several processes do not choose.
-            None: 1.
+            None: 1. On CUDA, others are refused so far: they are not proven there.
 
     Attributes:
         report: the report of the last run, or None before its end.

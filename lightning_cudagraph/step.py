@@ -100,7 +100,8 @@ class GraphedStep(Generic[P, R]):
             on one of them. ``"off"``: every call is a plain one.
         max_graphs: how many signatures of arguments get a graph; calls with others are eager.
         streams: on how many streams of the capture ops are put that do not need one another; ``"auto"``
-            for the fastest of 1, 2, 4 and 8. None: 1.
+            for the fastest of 1, 2, 4 and 8. None: 1. On CUDA, others are refused so far: they are not
+            proven there.
 
     Raises:
         ConfigurationError: if an argument is not one of the above.

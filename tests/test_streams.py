@@ -7,6 +7,7 @@ On the emulator each replay runs the ops in another order that the streams and t
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, LayerTimings
 from lightning_cudagraph.capture.dataflow import Flow
-from lightning_cudagraph.capture.stream_choice import StreamChoice, Streams
-from lightning_cudagraph.errors import ConfigurationError, VerificationError
+from lightning_cudagraph.capture.stream_choice import UNPROVEN, StreamChoice, Streams
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError, VerificationError
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
 
@@ -168,3 +169,14 @@ def test_a_loop_of_ones_own(accelerator: str, streams: Streams) -> None:
         return losses, [*first.parameters(), *second.parameters()]
 
     assert differences(trained("off"), trained("auto")) == []
+
+
+@pytest.mark.parametrize("streams", [2, "auto"])
+def test_refused_on_cuda(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> None:
+    backend: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.delenv(UNPROVEN, raising=False)
+    with pytest.raises(UnsupportedError, match="not proven on CUDA"):
+        StreamChoice(backend, streams)
+    StreamChoice(backend, 1)
+    monkeypatch.setenv(UNPROVEN, "1")
+    StreamChoice(backend, streams)

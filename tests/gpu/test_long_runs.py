@@ -39,14 +39,13 @@ while True:
 @pytest.fixture
 def load() -> Iterator[None]:
     """Another process keeps the GPU busy, now with large kernels and now with many small ones."""
-    process = subprocess.Popen([sys.executable, "-c", _LOAD], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen([sys.executable, "-c", _LOAD], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield
+        finally:
+            process.kill()
 
 
 def _trained(workload: Workload, streams: int, batches: list[Any], replays: int) -> list[list[Tensor]]:
