@@ -201,14 +201,11 @@ def rows(groups: list[str], blocks: Blocks) -> Iterator[Row]:
             yield Row(HANDING_OVER, values, "alone", Measured([handing_over_us(values, blocks)]))
 
 
-def table(found: list[Row]) -> str:
-    """The medians as a table in Markdown, with quarter points."""
-    lines = ["| around the step | logged values | | µs per step |", "|---|---|---|---|"]
-    for row in found:
-        low_us, high_us = row.times.spread_us
-        spread = f"({low_us:.0f} to {high_us:.0f})"
-        lines.append(f"| {row.group} | {row.values} | {row.name} | {row.times.median_us:.0f} {spread} |")
-    return "\n".join(lines)
+def line(row: Row) -> str:
+    """A row of the table in Markdown: the median, with quarter points."""
+    low_us, high_us = row.times.spread_us
+    spread = f"({low_us:.0f} to {high_us:.0f})"
+    return f"| {row.group} | {row.values} | {row.name} | {row.times.median_us:.0f} {spread} |"
 
 
 def main() -> None:
@@ -222,19 +219,17 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     blocks = Blocks(warm_steps=40 if ON_GPU else 10, lead_steps=5, steps=args.steps, rounds=args.rounds)
-    started_s = time.perf_counter()
-    found = list(rows(args.only, blocks))
-    took_s = time.perf_counter() - started_s
     surroundings = environment()
     print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
-    print(f"{args.rounds} blocks of {args.steps} steps each, in {took_s:.0f} s\n")
-    print(table(found))
-    if args.json:
-        numbers = [
-            {"group": row.group, "values": row.values, "name": row.name, "step_us": row.times.step_us}
-            for row in found
-        ]
-        args.json.write_text(json.dumps({**surroundings, "steps": args.steps, "rows": numbers}))
+    print(f"{args.rounds} blocks of {args.steps} steps each\n")
+    print("| around the step | logged values | | µs per step |\n|---|---|---|---|", flush=True)
+    numbers: list[dict[str, Any]] = []
+    for row in rows(args.only, blocks):  # what was measured is there even if the rest is cut off
+        print(line(row), flush=True)
+        step_us = row.times.step_us
+        numbers.append({"group": row.group, "values": row.values, "name": row.name, "step_us": step_us})
+        if args.json:
+            args.json.write_text(json.dumps({**surroundings, "steps": args.steps, "rows": numbers}))
 
 
 if __name__ == "__main__":
