@@ -30,6 +30,7 @@ from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
 from lightning_cudagraph.log_sums import RESULT_NAMES
 from lightning_cudagraph.logged_step import TO_TENSOR
+from lightning_cudagraph.optim.steps import is_compiled
 from lightning_cudagraph.strategies import refuse_strategy
 from lightning_cudagraph.timing.layer_marks import check_autograd_names
 
@@ -333,7 +334,7 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "`Trainer(detect_anomaly=True)` reads values back to the host in every backward pass.",
             "Leave `detect_anomaly` out.",
         )
-    if hasattr(trainer.optimizers[0].step, "_torchdynamo_orig_callable"):
+    if is_compiled(trainer.optimizers[0].step):
         raise UnsupportedError(
             f"`step` of the `{type(trainer.optimizers[0]).__qualname__}` is compiled, and Lightning"
             " calls forward and backward pass in it, through its closure: all of Lightning's loop would"

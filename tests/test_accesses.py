@@ -7,6 +7,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -268,7 +269,9 @@ def test_scaler_and_clipping(clip: str, fused: bool, device: str) -> None:
 def _samples(device: str) -> Iterator[tuple[Callable[..., Any], Any, bool]]:
     """Calls of all ops that torch has samples for: what to call, with what, and whether backwards."""
     pytest.importorskip("expecttest", reason="torch's own samples of ops need it")
-    from torch.testing._internal import common_methods_invocations as ops
+    # The import forbids to set torch's switches, to all that is tested in the same process.
+    with patch.object(torch.backends, "disable_global_flags", lambda: None):
+        from torch.testing._internal import common_methods_invocations as ops
 
     for op in ops.op_db:
         dtypes = op.supported_dtypes(torch.device(device).type)

@@ -453,14 +453,14 @@ class Appends(Evaluated):
 
 
 class LogsNumber(Evaluated):
-    number = 0
+    counted = 0
 
     def on_validation_batch_start(self, *args: Any) -> None:
-        self.number += 1
+        self.counted += 1
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("same", 0.5)
-        self.log("number", float(self.number))
+        self.log("number", float(self.counted))
 
 
 class ReturnsMetric(Evaluated):

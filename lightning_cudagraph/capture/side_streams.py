@@ -42,6 +42,9 @@ class _MatmulInBackward(torch.autograd.Function):
 def _matmul(operand: Tensor, pool: torch.cuda.MemPool) -> None:
     with torch.cuda.use_mem_pool(pool, operand.device):
         torch.mm(operand, operand)
+        # cuBLASLt has workspaces of its own, unless torch was told to unify them
+        # (aten/src/ATen/cuda/CUDABlas.cpp); a product with a bias goes there.
+        torch.addmm(operand[0], operand, operand)
 
 
 class _Lane:
@@ -61,9 +64,9 @@ class _Lane:
     def keep_workspaces(self) -> None:
         """On the current stream: have the workspaces made in the pool, where there are none."""
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            operand = torch.zeros(1, 1, device=self.device, requires_grad=True)
+            operand = torch.zeros(16, 16, device=self.device, requires_grad=True)
             _matmul(operand.detach(), self.pool)
-            _MatmulInBackward.apply(operand, self.pool).backward()  # type: ignore[no-untyped-call]
+            _MatmulInBackward.apply(operand, self.pool).sum().backward()  # type: ignore[no-untyped-call]
 
     def segments(self) -> list[dict[str, Any]]:
         """What the pool has taken of the device's memory."""

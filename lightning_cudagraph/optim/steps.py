@@ -22,7 +22,18 @@ from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 
-__all__ = ["OptimizerSteps"]
+__all__ = ["OptimizerSteps", "is_compiled"]
+
+
+def is_compiled(step: Callable[..., Any]) -> bool:
+    """Whether `torch.compile` made a function, and not only told Dynamo to leave it alone.
+
+    Dynamo tells itself so of the steps of LBFGS and SparseAdam, once anything has been compiled
+    (torch/_dynamo/eval_frame.py, `TorchPatcher`).
+    """
+    return hasattr(step, "_torchdynamo_orig_callable") and not getattr(
+        step, "_torchdynamo_disable", False
+    )
 
 
 class _Lease:
@@ -77,7 +88,7 @@ class OptimizerSteps:
         with ExitStack() as stack:
             stack.callback(self.close)
             for name, optimizer in optimizers.items():
-                if hasattr(optimizer.step, "_torchdynamo_orig_callable"):
+                if is_compiled(optimizer.step):
                     raise _is_compiled(optimizer)
                 lease = _LEASES.get(id(optimizer))
                 if lease is None:
