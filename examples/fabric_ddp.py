@@ -11,6 +11,7 @@ place.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable
 
 import torch
@@ -80,12 +81,15 @@ def main() -> None:
     args = parser.parse_args()
     fabric = Fabric(devices=args.devices, num_nodes=args.nodes, strategy="ddp")
     fabric.launch()
-    _, losses, report = train(fabric, args.batches, not args.no_graphs)
+    losses, report = train(fabric, args.batches, not args.no_graphs)[1:]
     mean = fabric.all_reduce(torch.stack(losses[-40:]).mean())
     fabric.print(report)
     fabric.print(f"loss of the last 40 batches, over all processes: {float(mean):.4f}")
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # after the graphs, which `train` has let go of
+        # After the graphs, which `train` has let go of, and the wrapped net. What still refers to the
+        # group keeps its threads, and they may be in the middle of something when Python ends.
+        gc.collect()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

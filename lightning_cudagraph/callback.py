@@ -270,6 +270,10 @@ class CUDAGraphCallback(Callback):
         if self._training is not None:
             self._training.suspect()
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._processes is not None:
+            self._processes.end_epoch()
+
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
             self._evaluate(trainer, pl_module, "validation")
@@ -279,6 +283,10 @@ class CUDAGraphCallback(Callback):
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._evaluate(trainer, pl_module, "predict")
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._processes is not None:
+            self._processes.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._training is not None:

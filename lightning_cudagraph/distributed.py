@@ -15,7 +15,9 @@ How a capture or a check came out is told by each, so that a failure is everybod
 process: the batch shapes that its own graphs are for, layers and their times, what is logged.
 
 Where Lightning broadcasts before each batch whether a SIGTERM has come, and makes the host wait for the
-GPU to read it, the signal goes along with the plans here, and all end behind the same batch.
+GPU to read it, the signal goes along with the plans here, and all end behind the same batch. Nobody
+meets in an evaluation, which may have more batches in one process than in another: there, all end once
+all have the signal; where one has it alone, they end behind the next batch of the training.
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.connectors import signal_connector
-from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 from torch import nn
@@ -52,6 +53,7 @@ __all__ = ["Distributed", "check_nccl", "settle_nccl", "wrapped_on_side_stream"]
 
 # How long the device may take for what is launched, before it is taken to wait for other processes.
 _DRAIN_S = 5.0
+_SIGTERM = "SIGTERM"
 _GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 _EXPANDABLE = "expandable_segments"
 # What Lightning's own handler says is said in its name.
@@ -129,9 +131,9 @@ class Distributed:
         self._trainer = trainer
         self._patches = ExitStack()
         self._ranks: Ranks | None = None
-        self._sigterm = False
+        self._sigterm = self._all_end = False
         if trainer.world_size > 1 and dist.is_initialized():
-            self._ranks = Ranks(self._flags, self._met, self._abort)
+            self._ranks = Ranks(self._flags, self._met, self._abort, (SIGTERMException,))
 
     @property
     def agreement(self) -> Agreement | None:
@@ -184,7 +186,7 @@ class Distributed:
 
     def fail(self, error: BaseException) -> None:
         """The run ends with an error: take the other processes along."""
-        if self._ranks is None or isinstance(error, SIGTERMException):
+        if self._ranks is None or self._all_end:
             return
         self._ranks.fail(error)
         if self._is_stuck():
@@ -207,6 +209,21 @@ class Distributed:
         except RuntimeError:
             pass  # the device is lost, and waits for nothing
         return False
+
+    def pause(self) -> None:
+        """Behind a batch of an evaluation, where nobody meets: end with the others.
+
+        Raises:
+            PeerError: if another process has failed.
+            SIGTERMException: if another process has ended with a SIGTERM.
+        """
+        if self._ranks is not None and self._ranks.pause(_SIGTERM if self._sigterm else ""):
+            self._end()
+
+    def end_epoch(self) -> None:
+        """There may be no other batch before which to meet."""
+        if self._sigterm:
+            self._end()
 
     def close(self) -> None:
         """Leave Lightning's objects as they were."""
@@ -233,8 +250,12 @@ class Distributed:
                 " `Trainer(limit_train_batches=...)`)."
             )
         if sigterm:
-            # Lightning ends the run behind this batch.
-            self._trainer._signal_connector.received_sigterm = True
+            self._all_end = True
+            self._end()
+
+    def _end(self) -> None:
+        """Lightning ends the run behind this batch, or this epoch."""
+        self._trainer._signal_connector.received_sigterm = True
 
     def _abort(self) -> None:
         world: Any = dist.group.WORLD
@@ -259,6 +280,3 @@ class Distributed:
         if not self._sigterm and isinstance(strategy, DDPStrategy) and strategy.launcher is not None:
             strategy.launcher.kill(signum)
         self._sigterm = True
-        if trainer.state.stage is not RunningStage.TRAINING:
-            # Nobody meets in an evaluation: each process ends by itself, and says so.
-            trainer._signal_connector.received_sigterm = True

@@ -297,6 +297,8 @@ def test_a_long_run_has_fewer_points_later(tmp_path: Path, monkeypatch: pytest.M
         for index, reading in enumerate(readings)
         if (reading.step + 1) % 2 ** sum(index > cut for cut in cuts) == 0
     ]
+    records = ReadingRecords()
+    assert records.n_bytes(expected) == sum(map(len, records.of(expected))) >= 40_000 * len(begins)
     assert points(accumulator, "layer_forward_ms/a") == said(expected, "layer_forward_ms/a")
     for nth, event in enumerate(told):
         text = " ".join(event.tensor_proto.string_val[0].decode().split())

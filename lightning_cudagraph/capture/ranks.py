@@ -75,6 +75,8 @@ class Ranks:
             the last one of its epoch, and its number.
         on_flags: told the lowest and the highest of each of them.
         abort: called in a thread when another process has failed, to end what waits for it.
+        ends: exceptions that end a run without being a failure: when one process has left with one of
+            them, the others end with the same.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Ranks:
         flags: Callable[[], tuple[int, int, int]],
         on_flags: Callable[[tuple[int, ...], tuple[int, ...]], None],
         abort: Callable[[], None],
+        ends: tuple[type[BaseException], ...] = (),
     ) -> None:
         global _runs
         _runs += 1
@@ -89,6 +92,7 @@ class Ranks:
         self._flags = flags
         self._on_flags = on_flags
         self._abort = abort
+        self._ends = {end.__name__: end for end in ends}
         self._store = own_store(str(_runs))
         self._told = 0
         self._failed: str | None = None
@@ -97,7 +101,8 @@ class Ranks:
         self._work: Any = None  # the latest exchange
         self._board: Board | None = None
         self._timeout_s = 0.0
-        self._since_s = self._looked_s = 0.0  # of the meeting at hand
+        self._since_s = 0.0  # of the meeting at hand
+        self._looked_s = 0.0
         self._closed = threading.Event()
         self._watch: threading.Thread | None = None
 
@@ -160,7 +165,7 @@ class Ranks:
 
     def _met_on_board(self, board: Board, mine: _Fields) -> tuple[_Fields, _Fields]:
         intent, sigterm, is_last, batch = mine
-        self._since_s = self._looked_s = time.monotonic()
+        self._since_s = time.monotonic()
         words = board.exchange(batch << 5 | is_last << 4 | sigterm << 3 | intent, self._nap)
         if words is None:
             raise self._peer_error("it has left")
@@ -173,11 +178,9 @@ class Ranks:
 
     def _nap(self) -> None:
         self._closed.wait(_NAP_S)
-        now_s = time.monotonic()
-        if now_s - self._looked_s > _LOOK_EVERY.total_seconds():
-            self._looked_s = now_s
+        if self._is_time():
             self._look()
-        if now_s - self._since_s > self._timeout_s:
+        if time.monotonic() - self._since_s > self._timeout_s:
             raise PeerError(
                 f"Another process has not come to this batch within {self._timeout_s:.0f} s, and rank"
                 f" {self.rank} ends."
@@ -206,6 +209,39 @@ class Ranks:
                     raise
             self._look()
 
+    def pause(self, word: str) -> bool:
+        """Look how the others are, without waiting for them; the store is asked once in a second.
+
+        Args:
+            word: left for the others; or none.
+
+        Returns:
+            Whether all processes have left that word, as far as is known.
+
+        Raises:
+            PeerError: if another process has failed.
+        """
+        if not self._is_time():
+            return False
+        try:
+            self._look()
+            if not word:
+                return False
+            self._store.set(f"{word}/{self.rank}", "")
+            return bool(self._store.check([f"{word}/{rank}" for rank in range(self.size)]))
+        except RuntimeError as error:
+            if isinstance(error, CUDAGraphError):
+                raise
+            raise self._peer_error(f"the store is gone ({error})") from error
+
+    def _is_time(self) -> bool:
+        """Whether the last look at how the others are was long ago."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _LOOK_EVERY.total_seconds():
+            return False
+        self._looked_s = now_s
+        return True
+
     def tell(self, mine: T) -> list[T]:
         """Exchange objects; see `Agreement`."""
         return self.exchanged(mine, None)
@@ -223,15 +259,13 @@ class Ranks:
         self._told += 1
         keys = [f"{self._told}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], pickle.dumps(mine))
-        started_s = looked_s = time.monotonic()
+        started_s = time.monotonic()
         next_s = min(_NOTICE_AFTER_S, timeout_s or _NOTICE_AFTER_S)
         try:
             while not self._store.check(keys):
-                now_s = time.monotonic()
-                if now_s - looked_s > _LOOK_EVERY.total_seconds():
-                    looked_s = now_s
+                if self._is_time():
                     self._look()
-                if timeout_s is not None and now_s - started_s > next_s:
+                if timeout_s is not None and time.monotonic() - started_s > next_s:
                     missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
                     text = (
                         f"Rank {', '.join(map(str, missing))} did not come to the start of training"
@@ -256,7 +290,8 @@ class Ranks:
         """This process ends with an error: let the others know."""
         if self._closed.is_set() or isinstance(error, PeerError):
             return
-        text = f"rank {self.rank}: {type(error).__name__}: {error}"
+        name = type(error).__name__
+        text = name if name in self._ends else f"rank {self.rank}: {name}: {error}"
         with contextlib.suppress(RuntimeError):  # the store can be gone, with the process that had it
             if self._found():
                 self._say_why()  # of which the error here is a consequence
@@ -304,8 +339,8 @@ class Ranks:
             self._store.set(f"read/{self.rank}", "")
         return self._failed is not None
 
-    def _peer_error(self, otherwise: str) -> PeerError:
-        """The error for what another process has met.
+    def _peer_error(self, otherwise: str) -> BaseException:
+        """The exception for what another process has met.
 
         Args:
             otherwise: what there is to say if it has left no word.
@@ -314,6 +349,8 @@ class Ranks:
         with contextlib.suppress(RuntimeError):
             while not self._found() and time.monotonic() < deadline_s:
                 self._closed.wait(0.05)
+        if self._failed in self._ends:
+            return self._ends[self._failed]()
         return PeerError(
             f"Another process of the run has failed, and rank {self.rank} ends with it:"
             f" {self._failed or otherwise}"
@@ -339,7 +376,7 @@ class Ranks:
             os._exit(1)
 
     def _say_why(self) -> None:
-        if not self._has_said:
+        if not self._has_said and self._failed not in self._ends:
             self._has_said = True
             print(
                 f"lightning_cudagraph: rank {self.rank} ends, because another process has failed:"

@@ -28,6 +28,7 @@ _TAG = b"\x0a"
 _SIMPLE_VALUE = b"\x15"
 
 _HEADER_BYTES = 12
+_FRAME_BYTES = _HEADER_BYTES + 4
 # Seven bits a byte: steps of any run. A number may have more bytes than it needs.
 _STEP_BYTES = 6
 # Few, so that the interpreter is let go of in between: the training loop wants it.
@@ -46,6 +47,17 @@ def _with_length(field: bytes, content: bytes) -> bytes:
     return field + _varint(len(content)) + content
 
 
+def _event(tags: Sequence[str]) -> tuple[bytes, list[int]]:
+    """The event of a step, all zeros but for the tags, and where in it the values end."""
+    summary, ends = bytearray(), []
+    for tag in tags:
+        summary += _with_length(_VALUE, _with_length(_TAG, tag.encode()) + _SIMPLE_VALUE + bytes(4))
+        ends.append(len(summary))
+    times = _WALL_TIME + bytes(8) + _STEP + bytes(_STEP_BYTES)
+    event = times + _with_length(_SUMMARY, bytes(summary))
+    return event, [end + len(event) - len(summary) for end in ends]
+
+
 class ScalarRecords:
     """The records of steps with the same tags.
 
@@ -54,13 +66,8 @@ class ScalarRecords:
     """
 
     def __init__(self, tags: Sequence[str]) -> None:
-        summary, ends = bytearray(), []
-        for tag in tags:
-            summary += _with_length(_VALUE, _with_length(_TAG, tag.encode()) + _SIMPLE_VALUE + bytes(4))
-            ends.append(len(summary))
-        times = _WALL_TIME + bytes(8) + _STEP + bytes(_STEP_BYTES)
-        event = times + _with_length(_SUMMARY, bytes(summary))
-        values_at = np.array(ends, np.intp)[:, None] + np.arange(-4, 0) + len(event) - len(summary)
+        event, ends = _event(tags)
+        values_at = np.array(ends, np.intp)[:, None] + np.arange(-4, 0)
         self._places = np.concatenate(
             [np.arange(1, 9), np.arange(10, 10 + _STEP_BYTES), values_at.ravel()]
         )
@@ -106,14 +113,10 @@ class ScalarRecords:
 
 
 class ReadingRecords:
-    """Makes records of readings, in the threads of writers.
-
-    Attributes:
-        n_bytes: of all records so far.
-    """
+    """Makes records of readings, in the threads of writers."""
 
     def __init__(self) -> None:
-        self.n_bytes = 0
+        self._n_bytes: dict[tuple[str, ...], int] = {}
         self._by_tags: dict[tuple[str, ...], ScalarRecords] = {}
         self._lock = Lock()
 
@@ -132,8 +135,14 @@ class ReadingRecords:
                     rows = self._rows(layout, [readings[place] for place in some])
                     for place, row in zip(some, rows, strict=True):
                         found[place] = row.tobytes()
-            self.n_bytes += sum(map(len, found))
             return found
+
+    def n_bytes(self, readings: Sequence[Reading]) -> int:
+        """How long the records of readings are, or will be."""
+        by_tags = self._n_bytes
+        for tags in {reading.layout.tags for reading in readings} - by_tags.keys():
+            by_tags[tags] = len(_event(tags)[0]) + _FRAME_BYTES if tags else 0
+        return sum(by_tags[reading.layout.tags] for reading in readings)
 
     def _rows(self, layout: SpanLayout, readings: list[Reading]) -> NDArray[np.uint8]:
         if (records := self._by_tags.get(layout.tags)) is None:

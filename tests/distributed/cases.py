@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -369,6 +373,13 @@ class Stream(IterableDataset[Any]):
             yield [x[: BATCH_SIZE // 2] for x in batch] if index == self.odd else batch
 
 
+class Endless(IterableDataset[Any]):
+    """Batches for as long as anybody wants some."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.cycle(loader(ragged=False, batches=2))
+
+
 class _Again:
     """Counts the steps that were plainly one more replay."""
 
@@ -643,6 +654,56 @@ class RaisesInStep(Net):
 def an_error_in_a_step_on_rank_1(here: Here) -> None:
     """Raises where the other processes are about to average gradients with this one."""
     here.train("graph", CUDAGraphCallback(), RaisesInStep)
+
+
+class Signalled(Callback):
+    """Ends its process by SIGTERM, once, in the training or in the evaluation behind some step."""
+
+    def __init__(self, global_step: int, evaluates: bool) -> None:
+        self.at = (global_step, evaluates)
+
+    def _reach(self, *at: int) -> None:
+        if self.at == at:
+            self.at = (-1, False)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self._reach(trainer.global_step, False)
+
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+        self._reach(trainer.global_step, True)
+
+
+def _ends(here: Here, *callbacks: Callback, **kwargs: Any) -> int:
+    """A run that ends as all runs do that have been sent SIGTERM; returns how many steps it had."""
+    arguments: dict[str, Any] = {"watched": False, "checkpoint_every": 0, "max_epochs": 10, **kwargs}
+    trace = here.train(
+        "graph", CUDAGraphCallback(), callbacks=callbacks, raises=SIGTERMException, **arguments
+    )
+    return int(trace.trainer.global_step)
+
+
+def a_signal_in_an_evaluation(here: Here) -> None:
+    """In all processes, and the evaluation goes on for as long as anybody likes."""
+    endless = DataLoader(Endless(), batch_size=None)
+    assert _ends(here, Signalled(24, True), val_loader=endless, check_val_every_n_epoch=3) == 24
+
+
+def a_signal_in_an_evaluation_of_one(here: Here) -> None:
+    """All end behind the next batch of the training."""
+    callbacks = [Signalled(20, True)] if here.rank == 1 else []
+    assert _ends(here, *callbacks, val_check_interval=4) == 21
+
+
+def a_signal_at_the_end_of_an_epoch_of_one(here: Here) -> None:
+    """It ends there; the others learn it when they go on."""
+    callbacks = [Signalled(24, True)] if here.rank == 1 else []
+    assert _ends(here, *callbacks) == 24
+
+
+def a_signal_before_and_in_an_evaluation(here: Here) -> None:
+    """One process is in its evaluation already, the other one has not begun."""
+    assert _ends(here, Signalled(20, here.rank == 0), val_check_interval=4) == 21
 
 
 class Notes(Callback):

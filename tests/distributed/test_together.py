@@ -40,12 +40,18 @@ DIFFERENT = (
     "different_accumulation",
     "a_shorter_stream",
 )
+SIGNALS = (
+    "a_signal_before_and_in_an_evaluation",
+    "a_signal_in_an_evaluation_of_one",
+    "a_signal_at_the_end_of_an_epoch_of_one",
+    "a_signal_in_an_evaluation",
+)
 
 
 @pytest.mark.parametrize(
     "cases",
-    [SAME[::2], SAME[1::2], AGREED, DIFFERENT],
-    ids=["same numbers", "same numbers too", "agreed", "different from the start"],
+    [SAME[::2], SAME[1::2], AGREED, DIFFERENT, SIGNALS],
+    ids=["same numbers", "same numbers too", "agreed", "different from the start", "signals"],
 )
 def test_processes_train_as_without_the_callback(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -120,6 +121,8 @@ def _run(case: str, here: cases.Here) -> str:
 def main(folder: Path, accelerator: str, limit_s: float, names: list[str]) -> int:
     """Run the cases; returns the exit status."""
     torch.set_num_threads(1)
+    # A shell that starts something in the background lets it ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     results = _Results(folder, rank, size)
     for name in names:

@@ -56,6 +56,7 @@ class TensorBoardWriter:
             self._boards = []
         self._readings: list[Reading] = []
         self._flush_at_s = 0.0
+        self._n_bytes = 0  # of what has been handed to writers
         self._thin_at_bytes = _BYTES_BEFORE_THINNING
         self._every_n_steps = 1
         self._records = ReadingRecords()
@@ -95,7 +96,8 @@ class TensorBoardWriter:
         for board in self._boards:
             board.write(rows)
         self._add_bands(bands)
-        if self._records.n_bytes >= self._thin_at_bytes:
+        self._n_bytes += self._records.n_bytes(shown)
+        if self._n_bytes >= self._thin_at_bytes:
             self._thin(last.step)
         if self._first is not None:
             self._first += readings
