@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -41,6 +42,10 @@ T = TypeVar("T")
 # Called with the backend of compiled code that is about to be called; what it returns, afterwards.
 _Enter = Callable[[Any], Callable[[], None]]
 
+# How many references to the class of contexts there were at the last look, and the contexts.
+_looked_at = -1
+_seen: list[weakref.ref[Any]] = []
+
 
 def compilations() -> int:
     """How often Dynamo has compiled something in this process."""
@@ -48,9 +53,19 @@ def compilations() -> int:
 
 
 def _contexts() -> list[Any]:
-    """What `torch.compile` has returned, as far as it is alive: each has the hooks of its calls."""
+    """What `torch.compile` has returned, as far as it is alive: each has the hooks of its calls.
+
+    To look through all objects of Python takes a tenth of a second. So it is done only if there may be
+    others than the last time: one of those has gone, or the class has another number of references, of
+    which each object has one.
+    """
+    global _looked_at, _seen
     kind = torch._dynamo.eval_frame.OptimizeContext
-    found = [other for other in gc.get_referrers(kind) if isinstance(other, kind)]
+    n_references = sys.getrefcount(kind)
+    found = [context for seen in _seen if (context := seen()) is not None]
+    if n_references != _looked_at or len(found) < len(_seen):
+        found = [other for other in gc.get_referrers(kind) if isinstance(other, kind)]
+        _looked_at, _seen = n_references, [weakref.ref(context) for context in found]
     # A private name. Without it, calls are not noticed, and Dynamo's own error says what it misses.
     return [context for context in found if isinstance(getattr(context, "enter_exit_hooks", None), list)]
 
@@ -138,7 +153,7 @@ class CompiledCode:
         self.is_called = False
         self.written: list[Tensor] | None = None
         self._older = compilations() > 0  # something has been compiled without our knowledge
-        self._contexts: list[Any] | None = None  # to look for them takes a tenth of a second
+        self._contexts: list[Any] | None = None
 
     @contextmanager
     def one_look(self) -> Iterator[None]:
