@@ -1,11 +1,11 @@
 """Every optimizer, in every precision, with every clipping and schedule: what becomes of it in a graph.
 
 `outcomes` runs the cells of one form; `tests/test_family.py` holds them against `tests/family.json`,
-from which `render` makes the table of the README. After a change that is meant to move an outcome::
+from which `render` makes the table of docs/same_numbers.md. After a change that is meant to move an outcome::
 
     python -m tests.family cpu     # or: gpu
 
-writes the outcomes of this machine into the file, and the table into the README.
+writes the outcomes of this machine into the file, and the table into that page.
 """
 
 from __future__ import annotations
@@ -240,12 +240,12 @@ def quiet() -> None:
 
 
 PATH = Path(__file__).with_suffix(".json")
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "same_numbers.md"
 MARKS = ("<!-- optimizers: written by tests/family.py -->", "<!-- end of optimizers -->")
 
 
 def render(found: dict[str, str]) -> str:
-    """The table of the README."""
+    """The table of the page."""
     lines = [
         "| optimizer | fp32 | bf16-mixed | 16-mixed | OneCycle, momentum cycling on |",
         "|---|---|---|---|---|",
@@ -265,9 +265,9 @@ def render(found: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def readme_table() -> str:
-    """The table that the README shows."""
-    text = README.read_text()
+def shown_table() -> str:
+    """The table that the page shows."""
+    text = PAGE.read_text()
     return text.split(MARKS[0])[1].split(MARKS[1])[0].strip()
 
 
@@ -281,10 +281,10 @@ def main(accelerator: str) -> None:
     stored = json.loads(PATH.read_text()) if PATH.exists() else {}
     stored[accelerator] = found
     PATH.write_text(json.dumps(stored, indent=1) + "\n")
-    text = README.read_text()
+    text = PAGE.read_text()
     if MARKS[0] in text and "gpu" in stored:
         before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
-        README.write_text(f"{before}{MARKS[0]}\n{render(stored['gpu'])}\n{MARKS[1]}{after}")
+        PAGE.write_text(f"{before}{MARKS[0]}\n{render(stored['gpu'])}\n{MARKS[1]}{after}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from tests.family import FORMS, MARKS, PATH, README, outcomes, quiet, readme_table, render
+from tests.family import FORMS, MARKS, PAGE, PATH, outcomes, quiet, render, shown_table
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -20,8 +20,8 @@ def test_outcomes(accelerator: str, form: str) -> None:
     assert outcomes(form, accelerator) == expected
 
 
-def test_the_readme_shows_what_was_run() -> None:
+def test_the_page_shows_what_was_run() -> None:
     stored = json.loads(PATH.read_text())
     assert set(stored["cpu"]) == set(FORMS)
-    assert README.read_text().count(MARKS[0]) == 1
-    assert readme_table() == render(stored["gpu"])
+    assert PAGE.read_text().count(MARKS[0]) == 1
+    assert shown_table() == render(stored["gpu"])
