@@ -1,7 +1,8 @@
 """Every optimizer, in every precision, with every clipping and schedule: what becomes of it in a graph.
 
 `outcomes` runs the cells of one form; `tests/test_family.py` holds them against `tests/family.json`,
-from which `render` makes the table of docs/same_numbers.md. After a change that is meant to move an outcome::
+from which `render` makes the table of docs/same_numbers.md. After a change that is meant to move an
+outcome::
 
     python -m tests.family cpu     # or: gpu
 
