@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_cudagraph.capture import stream_choice
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, Streams, are_streams
+from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, AskedStreams, are_streams
 from lightning_cudagraph.distributed import (
     Distributed,
     check_nccl,
@@ -101,6 +101,9 @@ class CUDAGraphCallback(Callback):
             4 or 8, as long as twice as many gain 3 %; each is captured and replayed for a moment from
             the state before the first capture, which is put back. Several processes do not choose.
             None: 1. On CUDA, others are refused so far: they are not proven there.
+        streams_memory_bytes: with ``streams="auto"``, how much more device memory than one stream more
+            of them may take, for a graph and workspaces; if it is over that, fewer are used. None: 15 %
+            of what one takes, or 1 GiB if that is more.
 
     Attributes:
         report: the report of the last run, or None before its end.
@@ -130,7 +133,8 @@ class CUDAGraphCallback(Callback):
         compile: bool = False,
         harmless: Sequence[str] = (),
         backend: BackendName = "auto",
-        streams: Streams | None = None,
+        streams: AskedStreams | None = None,
+        streams_memory_bytes: int | None = None,
     ) -> None:
         if not (timings is None or isinstance(timings, LayerTimings)):
             raise ConfigurationError(
@@ -172,6 +176,11 @@ class CUDAGraphCallback(Callback):
                 f"`CUDAGraphCallback(streams={streams!r})`: expected an int from 1 to {MAX_STREAMS},"
                 ' "auto" for the fastest of 1, 2, 4 and 8, or None for the default.'
             )
+        if expected := stream_choice.wrong_bound(streams, streams_memory_bytes):
+            raise ConfigurationError(
+                f"`CUDAGraphCallback(streams_memory_bytes={streams_memory_bytes!r})`: expected"
+                f" {expected}."
+            )
         for name, value, allowed in (
             ("scope", scope, ("auto", "step", "forward_backward")),
             ("on_unsupported", on_unsupported, ("raise", "eager")),
@@ -193,6 +202,7 @@ class CUDAGraphCallback(Callback):
         self.harmless = tuple(harmless)
         self.backend = backend
         self.streams = streams
+        self.streams_memory_bytes = streams_memory_bytes
         self.report: str | None = None
         self.counts: StepCounts | None = None
         self.evaluation_counts: StepCounts | None = None
@@ -402,7 +412,7 @@ class CUDAGraphCallback(Callback):
             self.verify_replays,
             self.verify_every_n_steps,
             frozenset(self.harmless),
-            stream_choice.DEFAULT_STREAMS if self.streams is None else self.streams,
+            stream_choice.streams_for(self.streams, self.streams_memory_bytes),
             self.compile,
         )
 

@@ -21,7 +21,7 @@ from lightning_cudagraph.capture import stream_choice
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, Streams, are_streams
+from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, AskedStreams, are_streams
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.step_processes import StepProcesses, are_several
 from lightning_cudagraph.step_replicas import StepReplicas
@@ -102,6 +102,9 @@ class GraphedStep(Generic[P, R]):
         streams: on how many streams of the capture ops are put that do not need one another; ``"auto"``
             for the fastest of 1, 2, 4 and 8. None: 1. On CUDA, others are refused so far: they are not
             proven there.
+        streams_memory_bytes: with ``streams="auto"``, how much more device memory than one stream more
+            of them may take, for a graph and workspaces; if it is over that, fewer are used. None: 15 %
+            of what one takes, or 1 GiB if that is more.
 
     Raises:
         ConfigurationError: if an argument is not one of the above.
@@ -134,7 +137,8 @@ class GraphedStep(Generic[P, R]):
         harmless: Sequence[str] = (),
         backend: Literal["auto", "cuda", "emulator", "off"] = "auto",
         max_graphs: int = 8,
-        streams: Streams | None = None,
+        streams: AskedStreams | None = None,
+        streams_memory_bytes: int | None = None,
     ) -> None:
         if not callable(function):
             raise _wrong("function", function, "a function of tensors")
@@ -154,6 +158,8 @@ class GraphedStep(Generic[P, R]):
                 raise _wrong(name, text, f"one of {', '.join(map(repr, allowed))}")
         if streams is not None and not are_streams(streams):
             raise _wrong("streams", streams, f'an int from 1 to {MAX_STREAMS}, "auto" or None')
+        if expected := stream_choice.wrong_bound(streams, streams_memory_bytes):
+            raise _wrong("streams_memory_bytes", streams_memory_bytes, expected)
         if isinstance(harmless, str) or not all(isinstance(name, str) for name in harmless):
             raise _wrong("harmless", harmless, "a list of names")
         if scaler is not None and not isinstance(scaler, GradScaler):
@@ -170,7 +176,7 @@ class GraphedStep(Generic[P, R]):
             verify_every_n_steps,
             frozenset(harmless),
             max_graphs,
-            stream_choice.DEFAULT_STREAMS if streams is None else streams,
+            stream_choice.streams_for(streams, streams_memory_bytes),
         )
         self._run: StepRun | None = None
         self._refused: str | None = None  # why all calls are eager

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, LayerTimings
 from lightning_cudagraph.capture.dataflow import Flow
-from lightning_cudagraph.capture.stream_choice import UNPROVEN, StreamChoice, Streams
+from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.capture.stream_choice import (
+    UNPROVEN,
+    AskedStreams,
+    AutoStreams,
+    StreamChoice,
+    streams_for,
+)
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError, VerificationError
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
@@ -49,19 +56,24 @@ def _foreach(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01, foreach=True)
 
 
-def _run(folder: Path, accelerator: str, streams: Streams | None, **kwargs: Any) -> Trace:
+def _run(folder: Path, accelerator: str, streams: AskedStreams | None, **kwargs: Any) -> Trace:
     """A run, plain without streams."""
     optimizer = kwargs.pop("optimizer", None)
     timings = LayerTimings() if kwargs.pop("timed", False) else None
     every = kwargs.pop("verify_every_n_steps", None)
-    callback = CUDAGraphCallback(streams=streams, timings=timings, verify_every_n_steps=every)
+    callback = CUDAGraphCallback(
+        streams=streams,
+        streams_memory_bytes=kwargs.pop("streams_memory_bytes", None),
+        timings=timings,
+        verify_every_n_steps=every,
+    )
     kwargs = {"accelerator": accelerator, "train_loader": loader(ragged=False), **kwargs}
     build = make(lambda: Branched(optimizer))
     return train(build, folder, None if streams is None else callback, **kwargs)
 
 
 @pytest.mark.parametrize("streams", [1, 2, 4, 8, "auto"])
-def test_same_as_plain(tmp_path: Path, accelerator: str, streams: Streams) -> None:
+def test_same_as_plain(tmp_path: Path, accelerator: str, streams: AskedStreams) -> None:
     plain = _run(tmp_path / "plain", accelerator, None)
     graph = _run(tmp_path / "graph", accelerator, streams)
     assert_same(plain, graph)
@@ -138,6 +150,73 @@ def test_the_fastest_is_chosen_if_it_is_worth_it(
     assert f"captured on {said}" in str(graph.callback.report)
 
 
+_MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "said"),
+    [
+        (0, "captured on 1 stream: (ms a replay, 1: 1.000); not on 2: 9 MiB more, and 0 are allowed"),
+        (26 * _MIB, "0.500), for 9 MiB more; not on 4: 27 MiB more, and 26 are allowed"),
+        (27 * _MIB, "4: 0.250), for 27 MiB more; not on 8: 63 MiB more, and 27 are allowed"),
+        (None, "8: 0.125), for 63 MiB more"),
+    ],
+)
+def test_over_the_bound_on_memory_fewer_streams_are_used(
+    tmp_path: Path, memory_bytes: int | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each stream has workspaces, and the more there are, the faster.
+    monkeypatch.setattr(EmulatorBackend, "workspace_bytes", lambda backend: 9 * _MIB * backend.streams)
+    monkeypatch.setattr(
+        StreamChoice, "_replay_ms", lambda choice, captured: 1.0 / choice._backend.streams
+    )
+    plain = _run(tmp_path / "plain", "cpu", None)
+    graph = _run(tmp_path / "graph", "cpu", "auto", streams_memory_bytes=memory_bytes)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    assert graph.callback is not None
+    assert said in str(graph.callback.report)
+
+
+def test_the_bound_of_a_loop_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatorBackend, "workspace_bytes", lambda backend: 9 * _MIB * backend.streams)
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+
+    with GraphedStep(step, optimizers=optimizer, streams="auto", streams_memory_bytes=8 * _MIB) as run:
+        for _ in range(6):
+            run(torch.ones(3))
+        assert "not on 2: 9 MiB more, and 8 are allowed" in run.report
+        assert run.counts.replayed == 3
+
+
+def test_a_share_of_what_one_stream_takes_is_allowed() -> None:
+    assert AutoStreams().allowed_bytes(10 * _MIB) == 1024 * _MIB
+    assert AutoStreams().allowed_bytes(10 * 1024 * _MIB) == 1536 * _MIB
+
+
+@pytest.mark.parametrize(
+    ("streams", "memory_bytes", "expected"),
+    [
+        ("auto", -1, "a number of bytes"),
+        ("auto", 1e9, "a number of bytes"),
+        ("auto", True, "a number of bytes"),
+        (4, 1 << 30, 'None, because only `streams="auto"`'),
+        (None, 0, 'None, because only `streams="auto"`'),
+    ],
+)
+def test_what_is_no_bound_on_memory(streams: Any, memory_bytes: Any, expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"expected {expected}"):
+        CUDAGraphCallback(streams=streams, streams_memory_bytes=memory_bytes)
+    with pytest.raises(ConfigurationError, match=f"expected {expected}"):
+        GraphedStep(lambda: None, streams=streams, streams_memory_bytes=memory_bytes)
+
+
 @pytest.mark.parametrize("streams", [0, -1, 17, 2.0, True, "all"])
 def test_what_is_no_number_of_streams(streams: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected an int from 1 to 16"):
@@ -147,7 +226,7 @@ def test_what_is_no_number_of_streams(streams: Any) -> None:
 
 
 @pytest.mark.parametrize("streams", [2, "auto"])
-def test_a_loop_of_ones_own(accelerator: str, streams: Streams) -> None:
+def test_a_loop_of_ones_own(accelerator: str, streams: AskedStreams) -> None:
     device = "cuda" if accelerator == "gpu" else "cpu"
 
     def trained(backend: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -173,11 +252,12 @@ def test_a_loop_of_ones_own(accelerator: str, streams: Streams) -> None:
 
 
 @pytest.mark.parametrize("streams", [2, "auto"])
-def test_refused_on_cuda(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> None:
+def test_refused_on_cuda(monkeypatch: pytest.MonkeyPatch, streams: AskedStreams) -> None:
+    wanted = streams_for(streams, None)
     backend: Any = SimpleNamespace(device=torch.device("cuda", 0))
     monkeypatch.delenv(UNPROVEN, raising=False)
-    with pytest.raises(UnsupportedError, match="not proven on CUDA"):
-        StreamChoice(backend, streams)
+    with pytest.raises(UnsupportedError, match=f"`streams={streams!r}` is not proven on CUDA"):
+        StreamChoice(backend, wanted)
     StreamChoice(backend, 1)
     monkeypatch.setenv(UNPROVEN, "1")
-    StreamChoice(backend, streams)
+    StreamChoice(backend, wanted)

@@ -19,7 +19,7 @@ from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.capture.parts import Between, CudaParts
 from lightning_cudagraph.capture.sentry import HostReads, Location, location_of
-from lightning_cudagraph.capture.side_streams import SideStream
+from lightning_cudagraph.capture.side_streams import SideStream, stream_beside
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
 __all__ = ["Backend", "CudaBackend", "Event", "Graph"]
@@ -183,9 +183,10 @@ class Backend(Protocol):
 
 @dataclass
 class _Live:
-    """A graph, the device memory that it has taken, and what it reads and writes outside."""
+    """A graph, its pool, the device memory that it has taken, and what it reads and writes outside."""
 
     graph: Graph
+    pool: tuple[int, int]
     taken_bytes: int
     host_memory: HostMemory
     written: list[torch.Tensor]
@@ -214,9 +215,9 @@ class CudaBackend:
         self._side_stream = self._side.stream
         self._other_sides: list[SideStream] = []
         # Each stream that is marked has one beside it: what waits for one would hold up the other.
-        self._timing_streams = {self._side_stream: torch.cuda.Stream(device)}
+        self._timing_streams = {self._side_stream: stream_beside(device)}
         # Waits for collectives, which run on streams that torch does not show.
-        self._collectives_stream = torch.cuda.Stream(device)
+        self._collectives_stream = stream_beside(device)
         self._pool = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
         self._live: list[_Live] = []
@@ -248,7 +249,9 @@ class CudaBackend:
         for side in sides:
             with torch.cuda.stream(side.stream):
                 side.keep_workspaces()
-        if not self._live:
+        # Replays do not wait for what this has just run on other streams, in memory that they use.
+        torch.cuda.synchronize(self.device)
+        if all(live.pool != self._pool for live in self._live):
             # A pool that all graphs have left cannot be entered again (an assertion in torch 2.11).
             self._pool = torch.cuda.graph_pool_handle()
         rng_state = self.rng_state()
@@ -283,7 +286,7 @@ class CudaBackend:
         if failure is None and broken is None:
             self.barriers = {} if branches is None else branches.barriers
             taken_bytes = torch.cuda.memory_reserved(self.device) - reserved_bytes
-            self._live.append(_Live(graph, taken_bytes, memory, sentry.writes.older))
+            self._live.append(_Live(graph, self._pool, taken_bytes, memory, sentry.writes.older))
             return graph, result
         if broken is not None:
             self._repair(rng_state)
@@ -378,6 +381,10 @@ class CudaBackend:
         return next(live.written for live in self._live if live.graph is graph)
 
     def release(self, graph: Graph) -> None:
+        # Its last replay may be under way. CUDA frees such a graph when it has ended, but the host
+        # memory that it copies from, and its pool, would be given to others at once.
+        with contextlib.suppress(RuntimeError):  # of a device that has failed, and runs nothing any more
+            torch.cuda.synchronize(self.device)
         self._live = [live for live in self._live if live.graph is not graph]
         cast(CudaParts, graph).reset()
 
@@ -400,7 +407,7 @@ class CudaBackend:
         fork.record(current)
         self._forks.append(fork)
         if current not in self._timing_streams:
-            self._timing_streams[current] = torch.cuda.Stream(self.device)
+            self._timing_streams[current] = stream_beside(self.device)
         branch = self._timing_streams[current]
         self._forked.add(branch)
         branch.wait_event(fork)

@@ -1,21 +1,24 @@
 """The stream of warm-up and capture, with the scratch memory that cuBLAS uses on it.
 
-cuBLAS writes partial results into a workspace that torch keeps for each of its handles (one a thread) on
-each stream, for the whole process. A graph holds its address. Whoever clears torch's workspaces
-(Lightning at the end of every run, Inductor's own CUDA graphs) frees the memory under the graphs that
-are alive: a second Trainer in a callback is enough. Here it comes from a pool that nobody else takes
-from, and that lives as long as the graphs: when it is cleared, it stays scratch memory of theirs.
+cuBLAS and cuBLASLt write partial results into workspaces that torch keeps for each handle (one a thread)
+on each stream, for the whole process. A graph holds their addresses. Whoever clears torch's workspaces
+(Lightning at the end of every run, Inductor's own CUDA graphs, newer versions of torch whenever a graph
+that was captured on the stream goes) frees the memory under the graphs that are alive: a second Trainer
+in a callback is enough. Here it comes from a pool that nobody else takes from, and that lives as long as
+the graphs: when it is cleared, it stays scratch memory of theirs.
 """
 
 from __future__ import annotations
 
+import threading
+import warnings
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["SideStream"]
+__all__ = ["SideStream", "stream_beside"]
 
 # torch has 32 streams of a priority, and hands them out in turn.
 _STREAMS_OF_TORCH = 32
@@ -42,24 +45,27 @@ class _MatmulInBackward(torch.autograd.Function):
 def _matmul(operand: Tensor, pool: torch.cuda.MemPool) -> None:
     with torch.cuda.use_mem_pool(pool, operand.device):
         torch.mm(operand, operand)
-        # cuBLASLt has workspaces of its own, unless torch was told to unify them
-        # (aten/src/ATen/cuda/CUDABlas.cpp); a product with a bias goes there.
+        # A product with a bias goes to cuBLASLt if no size is one (aten/src/ATen/native/cuda/Blas.cpp).
+        # That has a workspace of its own, unless it shares cuBLAS's, which depends on the version of
+        # torch (aten/src/ATen/cuda/CublasHandlePool.cpp).
         torch.addmm(operand[0], operand, operand)
 
 
 class _Lane:
-    """A stream, and the pool with the workspaces of the handles that work on it."""
+    """A stream, and the pool with the workspaces of the handles that work on it.
+
+    Args:
+        device: a CUDA device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        for _ in range(_STREAMS_OF_TORCH):
-            self.stream = torch.cuda.Stream(device)
+        self.stream = _stream_of_ones_own(device)
+        with torch.cuda.device(device):  # a pool is made for the current device
             self.pool = torch.cuda.MemPool()
-            with torch.cuda.stream(self.stream):
-                self.keep_workspaces()
-            if self.segments():
-                return
-            # Somebody has multiplied matrices on this stream before: its workspace lies elsewhere.
+        with torch.cuda.stream(self.stream):
+            self.keep_workspaces()
+        self._made_bytes = self._used_bytes()
 
     def keep_workspaces(self) -> None:
         """On the current stream: have the workspaces made in the pool, where there are none."""
@@ -67,6 +73,13 @@ class _Lane:
             operand = torch.zeros(16, 16, device=self.device, requires_grad=True)
             _matmul(operand.detach(), self.pool)
             _MatmulInBackward.apply(operand, self.pool).sum().backward()  # type: ignore[no-untyped-call]
+
+    def has_workspaces(self) -> bool:
+        """Whether they are in the pool, as they were at first, once `keep_workspaces` has been called.
+
+        They are not if others have multiplied matrices on the stream after they had been cleared.
+        """
+        return self._used_bytes() >= self._made_bytes
 
     def segments(self) -> list[dict[str, Any]]:
         """What the pool has taken of the device's memory."""
@@ -76,9 +89,56 @@ class _Lane:
         pool = self.pool.id
         return [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == pool]
 
+    def _used_bytes(self) -> int:
+        return sum(segment["active_size"] for segment in self.segments())
 
+
+# All of a process. Their graphs hold addresses in their pools, and so they are never given up.
+_LANES: list[_Lane] = []
 # Those whose graphs are gone, for the next ones: as many as were ever in use at the same time.
 _FREE: list[_Lane] = []
+# Held while one is taken. Not while one is given back, which a garbage collection may do at any time.
+_TAKING = threading.Lock()
+
+
+def _stream_of_ones_own(device: torch.device) -> torch.cuda.Stream:
+    """A stream on which nobody else has memory: no workspaces either, of whatever handle."""
+    of_lanes = {lane.stream.cuda_stream for lane in _LANES}
+    others = {s["stream"] for s in torch.cuda.memory_snapshot() if s["active_size"]} - of_lanes
+    streams: list[torch.cuda.Stream] = []
+    for _ in range(_STREAMS_OF_TORCH):
+        streams.append(torch.cuda.Stream(device))
+        if streams[-1].cuda_stream not in of_lanes | others:
+            return streams[-1]
+    warnings.warn(
+        f"lightning_cudagraph: each of the {_STREAMS_OF_TORCH} streams that torch hands out is in use"
+        " already, so that graphs share cuBLAS's scratch memory with others. They may come to wrong"
+        " numbers where both run at the same time, or once it is freed, as Lightning does at the end of"
+        " every run. Make fewer streams (`torch.cuda.Stream`), or fewer graphs at the same time.",
+        stacklevel=2,
+    )
+    # Scratch memory of another lane at least stays where it is.
+    return next((stream for stream in streams if stream.cuda_stream in of_lanes), streams[0])
+
+
+def _take(device: torch.device) -> _Lane:
+    with _TAKING:
+        for lane in [lane for lane in _FREE if lane.device == device]:
+            with torch.cuda.stream(lane.stream):
+                lane.keep_workspaces()
+            if lane.has_workspaces():
+                _FREE.remove(lane)
+                return lane
+        _LANES.append(_Lane(device))
+        return _LANES[-1]
+
+
+def stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """A stream for events and waits; not one on which graphs are captured, if there are others."""
+    of_lanes = {lane.stream.cuda_stream for lane in _LANES}
+    streams = (torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH))
+    apart = (stream for stream in streams if stream.cuda_stream not in of_lanes)
+    return next(apart, None) or torch.cuda.Stream(device)
 
 
 class SideStream:
@@ -92,10 +152,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        free = next((lane for lane in _FREE if lane.device == device), None)
-        if free is not None:
-            _FREE.remove(free)
-        self._lane = free or _Lane(device)
+        self._lane = _take(device)
         self.stream = self._lane.stream
         weakref.finalize(self, _FREE.append, self._lane)
 

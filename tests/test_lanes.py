@@ -1,0 +1,159 @@
+"""Which stream a capture is given, where torch and cuBLAS are simulated: who multiplies where, and when.
+
+That real workspaces lie where they should is tested on a GPU (`tests/gpu/test_side_streams.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_cudagraph.capture import side_streams
+from lightning_cudagraph.capture.side_streams import SideStream, stream_beside
+
+_DEVICE = torch.device("cuda", 0)
+_STREAMS = side_streams._STREAMS_OF_TORCH
+_WORKSPACE_BYTES = 32 << 20
+_DEFAULT_POOL = (0, 0)
+
+
+class Torch:
+    """Streams that are handed out in turn, and a workspace for each, made where it is first asked for.
+
+    Attributes:
+        workspaces: for each stream that has one, the pool that it lies in.
+    """
+
+    def __init__(self) -> None:
+        self.workspaces: dict[int, tuple[int, int]] = {}
+        self._streams = 0
+        self._pools = 0
+
+    def new_stream(self, device: torch.device) -> Any:
+        self._streams += 1
+        return SimpleNamespace(cuda_stream=1000 + self._streams % _STREAMS)
+
+    def new_pool(self) -> Any:
+        self._pools += 1
+        return SimpleNamespace(id=(0, self._pools))
+
+    def multiply(self, stream: int, pool: tuple[int, int] = _DEFAULT_POOL) -> None:
+        self.workspaces.setdefault(stream, pool)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        # Results of products were in each pool, too.
+        small = [
+            {"stream": 0, "segment_pool_id": (0, n + 1), "active_size": 0} for n in range(self._pools)
+        ]
+        return small + [
+            {"stream": stream, "segment_pool_id": pool, "active_size": _WORKSPACE_BYTES}
+            for stream, pool in self.workspaces.items()
+        ]
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    simulated = Torch()
+    monkeypatch.setattr(torch.cuda, "Stream", simulated.new_stream)
+    monkeypatch.setattr(torch.cuda, "MemPool", simulated.new_pool)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", simulated.snapshot)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(side_streams, "_LANES", [])
+    monkeypatch.setattr(side_streams, "_FREE", [])
+    monkeypatch.setattr(
+        side_streams._Lane,
+        "keep_workspaces",
+        lambda lane: simulated.multiply(lane.stream.cuda_stream, lane.pool.id),
+    )
+    return simulated
+
+
+def _is_own(side: SideStream, simulated: Torch) -> bool:
+    return simulated.workspaces[side.stream.cuda_stream] == side._lane.pool.id
+
+
+def test_a_stream_on_which_others_have_multiplied_is_passed_over(simulated: Torch) -> None:
+    streams = [simulated.new_stream(_DEVICE).cuda_stream for _ in range(_STREAMS)]
+    for stream in streams[:5] + streams[6:]:
+        simulated.multiply(stream)
+    side = SideStream(_DEVICE)
+    assert side.stream.cuda_stream == streams[5]
+    assert _is_own(side, simulated)
+
+
+def test_no_two_are_given_the_same_stream(simulated: Torch) -> None:
+    sides = [SideStream(_DEVICE) for _ in range(_STREAMS // 2)]
+    simulated.workspaces.clear()  # then the streams of the first do not show by their memory
+    for _ in range(_STREAMS // 2):
+        simulated.new_stream(_DEVICE)
+    sides += [SideStream(_DEVICE) for _ in range(_STREAMS // 2)]
+    assert len({side.stream.cuda_stream for side in sides}) == _STREAMS
+
+
+def test_one_that_is_given_back_is_taken_again(simulated: Torch) -> None:
+    side = SideStream(_DEVICE)
+    first = side.stream.cuda_stream
+    del side
+    simulated.workspaces.clear()
+    side = SideStream(_DEVICE)
+    assert side.stream.cuda_stream == first
+    assert _is_own(side, simulated)
+    assert SideStream(_DEVICE).stream.cuda_stream != first
+
+
+def test_one_that_others_have_used_since_is_not_taken_again(simulated: Torch) -> None:
+    side = SideStream(_DEVICE)
+    first = side.stream.cuda_stream
+    del side
+    simulated.workspaces.clear()
+    simulated.multiply(first)
+    side = SideStream(_DEVICE)
+    assert side.stream.cuda_stream != first
+    assert _is_own(side, simulated)
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_it_is_said_when_there_is_no_stream_left(simulated: Torch, lanes: int) -> None:
+    sides = [SideStream(_DEVICE) for _ in range(lanes)]
+    for _ in range(_STREAMS):
+        simulated.multiply(simulated.new_stream(_DEVICE).cuda_stream)
+    with pytest.warns(
+        UserWarning, match=f"each of the {_STREAMS} streams that torch hands out is in use"
+    ):
+        side = SideStream(_DEVICE)
+    pool = simulated.workspaces[side.stream.cuda_stream]
+    # Scratch memory of a lane is never freed; that of others may be.
+    assert pool in {other._lane.pool.id for other in sides} if lanes else pool == _DEFAULT_POOL
+
+
+def test_two_threads_are_not_given_the_same(simulated: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    SideStream(_DEVICE)  # given back at once
+    found: list[SideStream] = []
+    other = threading.Thread(target=lambda: found.append(SideStream(_DEVICE)))
+    keep: Callable[[Any], None] = side_streams._Lane.keep_workspaces
+
+    def keep_and_let_the_other_in(lane: Any) -> None:
+        if other.ident is None:
+            other.start()
+            other.join(timeout=0.1)  # it would be through by now, if it did not have to wait
+        keep(lane)
+
+    monkeypatch.setattr(side_streams._Lane, "keep_workspaces", keep_and_let_the_other_in)
+    found.append(SideStream(_DEVICE))
+    other.join()
+    assert len({side.stream.cuda_stream for side in found}) == 2
+
+
+def test_a_stream_for_events_is_not_that_of_a_capture(simulated: Torch) -> None:
+    sides = [SideStream(_DEVICE) for _ in range(_STREAMS - 1)]
+    taken = {side.stream.cuda_stream for side in sides}
+    assert all(stream_beside(_DEVICE).cuda_stream not in taken for _ in range(3))
+    sides.append(SideStream(_DEVICE))
+    assert stream_beside(_DEVICE).cuda_stream in {side.stream.cuda_stream for side in sides}
