@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_cudagraph.capture import side_streams
-from lightning_cudagraph.capture.side_streams import SideStream, stream_beside
+from lightning_cudagraph.capture.side_streams import SideStream, keep_all_workspaces, stream_beside
 
 _DEVICE = torch.device("cuda", 0)
 _STREAMS = side_streams._STREAMS_OF_TORCH
@@ -65,6 +65,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr(torch.cuda, "memory_snapshot", simulated.snapshot)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(side_streams, "_clear_workspaces", simulated.workspaces.clear)
     monkeypatch.setattr(side_streams, "_LANES", [])
     monkeypatch.setattr(side_streams, "_FREE", [])
     monkeypatch.setattr(
@@ -117,6 +118,18 @@ def test_one_that_others_have_used_since_is_not_taken_again(simulated: Torch) ->
     side = SideStream(_DEVICE)
     assert side.stream.cuda_stream != first
     assert _is_own(side, simulated)
+
+
+def test_what_others_made_on_the_streams_is_not_for_a_capture(simulated: Torch) -> None:
+    sides = [SideStream(_DEVICE) for _ in range(3)]
+    elsewhere = simulated.new_stream(_DEVICE).cuda_stream
+    simulated.multiply(elsewhere)
+    keep_all_workspaces(sides)
+    assert elsewhere in simulated.workspaces  # nothing was cleared, because nothing was in the way
+    simulated.workspaces.clear()
+    simulated.multiply(sides[1].stream.cuda_stream)  # such as the rest of a step, after another's end
+    keep_all_workspaces(sides)
+    assert all(_is_own(side, simulated) for side in sides)
 
 
 @pytest.mark.parametrize("lanes", [0, 2])

@@ -19,7 +19,7 @@ from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.capture.parts import Between, CudaParts
 from lightning_cudagraph.capture.sentry import HostReads, Location, location_of
-from lightning_cudagraph.capture.side_streams import SideStream, stream_beside
+from lightning_cudagraph.capture.side_streams import SideStream, keep_all_workspaces, stream_beside
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
 __all__ = ["Backend", "CudaBackend", "Event", "Graph"]
@@ -246,9 +246,7 @@ class CudaBackend:
         gc.collect()
         torch.cuda.empty_cache()
         sides = self._sides()
-        for side in sides:
-            with torch.cuda.stream(side.stream):
-                side.keep_workspaces()
+        keep_all_workspaces(sides)
         # Replays do not wait for what this has just run on other streams, in memory that they use.
         torch.cuda.synchronize(self.device)
         if all(live.pool != self._pool for live in self._live):

@@ -13,12 +13,16 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["SideStream", "stream_beside"]
+__all__ = ["SideStream", "keep_all_workspaces", "stream_beside"]
+
+# Private: frees the workspaces of all handles on all streams.
+_clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
 # torch has 32 streams of a priority, and hands them out in turn.
 _STREAMS_OF_TORCH = 32
@@ -65,7 +69,7 @@ class _Lane:
             self.pool = torch.cuda.MemPool()
         with torch.cuda.stream(self.stream):
             self.keep_workspaces()
-        self._made_bytes = self._used_bytes()
+        self.note_workspaces(torch.cuda.memory_snapshot())
 
     def keep_workspaces(self) -> None:
         """On the current stream: have the workspaces made in the pool, where there are none."""
@@ -74,23 +78,31 @@ class _Lane:
             _matmul(operand.detach(), self.pool)
             _MatmulInBackward.apply(operand, self.pool).sum().backward()  # type: ignore[no-untyped-call]
 
-    def has_workspaces(self) -> bool:
+    def note_workspaces(self, snapshot: list[dict[str, Any]]) -> None:
+        """Note that all of them are in the pool.
+
+        Args:
+            snapshot: torch's, of all memory.
+        """
+        self._made_bytes = self._used_bytes(snapshot)
+
+    def has_workspaces(self, snapshot: list[dict[str, Any]]) -> bool:
         """Whether they are in the pool, as they were at first, once `keep_workspaces` has been called.
 
         They are not if others have multiplied matrices on the stream after they had been cleared.
         """
-        return self._used_bytes() >= self._made_bytes
+        return self._used_bytes(snapshot) >= self._made_bytes
 
-    def segments(self) -> list[dict[str, Any]]:
+    def segments(self, snapshot: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What the pool has taken of the device's memory."""
         # Out of all: asked for those of one pool, torch gives away references to the numbers of its
         # name that are not its own (pytorch#196366). From the 257th pool of a process on, Python frees
         # them for it, and crashes some time later.
         pool = self.pool.id
-        return [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == pool]
+        return [segment for segment in snapshot if segment["segment_pool_id"] == pool]
 
-    def _used_bytes(self) -> int:
-        return sum(segment["active_size"] for segment in self.segments())
+    def _used_bytes(self, snapshot: list[dict[str, Any]]) -> int:
+        return sum(segment["active_size"] for segment in self.segments(snapshot))
 
 
 # All of a process. Their graphs hold addresses in their pools, and so they are never given up.
@@ -126,7 +138,7 @@ def _take(device: torch.device) -> _Lane:
         for lane in [lane for lane in _FREE if lane.device == device]:
             with torch.cuda.stream(lane.stream):
                 lane.keep_workspaces()
-            if lane.has_workspaces():
+            if lane.has_workspaces(torch.cuda.memory_snapshot()):
                 _FREE.remove(lane)
                 return lane
         _LANES.append(_Lane(device))
@@ -165,4 +177,28 @@ class SideStream:
 
     def workspace_bytes(self) -> int:
         """Device memory that the workspaces take, in bytes."""
-        return sum(segment["total_size"] for segment in self._lane.segments())
+        segments = self._lane.segments(torch.cuda.memory_snapshot())
+        return sum(segment["total_size"] for segment in segments)
+
+
+def keep_all_workspaces(sides: Sequence[SideStream]) -> None:
+    """Before a capture: have the workspaces on all of its streams in their pools, and nowhere else.
+
+    Args:
+        sides: nothing runs on them, or on what waits for them.
+    """
+    for side in sides:
+        with torch.cuda.stream(side.stream):
+            side.keep_workspaces()
+    snapshot = torch.cuda.memory_snapshot()
+    lanes = [side._lane for side in sides]
+    if _clear_workspaces is None or all(lane.has_workspaces(snapshot) for lane in lanes):
+        return
+    # Cleared in the middle of a step, they were made anew by the rest of it, and not in the pools.
+    _clear_workspaces()
+    for side in sides:
+        with torch.cuda.stream(side.stream):
+            side.keep_workspaces()
+    snapshot = torch.cuda.memory_snapshot()
+    for lane in lanes:
+        lane.note_workspaces(snapshot)

@@ -130,8 +130,12 @@ def test_a_stream_on_which_others_have_multiplied_is_passed_over() -> None:
     _run(_OTHERS_MULTIPLY, CUBLAS_WORKSPACE_CONFIG=":16:8")
 
 
-def large_blocks(streams: int) -> tuple[Counter[int], list[str]]:
+def large_blocks(streams: int, clear: bool = False) -> tuple[Counter[int], list[str]]:
     """Where memory of the streams of a capture is; all that the step asks for itself is smaller.
+
+    Args:
+        streams: how many.
+        clear: workspaces are cleared in the middle of a warm-up step, which makes others then.
 
     Returns:
         For each stream, how many blocks of a MiB or more are alive in the pool of its workspaces; and
@@ -147,6 +151,8 @@ def large_blocks(streams: int) -> tuple[Counter[int], list[str]]:
 
     backend = CudaBackend(_DEVICE, streams=streams)
     with backend.on_side_stream():
+        if clear:
+            _clear_cuda_memory()
         step()
     graph, _ = backend.capture(step)
     graph.replay()
@@ -167,7 +173,7 @@ def large_blocks(streams: int) -> tuple[Counter[int], list[str]]:
 
 _WHERE = """
 from tests.gpu.test_side_streams import large_blocks
-inside, elsewhere = large_blocks(4)
+inside, elsewhere = large_blocks(4, clear={clear})
 assert not elsewhere, elsewhere
 # One at least for the handle of each of two threads.
 assert len(inside) == 4 and min(inside.values()) >= 2, inside
@@ -187,9 +193,11 @@ assert large_blocks(4)[1]
 """
 
 
+@pytest.mark.parametrize("clear", [False, True])
 @pytest.mark.parametrize("unified", [None, "0", "1"])
-def test_workspaces_lie_in_the_pools_of_their_streams(unified: str | None) -> None:
-    _run(_WHERE, **({} if unified is None else {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": unified}))
+def test_workspaces_lie_in_the_pools_of_their_streams(unified: str | None, clear: bool) -> None:
+    code = _WHERE.format(clear=clear)
+    _run(code, **({} if unified is None else {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": unified}))
 
 
 def test_without_a_product_for_cublaslt_its_workspaces_lie_elsewhere() -> None:
