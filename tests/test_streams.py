@@ -153,6 +153,7 @@ def test_the_fastest_is_chosen_if_it_is_worth_it(
 _MIB = 1 << 20
 
 
+@pytest.mark.parametrize("of", ["workspaces", "graphs"])
 @pytest.mark.parametrize(
     ("memory_bytes", "said"),
     [
@@ -163,19 +164,32 @@ _MIB = 1 << 20
     ],
 )
 def test_over_the_bound_on_memory_fewer_streams_are_used(
-    tmp_path: Path, memory_bytes: int | None, said: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, memory_bytes: int | None, said: str, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Each stream has workspaces, and the more there are, the faster.
-    monkeypatch.setattr(EmulatorBackend, "workspace_bytes", lambda backend: 9 * _MIB * backend.streams)
-    monkeypatch.setattr(
-        StreamChoice, "_replay_ms", lambda choice, captured: 1.0 / choice._backend.streams
-    )
+    tried: list[int] = []
+
+    def replay_ms(choice: StreamChoice, captured: Any) -> float:
+        tried.append(choice._backend.streams)
+        return 1.0 / tried[-1]
+
+    def workspace_bytes(backend: EmulatorBackend) -> int:
+        return 9 * _MIB * backend.streams if of == "workspaces" else 0
+
+    def graph_bytes(backend: EmulatorBackend) -> int:
+        return 9 * _MIB * backend.streams * len(backend._live) if of == "graphs" else 0
+
+    monkeypatch.setattr(EmulatorBackend, "workspace_bytes", workspace_bytes)
+    monkeypatch.setattr(EmulatorBackend, "graph_bytes", graph_bytes)
+    monkeypatch.setattr(StreamChoice, "_replay_ms", replay_ms)
     plain = _run(tmp_path / "plain", "cpu", None)
     graph = _run(tmp_path / "graph", "cpu", "auto", streams_memory_bytes=memory_bytes)
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
     assert graph.callback is not None
-    assert said in str(graph.callback.report)
+    report = str(graph.callback.report)
+    assert said in report
+    if memory_bytes is not None:  # workspaces that are too much are not even made
+        assert (f"not on {tried[-1]}: " in report) is (of == "graphs")
 
 
 def test_the_bound_of_a_loop_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +202,8 @@ def test_the_bound_of_a_loop_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> Non
         (weight * x).sum().backward()
         optimizer.step()
 
-    with GraphedStep(step, optimizers=optimizer, streams="auto", streams_memory_bytes=8 * _MIB) as run:
+    arguments: dict[str, Any] = {"streams": "auto", "streams_memory_bytes": 8 * _MIB}
+    with GraphedStep(step, optimizers=optimizer, backend="emulator", **arguments) as run:
         for _ in range(6):
             run(torch.ones(3))
         assert "not on 2: 9 MiB more, and 8 are allowed" in run.report

@@ -107,12 +107,21 @@ class _Trial:
     Attributes:
         streams: how many.
         replay_ms: how long a replay took, in milliseconds.
-        taken_bytes: device memory that it took.
+        taken_bytes: device memory that it took, workspaces included.
+        workspace_bytes: that of the workspaces.
     """
 
     streams: int
     replay_ms: float
     taken_bytes: int
+    workspace_bytes: int
+
+
+def _over(more_bytes: int, allowed_bytes: int) -> str:
+    """Why a capture that takes so much more memory is not used, or nothing."""
+    if more_bytes <= allowed_bytes:
+        return ""
+    return f"{more_bytes / 2**20:.0f} MiB more, and {allowed_bytes / 2**20:.0f} are allowed"
 
 
 def _said(best: _Trial, trials: list[_Trial], left_out: list[str]) -> str:
@@ -214,7 +223,12 @@ class StreamChoice:
                 return 1
             best, trials = one, [one]
             left_out: list[str] = []
+            allowed_bytes = self._auto.allowed_bytes(one.taken_bytes)
             for streams in _MORE_STREAMS:
+                # Workspaces stay where they are when a trial is over, and so are not made for one.
+                if over := _over((streams - 1) * one.workspace_bytes, allowed_bytes):
+                    left_out.append(f"{streams}: {over}")
+                    break
                 try:
                     trial = self._try(streams, capture, state)
                 except (SentBackError, CaptureError) as error:
@@ -223,12 +237,8 @@ class StreamChoice:
                 if trial is None:
                     left_out.append(f"{streams}: there was no memory to try it")
                     break
-                more_bytes = trial.taken_bytes - one.taken_bytes
-                if more_bytes > (allowed_bytes := self._auto.allowed_bytes(one.taken_bytes)):
-                    more_mib, allowed_mib = more_bytes / 2**20, allowed_bytes / 2**20
-                    left_out.append(
-                        f"{streams}: {more_mib:.0f} MiB more, and {allowed_mib:.0f} are allowed"
-                    )
+                if over := _over(trial.taken_bytes - one.taken_bytes, allowed_bytes):
+                    left_out.append(f"{streams}: {over}")
                     break
                 trials.append(trial)
                 if trial.replay_ms > (1 - _LEAST_GAIN) * best.replay_ms:
@@ -260,7 +270,8 @@ class StreamChoice:
                     for name, tensor in live.items():
                         tensor.copy_(copies[name])
                 self._backend.set_rng_state(rng_state)
-            return _Trial(streams, replay_ms, taken_bytes + self._backend.workspace_bytes())
+            workspace_bytes = self._backend.workspace_bytes()
+            return _Trial(streams, replay_ms, taken_bytes + workspace_bytes, workspace_bytes)
         finally:
             captured.release()
 
