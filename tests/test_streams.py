@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, LayerTimings
+from lightning_cudagraph.capture import stream_choice
 from lightning_cudagraph.capture.dataflow import Flow
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.stream_choice import (
@@ -230,6 +232,52 @@ def test_what_is_no_bound_on_memory(streams: Any, memory_bytes: Any, expected: s
         CUDAGraphCallback(streams=streams, streams_memory_bytes=memory_bytes)
     with pytest.raises(ConfigurationError, match=f"expected {expected}"):
         GraphedStep(lambda: None, streams=streams, streams_memory_bytes=memory_bytes)
+
+
+class _Towers(Branched):
+    """Products of a size that cuBLAS may split, with partial sums in scratch memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 4))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(tower(x) for tower in self.towers)
+
+
+class _AnotherFit(Callback):
+    """Comes to its end between two steps, and has what torch keeps for cuBLAS freed."""
+
+    def __init__(self, folder: Path, accelerator: str) -> None:
+        self._folder = folder
+        self._accelerator = accelerator
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 9:
+            other = {"accelerator": self._accelerator, "max_steps": 3, "checkpoint_every": 0}
+            train(make(Branched), self._folder, watched=False, **other)
+
+
+def test_another_fit_ends_meanwhile(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_choice, "_LEAST_GAIN", -10)  # the more streams, the better
+
+    def run(folder: Path, callback: CUDAGraphCallback | None) -> Trace:
+        other = (_AnotherFit(folder / "other", accelerator),)
+        batches = {"train_loader": loader(ragged=False), "callbacks": other, "max_epochs": 2}
+        return train(make(_Towers), folder, callback, accelerator=accelerator, **batches)
+
+    plain = run(tmp_path / "plain", None)
+    graph = run(tmp_path / "graph", CUDAGraphCallback(streams="auto"))
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 11
+    assert graph.counts.captures == 1
+    assert graph.callback is not None
+    assert "captured on 8 streams" in str(graph.callback.report)
 
 
 @pytest.mark.parametrize("streams", [0, -1, 17, 2.0, True, "all"])
