@@ -326,8 +326,8 @@ class StepRun:
             what="The loop",
             streams=settings.streams,
             agreement=self._processes,
+            counts=self.counts,
         )
-        engine.counts = self.counts
         lane = _Lane(
             signature, mode, engine, guards, verifier, habits, digest_of(f"{_shapes(batch)} {mode}")
         )

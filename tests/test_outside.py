@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError, VerificationError
-from lightning_cudagraph.capture import engine
+from lightning_cudagraph.capture.steps import Step
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.optimizers import Own
 
@@ -180,7 +180,7 @@ def test_the_verification_would_change_it(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: with what modules know alone, the check itself moves the state."""
-    monkeypatch.setattr(engine, "_all_state", lambda step, captured: step.state())
+    monkeypatch.setattr(Step, "all_state", lambda step, written: step.state())
     modules = [make(Center) for _ in range(2)]
     train(modules[0], tmp_path / "plain", accelerator=accelerator)
     try:

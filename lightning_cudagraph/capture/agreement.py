@@ -7,10 +7,11 @@ would do by itself, and all come to the same from what the others said.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
-__all__ = ["Agreement", "Intent"]
+__all__ = ["Agreement", "Intent", "of_ranks"]
 
 T = TypeVar("T")
 
@@ -38,3 +39,8 @@ class Agreement(Protocol):
 
     def tell(self, mine: T) -> list[T]:
         """Say something, and hear what the others said; in the order of their ranks."""
+
+
+def of_ranks(told: Iterable[str | None]) -> str:
+    """What processes have said, with their ranks."""
+    return "; ".join(f"{said} (rank {rank})" for rank, said in enumerate(told) if said)

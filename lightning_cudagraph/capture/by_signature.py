@@ -40,6 +40,9 @@ class GraphsBySignature(Generic[T]):
     Args:
         device_type: of the device that they run on.
         max_signatures: batches of how many signatures have graphs.
+
+    Attributes:
+        plain: those of which the next replay can be like the last one, with nothing around it, by place.
     """
 
     def __init__(self, device_type: str, max_signatures: int) -> None:
@@ -47,6 +50,7 @@ class GraphsBySignature(Generic[T]):
         self._max_signatures = max_signatures
         self._graphs: dict[Signature, _Graphs[T]] = {}
         self._latest: Signature | None = None
+        self.plain: dict[Place, CapturedStep[T]] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -71,6 +75,7 @@ class GraphsBySignature(Generic[T]):
 
     def release(self) -> None:
         """Let go of all of them, and of their memory."""
+        self.plain.clear()
         for captured in self.all():
             captured.release()
         self._graphs.clear()

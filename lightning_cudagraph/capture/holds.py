@@ -13,12 +13,13 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CAN_COUNT", "Gradients", "HandedOut", "Holds", "adopt", "gradients_of"]
+__all__ = ["CAN_COUNT", "GradientCopies", "Gradients", "HandedOut", "Holds", "adopt", "gradients_of"]
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
@@ -175,6 +176,47 @@ class HandedOut:
         """Give the parameters what they had before the step."""
         for parameter, gradient in self._found:
             parameter.grad = gradient
+
+
+class GradientCopies:
+    """Whether the parameters are given copies of the gradients of graphs, and those of one step.
+
+    Attributes:
+        are_given: they are, because somebody keeps a gradient; or because nobody could tell.
+        handed: the copies of the step at hand, if there are any.
+    """
+
+    def __init__(self) -> None:
+        self.are_given = not CAN_COUNT
+        self.handed: HandedOut | None = None
+
+    def begin(self, parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]) -> None:
+        """A step that works on these parameters begins, and they are given copies after it."""
+        self.handed = HandedOut(chain(*parameters()))
+
+    def move_apart(
+        self, dropped: list[nn.Parameter], added: list[nn.Parameter], can_be_kept: Callable[[], bool]
+    ) -> None:
+        """The graph would add to gradients where they are: elsewhere, if somebody keeps those.
+
+        Args:
+            dropped: the parameters whose gradients the step drops.
+            added: those to whose it adds.
+            can_be_kept: whether code of the user's can keep gradients between two steps.
+        """
+        if not self.are_given and can_be_kept() and Holds.is_one_kept(added):
+            self.are_given = True
+        if self.are_given:
+            self.handed = self.handed or HandedOut([*dropped, *added])
+            for parameter in added:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+
+    def put_back(self) -> None:
+        """The step runs without a graph: give the parameters what they had before it."""
+        if self.handed is not None:
+            self.handed.put_back()
+            self.handed = None
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.batch import flatten_batch
 from lightning_cudagraph.capture.graph import Cut
+from lightning_cudagraph.capture.writes import storage_id, whole
 
 __all__ = ["MAKES_GRADIENTS", "Phase", "Place", "Step", "StepCounts"]
 
@@ -138,6 +139,19 @@ class Step(Generic[T]):
     mend: Callable[[], None] = lambda: None
     unlike_others: str = ""
     run_last: Callable[[], object] | None = None
+
+    def all_state(self, written: Iterable[Tensor]) -> dict[str, Tensor]:
+        """All that it changes: by name what is known, and whatever else a capture saw it write."""
+        state = self.state()
+        known = {storage_id(tensor) for tensor in state.values()}
+        for tensor in written:
+            if storage_id(tensor) not in known:
+                known.add(storage_id(tensor))
+                shape = "x".join(map(str, tensor.shape)) or "one number"
+                state[f"a tensor that no module knows as its own ({len(state)}, {shape})"] = whole(
+                    tensor
+                )
+        return state
 
     @property
     def description(self) -> str:

@@ -1,0 +1,210 @@
+"""How a graph is made of a step, in all processes or in none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from lightning_cudagraph.capture.agreement import Agreement, of_ranks
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.batch import Signature, flatten_batch
+from lightning_cudagraph.capture.branches import SentBackError
+from lightning_cudagraph.capture.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.carried import CarriedTensors
+from lightning_cudagraph.capture.compiled import CompiledCode
+from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
+from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.holds import GradientCopies, Holds
+from lightning_cudagraph.capture.standing import StandingGraphs
+from lightning_cudagraph.capture.static import StaticBatch
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step, StepCounts
+from lightning_cudagraph.capture.stream_choice import StreamChoice
+from lightning_cudagraph.capture.writes import storage_id
+from lightning_cudagraph.errors import CaptureError, CUDAGraphError, UnsupportedError
+
+__all__ = ["Captures"]
+
+T = TypeVar("T")
+
+_REPORT_IT = "This is a fault of the package's, and should not be: please report it."
+
+
+def _refuse_shared_memory(batch: object, captured: CapturedStep[T]) -> None:
+    """Refuse a step that writes the memory of its batch by another name: it would read a copy."""
+    written = {storage_id(tensor) for tensor in captured.written}
+    for path, leaf in flatten_batch(batch):
+        if isinstance(leaf, Tensor) and storage_id(leaf) in written:
+            raise CaptureError(
+                f"The training step writes into memory that `{path}` lies in; a graph reads a copy of"
+                f" `{path}` that was made before.",
+                "Pass a copy, `tensor.clone()`, or use in the step what the tensor is taken from.",
+            )
+
+
+def _portable(error: UnsupportedError) -> tuple[str, str, bool]:
+    return error.reason, error.remedy, error.in_optimizer
+
+
+def _failure_of_ranks(told: Iterable[tuple[str, str, bool] | None]) -> UnsupportedError | None:
+    """The first error that a process has met, for those that have not met it."""
+    for rank, error in enumerate(told):
+        if error is not None:
+            reason, remedy, in_optimizer = error
+            return UnsupportedError(f"On rank {rank}: {reason}", remedy, in_optimizer=in_optimizer)
+    return None
+
+
+class Captures(Generic[T]):
+    """Makes graphs of the steps of a run.
+
+    Args:
+        backend: where steps run.
+        guards: what a graph bakes in.
+        carried: attributes whose tensors are others in every step.
+        graphs: those that there are.
+        standing: told what cannot be captured.
+        copies: of the gradients of graphs.
+        streams: on how many the steps are captured.
+        compiled: the compiled code that the steps call.
+        counts: what became of the steps.
+        on_capture: told of each capture that succeeded: of what, and how many milliseconds it took.
+        agreement: with the other processes of the run, or None if there are none.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        guards: Guards,
+        carried: CarriedTensors,
+        graphs: GraphsBySignature[T],
+        standing: StandingGraphs[T],
+        copies: GradientCopies,
+        streams: StreamChoice,
+        compiled: CompiledCode,
+        counts: StepCounts,
+        on_capture: Callable[[Step[T], float], None] | None,
+        agreement: Agreement | None,
+    ) -> None:
+        self._backend = backend
+        self._guards = guards
+        self._carried = carried
+        self._graphs = graphs
+        self._standing = standing
+        self._copies = copies
+        self._streams = streams
+        self._compiled = compiled
+        self._counts = counts
+        self._on_capture = on_capture
+        self._agreement = agreement
+
+    def attempt(self, step: Step[T], signature: Signature) -> tuple[CapturedStep[T] | None, str, bool]:
+        """Capture a step, in all processes or in none.
+
+        Args:
+            step: the step.
+            signature: that of its batch.
+
+        Returns:
+            The captured step; or why there is none, and whether that was an error of the user's code in
+            this process.
+
+        Raises:
+            UnsupportedError: if it cannot be captured, and that was to raise.
+        """
+        captured: CapturedStep[T] | None = None
+        failure: UnsupportedError | None = None
+        raised = ""
+        try:
+            with Holds.of_captures_apart():
+                captured = self._capture(step, signature)
+        except UnsupportedError as error:
+            failure = error
+        except CUDAGraphError:
+            raise
+        except Exception as error:
+            raised = f"{type(error).__name__} in the capture: {error}"
+        mine = bool(raised)
+        is_broken = step.is_broken()
+        if self._agreement is not None:
+            told = self._agreement.tell((failure and _portable(failure), raised, is_broken))
+            reasons, texts, broken = zip(*told, strict=True)
+            is_broken = any(broken)
+            if captured is not None and (any(reasons) or any(texts)):
+                captured.release()
+                captured = None
+                self._counts.captures -= 1
+                failure = _failure_of_ranks(reasons)
+                raised = "" if failure else of_ranks(texts)
+                mine = False
+        if is_broken:
+            step.mend()
+        if failure is not None:
+            self._standing.unsupported(failure)  # and put into the words of what these steps are
+            return None, failure.reason, False
+        return captured, raised, mine
+
+    def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
+        try:
+            return self._capture_once(step, signature)
+        except SentBackError as error:
+            reason = str(error)
+        if not self._streams.send_back(reason):
+            raise CaptureError(f"The training step cannot be captured: {reason}.", _REPORT_IT)
+        return self._capture_once(step, signature)
+
+    def _capture_once(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
+        self._graphs.plain.clear()  # each is to be replayed by `step` once more, after what comes now
+        self._guards.watch()
+        self._carried.watch()
+        if moving := self._guards.moving():
+            raise UnsupportedError(
+                f"Between any two steps, {moving}: a graph would be stale at once.",
+                'Keep it constant, or pass `scope="forward_backward"`.',
+                in_optimizer=True,
+            )
+        maker = self._graphs.maker(step, signature)
+        if isinstance(maker, CapturedStep):
+            maker.put_back_gradients()
+        else:
+            self._copies.move_apart(*step.parameters(), step.kept)
+        started_s = time.perf_counter()
+        with step.transaction(), outside_inference_mode(), self._compiled.one_look():
+            self._carried.place()
+            static = self._graphs.static_of(signature) or StaticBatch(step.batch)
+            static.copy_from(step.batch)
+
+            def capture(takes: tuple[bool, ...], kept: bool) -> CapturedStep[T]:
+                in_one_place = step.in_window and step.place == MAKES_GRADIENTS
+                return CapturedStep(
+                    self._backend,
+                    static,
+                    step.record,
+                    *step.parameters(),
+                    takes,
+                    in_one_place,
+                    kept,
+                    self._compiled,
+                )
+
+            self._streams.settle(
+                lambda: capture((False,), kept=False),
+                lambda captured: step.all_state(captured.written),
+            )
+            captured = capture(step.takes, step.kept())
+        self._streams.captured()
+        try:
+            _refuse_shared_memory(step.batch, captured)
+        except UnsupportedError:
+            captured.release()
+            raise
+        self._guards.take()
+        capture_ms = (time.perf_counter() - started_s) * 1e3
+        self._counts.captures += 1
+        self._counts.capture_ms += capture_ms
+        self._counts.memory_bytes = self._backend.graph_bytes()
+        if self._on_capture is not None:
+            self._on_capture(step, capture_ms)
+        return captured
