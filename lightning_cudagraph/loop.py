@@ -45,7 +45,8 @@ from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.optimizer_part import OptimizerPart
 from lightning_cudagraph.plain_replay import PlainReplay
 from lightning_cudagraph.profilers import around_replays, profiler_notes, progress_bar_notes
-from lightning_cudagraph.recording import Recorder, StepBody, StepOutputs
+from lightning_cudagraph.recorded_step import StepBody, StepOutputs
+from lightning_cudagraph.recording import Recorder
 from lightning_cudagraph.replicas import Replicas
 from lightning_cudagraph.run_times import RunTimes, batch_of_step
 from lightning_cudagraph.settings import Settings

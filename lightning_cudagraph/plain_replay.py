@@ -23,7 +23,7 @@ from lightning_cudagraph.inner_hooks import InnerHooks
 from lightning_cudagraph.logs import Logs
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.optimizer_part import OptimizerPart
-from lightning_cudagraph.recording import StepOutputs
+from lightning_cudagraph.recorded_step import StepOutputs
 from lightning_cudagraph.replicas import Replicas
 from lightning_cudagraph.timing.clock import FitClock
 

@@ -50,6 +50,7 @@ FLOORS = [
         "marked_steps",
         "optimizer_part",
         "plain_replay",
+        "recorded_step",
         "recording",
         "run_times",
         "transfer",
