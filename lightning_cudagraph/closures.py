@@ -5,9 +5,11 @@ from __future__ import annotations
 import copyreg
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -57,6 +59,27 @@ class GraphedOptimization(_AutomaticOptimization):
 
     call: Call
     skipped: Callable[[str], None]
+
+    def install(
+        self,
+        loop: _TrainingEpochLoop,
+        call: Call,
+        skipped: Callable[[str], None],
+        patches: ExitStack,
+    ) -> None:
+        """Take the place of a loop's own until `patches` is closed, with all that is in it."""
+        original = loop.automatic_optimization
+        self.__dict__.update(original.__dict__)
+        self.call = call
+        self.skipped = skipped
+
+        def give_back() -> None:
+            del self.call, self.skipped
+            original.__dict__.update(self.__dict__)
+            loop.automatic_optimization = original
+
+        loop.automatic_optimization = self
+        patches.callback(give_back)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are Lightning's own, and belong to no run with graphs."""

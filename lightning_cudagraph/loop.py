@@ -9,12 +9,11 @@ through one `ExitStack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,23 +21,18 @@ from torch.optim import Optimizer
 from lightning_cudagraph.advance import QuickAdvance
 from lightning_cudagraph.capture.agreement import Agreement
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import copied_leaf, map_leaves
 from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.compiled import compilations
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.graph import Cut
-from lightning_cudagraph.capture.guards import Guards
-from lightning_cudagraph.capture.recomputed import detach_recomputed
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
 from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.compiled_step import compile_step, is_step_compiled, logging_uncompiled
-from lightning_cudagraph.errors import HookError, UnsupportedError
-from lightning_cudagraph.hooks import gradients_unseen, undisturbed
+from lightning_cudagraph.eager_steps import EagerSteps
+from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.hand_over import HandOver
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.inner_hooks import InnerHooks
-from lightning_cudagraph.marked_steps import timed_closure, timed_stages
 from lightning_cudagraph.metric_states import StepMetrics
 from lightning_cudagraph.metrics import is_metric
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
@@ -48,11 +42,12 @@ from lightning_cudagraph.profilers import around_replays, profiler_notes, progre
 from lightning_cudagraph.recorded_step import StepBody, StepOutputs
 from lightning_cudagraph.recording import Recorder
 from lightning_cudagraph.replicas import Replicas
-from lightning_cudagraph.run_times import RunTimes, batch_of_step
+from lightning_cudagraph.run_times import RunTimes, step_number
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import check_private_names
 from lightning_cudagraph.timing.layers import untimed_notes
-from lightning_cudagraph.timing.marks import StepMarks
+from lightning_cudagraph.training_guards import training_guards
+from lightning_cudagraph.training_steps import TrainingSteps
 from lightning_cudagraph.transfer import BatchTransfer
 
 __all__ = ["GraphedTraining"]
@@ -93,8 +88,6 @@ class GraphedTraining:
         self._patches = ExitStack()
         self._replicas = Replicas(trainer.strategy)
         self._in_step = False
-        self._marks: StepMarks | None = None  # of an eager step that is under way
-        self._phase = Phase.EAGER
         self._part = OptimizerPart(
             trainer,
             module,
@@ -106,26 +99,8 @@ class GraphedTraining:
         self._metrics = StepMetrics(module, trainer, backend, host_rules(trainer, settings.harmless))
         self._optimization = GraphedOptimization.__new__(GraphedOptimization)
         self._hooks = InnerHooks(trainer, module, lambda: self._part.behind is not None)
-        self._guards = Guards(
-            module,
-            lambda: {
-                **self._part.cheap_state(),
-                **self._metrics.described(),
-                "the hooks inside the step": self._hooks.named(),
-            },
-            self._part.thorough_state,
-            OWN_ATTRIBUTES | settings.harmless,
-            lambda: (*self._part.quick_state(), *self._hooks.quick(), self._metrics.fits()),
-            lambda: undisturbed(trainer, module),
-            self._metrics.stays_on_host,
-            lambda: self._part.optimizer.places(),
-            {"trainer": trainer},
-            self._metrics.host_names,
-            lambda: {
-                f"parameter {index} in param group {group_idx} of the optimizer": parameter
-                for group_idx, group in enumerate(self._part.optimizer.optimizer.param_groups)
-                for index, parameter in enumerate(group["params"])
-            },
+        self._guards = training_guards(
+            trainer, module, self._part, self._hooks, self._metrics, settings.harmless
         )
         carried = CarriedTensors(module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric)
         self._recorder = Recorder(
@@ -163,6 +138,27 @@ class GraphedTraining:
             on_capture=self._captured,
             agreement=agreement,
         )
+        self._eager = EagerSteps(trainer, module, self._recorder.logs, self._replicas, self._times)
+        self._hand_over = HandOver(
+            trainer, self._optimization, self._guards, self._hooks, self._metrics, self._times
+        )
+        self._steps = TrainingSteps(
+            trainer,
+            module,
+            backend,
+            self._optimization,
+            self._engine,
+            self._verifier,
+            self._recorder,
+            self._part,
+            self._hooks,
+            self._metrics,
+            self._replicas,
+            self._times,
+            self._eager,
+            self._hand_over,
+            is_timed=settings.timings is not None,
+        )
         # Last, because it changes the optimizer: nothing after it may fail.
         self._part.prepare(trainer.optimizers[0])
 
@@ -185,20 +181,8 @@ class GraphedTraining:
             self._patches.enter_context(logging_uncompiled())
         if self._settings.compile:
             compile_step(self._module, self._backend.device, self._patches)
-        original = loop.automatic_optimization
         graphed = self._optimization
-        graphed.__dict__.update(original.__dict__)
-        graphed.call = self._call_closure
-        graphed.skipped = self._engine.counts.note_eager
-
-        def give_back() -> None:
-            del graphed.call, graphed.skipped
-            original.__dict__.update(graphed.__dict__)
-            loop.automatic_optimization = original
-
-        loop.automatic_optimization = graphed
-        self._patches.callback(give_back)
-
+        graphed.install(loop, self._call_closure, self._engine.counts.note_eager, self._patches)
         self._eager_step: Callable[..., Any] = strategy.optimizer_step
         replace_method(strategy, "optimizer_step", self._optimizer_step, self._patches)
         self._transfer = BatchTransfer(
@@ -214,7 +198,7 @@ class GraphedTraining:
         self._advance = QuickAdvance(
             self._trainer,
             self._module,
-            lambda: self._phase is Phase.CAPTURED,
+            lambda: self._steps.phase is Phase.CAPTURED,
             self._transfer,
             PlainReplay(
                 self._trainer,
@@ -225,7 +209,7 @@ class GraphedTraining:
                 logs,
                 self._clock,
                 self._replicas,
-                self._account_plain,
+                self._hand_over.account_plain,
             ),
             logs,
             self._suspect_between,
@@ -278,7 +262,8 @@ class GraphedTraining:
             The report.
         """
         notes = [*self._notes(), *notes]
-        return self._times.report(description, self.counts, notes, evaluation, self._step_number())
+        step = step_number(self._trainer)
+        return self._times.report(description, self.counts, notes, evaluation, step)
 
     def _notes(self) -> list[str]:
         notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
@@ -305,15 +290,12 @@ class GraphedTraining:
 
     def _announce(self, text: str) -> None:
         rank_zero_info(f"lightning_cudagraph: {text}")
-        self._times.happened(text, self._step_number())
+        self._times.happened(text, step_number(self._trainer))
 
     def _captured(self, step: Step[StepOutputs], capture_ms: float) -> None:
         taken_mib = self.counts.memory_bytes / 2**20
         text = f"Captured in {capture_ms:.0f} ms: {step.description}. {taken_mib:.1f} MiB taken so far."
-        self._times.happened(text, self._step_number())
-
-    def _step_number(self) -> int:
-        return self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._times.happened(text, step_number(self._trainer))
 
     def _steps_before(self) -> int:
         """How many steps of the optimizer came before the one that the batch at hand belongs to."""
@@ -337,10 +319,10 @@ class GraphedTraining:
             # The closure is what is captured, wherever the optimizer calls it.
             with self._part.arithmetic(optimizer, capturing=False):
                 result = self._eager_step(optimizer, closure, model, **kwargs)
-            self._times.pace.tick(self._phase)
-            if self._phase is Phase.CAPTURED:  # only now it has ended
+            self._times.pace.tick(self._steps.phase)
+            if self._steps.phase is Phase.CAPTURED:  # only now it has ended
                 is_next_due = self._clock.is_due(self._steps_before() + 1)
-                self._clock.ended(None, self._step_number(), is_next_due)
+                self._clock.ended(None, step_number(self._trainer), is_next_due)
             return result
         returned: list[Any] = []
         body = StepBody(
@@ -349,21 +331,18 @@ class GraphedTraining:
             lambda capturing: self._part.arithmetic(optimizer, capturing),
             self._place(closure, steps=True),
         )
-        outputs = self._step(
+        outputs = self._steps.take(
             closure, body, lambda: returned.append(self._run(optimizer, closure, model, kwargs))
         )
-        self._times.pace.tick(self._phase)
+        self._times.pace.tick(self._steps.phase)
         return returned[0] if outputs is None else outputs
 
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
         """In the place of `Closure.__call__`."""
 
         def eagerly() -> Tensor | None:
-            self._use_own_batch(closure)
-            if self._marks is None:
-                return plain()
-            with timed_closure(closure, self._marks):
-                return plain()
+            self._transfer.use_own(closure)
+            return self._eager.call(closure, plain)
 
         if self._in_step:
             with self._part.optimizer.floats_inside():
@@ -371,107 +350,13 @@ class GraphedTraining:
         # The optimizer steps behind the graph, or not at all on this batch.
         optimizer = EagerOptimizer(self._part.optimizer.optimizer)
         place = self._place(closure, steps=False)
-        body = StepBody(lambda inner: inner(), optimizer, self._no_arithmetic, place)
+        body = StepBody(lambda inner: inner(), optimizer, lambda capturing: nullcontext(), place)
         loss: list[Tensor | None] = []
-        outputs = self._step(closure, body, lambda: loss.append(eagerly()))
+        outputs = self._steps.take(closure, body, lambda: loss.append(eagerly()))
         return loss[0] if outputs is None else outputs
 
     def _place(self, closure: GraphClosure, steps: bool) -> Place:
         return Place(closure.drops_gradients, steps, self._replicas.syncs)
-
-    def _use_own_batch(self, closure: GraphClosure) -> None:
-        """Before an eager step: what it keeps of its batch stays as it is, also where graphs go on."""
-        before = closure.batch
-        if (batch := self._transfer.own(before)) is before:
-            return
-        closure.kwargs[next(iter(closure.kwargs))] = batch
-        results = self._trainer.fit_loop.epoch_loop._results
-        if results.batch is before:  # of which `self.log` takes the batch size
-            results.batch = batch
-
-    def _step(self, closure: GraphClosure, body: StepBody, run: Callable[[], object]) -> Tensor | None:
-        """Take a batch through its phase; returns the loss if it was replayed."""
-        self._hooks.watch(closure, self._part.optimizer.optimizer)
-        place = body.place
-        logs = self._recorder.logs
-        logs.settle()
-        steps_before = self._steps_before()
-
-        def run_eagerly() -> None:
-            detach_recomputed(self._module)
-            compiled_before = compilations()
-            with logs.noted():
-                run()
-            if compilations() != compiled_before:
-                self._times.pace.pause()  # no step takes that long again
-            self._replicas.ran(place)
-
-        def run_marked() -> None:
-            self._marks = self._times.eager_marks(body.has_optimizer)
-            try:
-                with self._marks.recording(), timed_stages(self._marks, self._trainer, self._module):
-                    run_eagerly()
-                self._times.eager_clock.ended(
-                    self._marks, self._step_number(), False, *batch_of_step(self._trainer)
-                )
-            finally:
-                self._marks = None
-            self._times.pace.pause()  # its own time has that of the marking in it
-
-        def refresh() -> None:
-            body.optimizer.refresh()
-            self._metrics.adopt()
-            logs.before_replay(place)
-
-        def record(batch: Any, cut: Cut, timed: bool) -> StepOutputs:
-            with self._replicas.undone():  # each capture of the step begins where the first one does
-                layers = self._times.layers if timed else None
-                return self._recorder.record(batch, closure, body, layers, cut)
-
-        step = Step(
-            batch=closure.batch,
-            run=run_eagerly,
-            record=record,
-            rehearse=lambda batch: self._recorder.record(batch, closure, body, None, None),
-            between=lambda outputs, index: self._host_turn(outputs, index, closure, body),
-            values=StepOutputs.values,
-            state=lambda: {**self._part.state(place), **self._metrics.tensors()},
-            transaction=self._undone,
-            parameters=lambda: self._part.parameters(place),
-            place=place,
-            is_broken=self._replicas.is_broken,
-            mend=self._replicas.mend,
-            unlike_others=self._replicas.unlike_others(place),
-            in_window=self._trainer.accumulate_grad_batches > 1,
-            kept=lambda: (
-                self._part.behind is not None or not gradients_unseen(self._trainer, self._module)
-            ),
-            learning=self._learning,
-            takes=self._times.takes(place, self._trainer.accumulate_grad_batches),
-            timed=self._clock.is_due(steps_before),
-            upcoming=lambda outputs: self._clock.upcoming(outputs.marks),
-            copying=self._clock.copying,
-            run_last=run_marked if self._settings.timings is not None else None,
-        )
-        checked = self._verifier.checked
-        self._phase, outputs = self._engine.step(step, refresh)
-        if self._phase is not Phase.CAPTURED or self._verifier.checked != checked:
-            self._clock.interrupted()
-        if outputs is not None:
-            self._replicas.replayed(place)
-            loss = self._take_outputs(outputs, closure)
-            is_next_due = self._clock.is_due(steps_before + body.has_optimizer)
-            marks = outputs.marks if step.timed else None
-            batch = batch_of_step(self._trainer)
-            self._clock.ended(marks, self._step_number(), is_next_due, *batch)
-            return loss
-        if self._phase is Phase.WARMING:
-            logs.warmed_up(place, closure.batch)
-            # An eager step that is compared in time must have ended.
-            self._backend.synchronize()
-            if closure._result is not None and closure._result.closure_loss is None:
-                self._engine.unsupported(self._recorder.returned_none())
-        return None
 
     def _run(self, optimizer: Optimizer, closure: Any, model: Any, kwargs: dict[str, Any]) -> Any:
         """The training step, eagerly, in the arithmetic of the captured one."""
@@ -482,75 +367,3 @@ class GraphedTraining:
                 return self._eager_step(optimizer, closure, model, **kwargs)
             finally:
                 self._in_step = False
-
-    @contextmanager
-    def _no_arithmetic(self, capturing: bool) -> Iterator[None]:
-        yield
-
-    @contextmanager
-    def _learning(self) -> Iterator[None]:
-        with self._metrics.learning(), self._hooks.learning():
-            yield
-
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self._recorder.undone())
-            stack.enter_context(self._part.undone())
-            stack.enter_context(self._replicas.undone())
-            self._metrics.prepare()
-            yield
-
-    def _host_turn(
-        self, outputs: StepOutputs, index: int, closure: GraphClosure, body: StepBody
-    ) -> None:
-        """Call the hooks in the middle of a replay, where they are called in an eager step."""
-        turn = outputs.turns[index]
-        turn.logs.hand_over(self._trainer)
-        self._count_zero_grads(turn.zero_grads)
-        turn.run(closure)
-        body.optimizer.refresh()
-        self._metrics.adopt()
-        if change := self._guards.changed():
-            raise HookError(
-                f"In the middle of a step that is replayed, after {turn.whose}, {change}; the rest of"
-                " the graph holds what was there at the capture.",
-                "Change it in `on_train_batch_start` or `on_train_batch_end`.",
-            )
-
-    def _take_outputs(self, outputs: StepOutputs, closure: GraphClosure) -> Tensor:
-        """After a replay: hand on what Lightning would have had from an eager step."""
-        # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
-        result = ClosureResult(None, extra=map_leaves(outputs.extra, copied_leaf))
-        loss = outputs.logs.hand_over(self._trainer)
-        assert loss is not None
-        result.loss = loss
-        closure._result = result
-        self._account(outputs)
-        return loss
-
-    def _account(self, outputs: StepOutputs) -> None:
-        """After a replay: do what the host does after any, but for the logs."""
-        self._count_zero_grads(outputs.zero_grads)
-        for attribute in outputs.recomputed:
-            attribute.hand_over()
-        self._metrics.count_references()
-        if outputs.after_backward:
-            self._hooks.run_after_backward()
-
-    def _account_plain(self, outputs: StepOutputs, has_optimizer: bool) -> None:
-        """After a replay that did not come through `_optimizer_step` or `_call_closure`."""
-        self._account(outputs)
-        is_next_due = self._clock.is_due(self._steps_before() + has_optimizer)
-        batch = batch_of_step(self._trainer)
-        self._clock.ended(outputs.marks, self._step_number(), is_next_due, *batch)
-        if has_optimizer:
-            self._times.pace.tick(self._phase)
-
-    def _count_zero_grads(self, number: int) -> None:
-        """Count the drops of gradients that a replay has done, as Lightning counts its own."""
-        zero_grad = self._optimization.optim_progress.optimizer.zero_grad
-        for _ in range(number):
-            zero_grad.increment_ready()
-            zero_grad.increment_started()
-            zero_grad.increment_completed()

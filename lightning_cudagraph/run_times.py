@@ -28,7 +28,7 @@ from lightning_cudagraph.timing.trace import TraceWriter
 from lightning_cudagraph.timing.whole_steps import WholeSteps
 from lightning_cudagraph.timing.windows import ReadingWindow
 
-__all__ = ["RunTimes", "batch_of_step"]
+__all__ = ["RunTimes", "batch_of_step", "step_number"]
 
 # Of several processes; all of them make the same.
 _runs = 0
@@ -48,6 +48,11 @@ def batch_of_step(trainer: pl.Trainer) -> tuple[int, bool]:
         return 0, True
     loop = trainer.fit_loop.epoch_loop
     return loop.batch_idx % n_batches, not loop._should_accumulate()
+
+
+def step_number(trainer: pl.Trainer) -> int:
+    """The step at hand as the trainer's loggers count it."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 class RunTimes:

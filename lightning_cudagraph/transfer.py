@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_cudagraph.capture.static import StaticBatch
+from lightning_cudagraph.closures import GraphClosure
 from lightning_cudagraph.hooks import batches_unseen
 
 __all__ = ["TRANSFER", "BatchTransfer"]
@@ -112,6 +113,20 @@ class BatchTransfer:
             return batch
         _, batch, args, kwargs = self._handed
         return self._original(batch, *args, **kwargs)
+
+    def use_own(self, closure: GraphClosure) -> None:
+        """Before an eager step: what it keeps of its batch stays as it is, also where graphs go on.
+
+        Args:
+            closure: Lightning's, for the batch.
+        """
+        before = closure.batch
+        if (batch := self.own(before)) is before:
+            return
+        closure.kwargs[next(iter(closure.kwargs))] = batch
+        results = self._trainer.fit_loop.epoch_loop._results
+        if results.batch is before:  # of which `self.log` takes the batch size
+            results.batch = batch
 
     def _is_unseen(self) -> bool:
         by_lightning = getattr(self._original, "__func__", None) is Strategy.batch_to_device

@@ -46,6 +46,8 @@ FLOORS = [
     [
         "advance",
         "distributed",
+        "eager_steps",
+        "hand_over",
         "manual",
         "marked_steps",
         "optimizer_part",
@@ -53,6 +55,8 @@ FLOORS = [
         "recorded_step",
         "recording",
         "run_times",
+        "training_guards",
+        "training_steps",
         "transfer",
     ],
     ["eager_times", "evaluation", "loop"],
