@@ -13,17 +13,18 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_cudagraph.arguments import check_arguments, check_company
 from lightning_cudagraph.capture import stream_choice
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, AskedStreams, are_streams
+from lightning_cudagraph.capture.stream_choice import AskedStreams
 from lightning_cudagraph.distributed import (
     Distributed,
     check_nccl,
     settle_nccl,
     wrapped_on_side_stream,
 )
-from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.evaluation import GraphedEvaluation
 from lightning_cudagraph.layer_timings import LayerTimings
 from lightning_cudagraph.loop import GraphedTraining
@@ -32,7 +33,6 @@ from lightning_cudagraph.support import (
     DEFAULT_WARMUP_STEPS,
     BackendName,
     Stage,
-    callbacks_of,
     check_run,
     check_where_evaluated,
     make_backend,
@@ -42,10 +42,6 @@ from lightning_cudagraph.timing.report import evaluation_report
 __all__ = ["CUDAGraphCallback"]
 
 _AUTOMATIC_LAYERS = LayerTimings()
-
-
-def _is_whole(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 class CUDAGraphCallback(Callback):
@@ -136,61 +132,20 @@ class CUDAGraphCallback(Callback):
         streams: AskedStreams | None = None,
         streams_memory_bytes: int | None = None,
     ) -> None:
-        if not (timings is None or isinstance(timings, LayerTimings)):
-            raise ConfigurationError(
-                f"`CUDAGraphCallback(timings={timings!r})`: expected a `LayerTimings`, such as"
-                ' `LayerTimings(modules=["blocks.*"])`, or None for no timings.'
-            )
-        if warmup_steps is not None and (not isinstance(warmup_steps, int) or warmup_steps < 1):
-            raise ConfigurationError(
-                f"`CUDAGraphCallback(warmup_steps={warmup_steps!r})`: expected an int of at least 1,"
-                " because optimizers make their state in their first step. Leave it out for the default."
-            )
-        if not _is_whole(verify_replays, 0) or not (
-            verify_every_n_steps is None or _is_whole(verify_every_n_steps, 1)
-        ):
-            raise ConfigurationError(
-                f"`CUDAGraphCallback(verify_replays={verify_replays!r},"
-                f" verify_every_n_steps={verify_every_n_steps!r})`: expected an int of at least 0, and"
-                " an int of at least 1 or None."
-            )
-        if not isinstance(evaluation, bool):
-            raise ConfigurationError(
-                f"`CUDAGraphCallback(evaluation={evaluation!r})`: expected True, to capture the steps of"
-                " validation, test and prediction too, or False."
-            )
-        if not isinstance(compile, bool):
-            raise ConfigurationError(
-                f"`CUDAGraphCallback(compile={compile!r})`: expected True, to compile the training step,"
-                " or False. For other modes and backends, compile the module, or a part of it, yourself."
-            )
-        if isinstance(harmless, str) or not (
-            isinstance(harmless, Sequence) and all(isinstance(name, str) for name in harmless)
-        ):
-            raise ConfigurationError(
-                f"`CUDAGraphCallback(harmless={harmless!r})`: expected a list of names, such as"
-                ' `["counter", "print"]`.'
-            )
-        if streams is not None and not are_streams(streams):
-            raise ConfigurationError(
-                f"`CUDAGraphCallback(streams={streams!r})`: expected an int from 1 to {MAX_STREAMS},"
-                ' "auto" for the fastest of 1, 2, 4 and 8, or None for the default.'
-            )
-        if expected := stream_choice.wrong_bound(streams, streams_memory_bytes):
-            raise ConfigurationError(
-                f"`CUDAGraphCallback(streams_memory_bytes={streams_memory_bytes!r})`: expected"
-                f" {expected}."
-            )
-        for name, value, allowed in (
-            ("scope", scope, ("auto", "step", "forward_backward")),
-            ("on_unsupported", on_unsupported, ("raise", "eager")),
-            ("backend", backend, ("auto", "cuda", "emulator", "off")),
-        ):
-            if value not in allowed:
-                raise ConfigurationError(
-                    f"`CUDAGraphCallback({name}={value!r})`: expected one of"
-                    f" {', '.join(map(repr, allowed))}."
-                )
+        check_arguments(
+            scope=scope,
+            warmup_steps=warmup_steps,
+            on_unsupported=on_unsupported,
+            timings=timings,
+            verify_replays=verify_replays,
+            verify_every_n_steps=verify_every_n_steps,
+            evaluation=evaluation,
+            compile=compile,
+            harmless=harmless,
+            backend=backend,
+            streams=streams,
+            streams_memory_bytes=streams_memory_bytes,
+        )
         self.scope = scope
         self.warmup_steps = warmup_steps
         self.on_unsupported = on_unsupported
@@ -223,29 +178,7 @@ class CUDAGraphCallback(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close()  # a run that another callback's exception ended before our hooks
-        foreign = [c for c in type(trainer).__mro__ if c.__module__.startswith("pytorch_lightning")]
-        if foreign:
-            raise ConfigurationError(
-                f"The trainer is a `{foreign[0].__module__}.{foreign[0].__qualname__}`; expected one of"
-                " `lightning.pytorch`. The two packages do not mix: import `Trainer` with"
-                " `from lightning.pytorch import Trainer`, or leave this callback out."
-            )
-        ours = [
-            callback for callback in callbacks_of(trainer) if isinstance(callback, CUDAGraphCallback)
-        ]
-        if len(ours) > 1:
-            raise ConfigurationError(
-                f"The trainer has {len(ours)} `CUDAGraphCallback`s; expected one, since there is one"
-                " training step to capture. Remove the others."
-            )
-        beside = [callback for callback in callbacks_of(trainer) if isinstance(callback, LayerTimings)]
-        if beside and self.backend != "off":
-            raise ConfigurationError(
-                "The trainer has a `LayerTimings` beside its `CUDAGraphCallback`; in the list of"
-                " callbacks it times eager steps, and these are replays. Pass it as"
-                f" `CUDAGraphCallback(timings={beside[0]!r})`, or, to time the run without graphs, pass"
-                ' `CUDAGraphCallback(backend="off")`.'
-            )
+        check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
         strategy = trainer.strategy
         if stage == TrainerFn.FITTING and self.backend != "off" and isinstance(strategy, DDPStrategy):
             self._wrapping = ExitStack()

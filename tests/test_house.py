@@ -61,7 +61,7 @@ FLOORS = [
     ],
     ["eager_times", "evaluation", "loop"],
     ["layer_timings"],
-    ["callback"],
+    ["arguments", "callback"],
     ["__init__"],
     ["cli"],
 ]
