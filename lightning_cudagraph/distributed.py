@@ -16,8 +16,9 @@ process: the batch shapes that its own graphs are for, layers and their times, w
 
 Where Lightning broadcasts before each batch whether a SIGTERM has come, and makes the host wait for the
 GPU to read it, the signal goes along with the plans here, and all end behind the same batch. Nobody
-meets in an evaluation, which may have more batches in one process than in another: there, all end once
-all have the signal; where one has it alone, they end behind the next batch of the training.
+meets in an evaluation, which may have more batches in one process than in another: there, all end
+once all have the signal; where one has it alone, they end behind the next batch of the training, or the
+epoch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cudagraph.capture.agreement import Agreement
+from lightning_cudagraph.capture.agreement import Agreement, Intent
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.ranks import Ranks
 from lightning_cudagraph.capture.stand_ins import replace_method
@@ -53,7 +54,6 @@ __all__ = ["Distributed", "check_nccl", "settle_nccl", "wrapped_on_side_stream"]
 
 # How long the device may take for what is launched, before it is taken to wait for other processes.
 _DRAIN_S = 5.0
-_SIGTERM = "SIGTERM"
 _GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 _EXPANDABLE = "expandable_segments"
 # What Lightning's own handler says is said in its name.
@@ -131,9 +131,11 @@ class Distributed:
         self._trainer = trainer
         self._patches = ExitStack()
         self._ranks: Ranks | None = None
-        self._sigterm = self._all_end = False
+        self._meets = False
+        self._sigterm = False
+        self._all_end = False  # with a SIGTERM, and all know it
         if trainer.world_size > 1 and dist.is_initialized():
-            self._ranks = Ranks(self._flags, self._met, self._abort, (SIGTERMException,))
+            self._ranks = Ranks(self._flags, self._met, self._abort)
 
     @property
     def agreement(self) -> Agreement | None:
@@ -183,10 +185,11 @@ class Distributed:
         loop = trainer.fit_loop.epoch_loop
         replace_method(loop, "_broadcast_sigterm_tensor", lambda: None, self._patches)
         self._take_sigterm()
+        self._meets = True
 
     def fail(self, error: BaseException) -> None:
         """The run ends with an error: take the other processes along."""
-        if self._ranks is None or self._all_end:
+        if self._ranks is None or (self._all_end and isinstance(error, SIGTERMException)):
             return
         self._ranks.fail(error)
         if self._is_stuck():
@@ -211,19 +214,31 @@ class Distributed:
         return False
 
     def pause(self) -> None:
-        """Behind a batch of an evaluation, where nobody meets: end with the others.
+        """Behind a batch of an evaluation, where nobody meets: end with the others, if all are to end.
 
         Raises:
             PeerError: if another process has failed.
-            SIGTERMException: if another process has ended with a SIGTERM.
+            SIGTERMException: if all end, behind the last batch.
         """
-        if self._ranks is not None and self._ranks.pause(_SIGTERM if self._sigterm else ""):
+        if self._ranks is None or not self._meets:
+            return
+        loop = self._trainer.fit_loop.epoch_loop
+        is_last = loop.val_loop.batch_progress.is_last_batch
+        # No two evaluations come behind the same batch.
+        word = f"SIGTERM/{loop.batch_progress.total.ready}" if self._sigterm else ""
+        if self._ranks.pause(word, is_last):
             self._end()
+            if is_last:
+                raise SIGTERMException  # as Lightning does behind any other batch
 
     def end_epoch(self) -> None:
-        """There may be no other batch before which to meet."""
-        if self._sigterm:
-            self._end()
+        """Meet once more, because there may be no other batch.
+
+        Raises:
+            PeerError: if another process has failed.
+        """
+        if self._ranks is not None and self._meets:
+            self._ranks.meet(Intent.REPLAY)
 
     def close(self) -> None:
         """Leave Lightning's objects as they were."""
@@ -250,11 +265,11 @@ class Distributed:
                 " `Trainer(limit_train_batches=...)`)."
             )
         if sigterm:
-            self._all_end = True
             self._end()
 
     def _end(self) -> None:
-        """Lightning ends the run behind this batch, or this epoch."""
+        """All have agreed to: Lightning ends the run behind this batch, or this epoch."""
+        self._all_end = True
         self._trainer._signal_connector.received_sigterm = True
 
     def _abort(self) -> None:

@@ -42,8 +42,8 @@ T = TypeVar("T")
 # Called with the backend of compiled code that is about to be called; what it returns, afterwards.
 _Enter = Callable[[Any], Callable[[], None]]
 
-# How many references to the class of contexts there were at the last look, and the contexts.
-_looked_at = -1
+# At the last look: references to the class of contexts, and what had been compiled; and the contexts.
+_looked_at = (-1, -1)
 _seen: list[weakref.ref[Any]] = []
 
 
@@ -56,16 +56,16 @@ def _contexts() -> list[Any]:
     """What `torch.compile` has returned, as far as it is alive: each has the hooks of its calls.
 
     To look through all objects of Python takes a tenth of a second. So it is done only if there may be
-    others than the last time: one of those has gone, or the class has another number of references, of
-    which each object has one.
+    others than the last time: one of those has gone, the class has another number of references, of
+    which each object has one, or something has been compiled.
     """
     global _looked_at, _seen
     kind = torch._dynamo.eval_frame.OptimizeContext
-    n_references = sys.getrefcount(kind)
+    now = (sys.getrefcount(kind), compilations())
     found = [context for seen in _seen if (context := seen()) is not None]
-    if n_references != _looked_at or len(found) < len(_seen):
+    if now != _looked_at or len(found) < len(_seen):
         found = [other for other in gc.get_referrers(kind) if isinstance(other, kind)]
-        _looked_at, _seen = n_references, [weakref.ref(context) for context in found]
+        _looked_at, _seen = now, [weakref.ref(context) for context in found]
     # A private name. Without it, calls are not noticed, and Dynamo's own error says what it misses.
     return [context for context in found if isinstance(getattr(context, "enter_exit_hooks", None), list)]
 

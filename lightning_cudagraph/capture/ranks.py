@@ -75,8 +75,6 @@ class Ranks:
             the last one of its epoch, and its number.
         on_flags: told the lowest and the highest of each of them.
         abort: called in a thread when another process has failed, to end what waits for it.
-        ends: exceptions that end a run without being a failure: when one process has left with one of
-            them, the others end with the same.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Ranks:
         flags: Callable[[], tuple[int, int, int]],
         on_flags: Callable[[tuple[int, ...], tuple[int, ...]], None],
         abort: Callable[[], None],
-        ends: tuple[type[BaseException], ...] = (),
     ) -> None:
         global _runs
         _runs += 1
@@ -92,11 +89,11 @@ class Ranks:
         self._flags = flags
         self._on_flags = on_flags
         self._abort = abort
-        self._ends = {end.__name__: end for end in ends}
         self._store = own_store(str(_runs))
         self._told = 0
         self._failed: str | None = None
         self._has_said = False
+        self._is_deaf = False  # the store is gone
         self._group: Any = None
         self._work: Any = None  # the latest exchange
         self._board: Board | None = None
@@ -209,30 +206,40 @@ class Ranks:
                     raise
             self._look()
 
-    def pause(self, word: str) -> bool:
-        """Look how the others are, without waiting for them; the store is asked once in a second.
+    def pause(self, word: str, is_last: bool) -> bool:
+        """Look how the others are, without waiting for them, and end with them if all want to.
 
         Args:
-            word: left for the others; or none.
+            word: of the place in the run that this process wants to end in, the same in all processes;
+                or none. Without one, the others are looked at once in a second.
+            is_last: this process leaves that place now.
 
         Returns:
-            Whether all processes have left that word, as far as is known.
+            Whether all end there. What the first one finds who knows, holds for all.
 
         Raises:
             PeerError: if another process has failed.
         """
-        if not self._is_time():
+        if self._is_deaf or not (word or self._is_time()):
             return False
         try:
             self._look()
             if not word:
                 return False
             self._store.set(f"{word}/{self.rank}", "")
-            return bool(self._store.check([f"{word}/{rank}" for rank in range(self.size)]))
+            if self._store.check([f"{word}/{rank}" for rank in range(self.size)]):
+                wanted = "end"
+            elif is_last:
+                wanted = "go on"
+            else:
+                return False
+            return bool(self._store.compare_set(word, "", wanted) == b"end")
         except RuntimeError as error:
             if isinstance(error, CUDAGraphError):
                 raise
-            raise self._peer_error(f"the store is gone ({error})") from error
+            # The process that had it may have come to a good end. Nobody is waited for here.
+            self._is_deaf = True
+            return False
 
     def _is_time(self) -> bool:
         """Whether the last look at how the others are was long ago."""
@@ -290,8 +297,7 @@ class Ranks:
         """This process ends with an error: let the others know."""
         if self._closed.is_set() or isinstance(error, PeerError):
             return
-        name = type(error).__name__
-        text = name if name in self._ends else f"rank {self.rank}: {name}: {error}"
+        text = f"rank {self.rank}: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # the store can be gone, with the process that had it
             if self._found():
                 self._say_why()  # of which the error here is a consequence
@@ -339,8 +345,8 @@ class Ranks:
             self._store.set(f"read/{self.rank}", "")
         return self._failed is not None
 
-    def _peer_error(self, otherwise: str) -> BaseException:
-        """The exception for what another process has met.
+    def _peer_error(self, otherwise: str) -> PeerError:
+        """The error for what another process has met.
 
         Args:
             otherwise: what there is to say if it has left no word.
@@ -349,8 +355,6 @@ class Ranks:
         with contextlib.suppress(RuntimeError):
             while not self._found() and time.monotonic() < deadline_s:
                 self._closed.wait(0.05)
-        if self._failed in self._ends:
-            return self._ends[self._failed]()
         return PeerError(
             f"Another process of the run has failed, and rank {self.rank} ends with it:"
             f" {self._failed or otherwise}"
@@ -376,7 +380,7 @@ class Ranks:
             os._exit(1)
 
     def _say_why(self) -> None:
-        if not self._has_said and self._failed not in self._ends:
+        if not self._has_said:
             self._has_said = True
             print(
                 f"lightning_cudagraph: rank {self.rank} ends, because another process has failed:"

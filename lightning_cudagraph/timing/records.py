@@ -8,6 +8,7 @@ to a fixed length. So they are filled into copies of one template, all at once.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from threading import Lock
 
@@ -139,10 +140,13 @@ class ReadingRecords:
 
     def n_bytes(self, readings: Sequence[Reading]) -> int:
         """How long the records of readings are, or will be."""
-        by_tags = self._n_bytes
-        for tags in {reading.layout.tags for reading in readings} - by_tags.keys():
-            by_tags[tags] = len(_event(tags)[0]) + _FRAME_BYTES if tags else 0
-        return sum(by_tags[reading.layout.tags] for reading in readings)
+        found = 0
+        for layout, n in Counter(reading.layout for reading in readings).items():
+            if (of_one := self._n_bytes.get(layout.tags)) is None:
+                of_one = len(_event(layout.tags)[0]) + _FRAME_BYTES if layout.tags else 0
+                self._n_bytes[layout.tags] = of_one
+            found += n * of_one
+        return found
 
     def _rows(self, layout: SpanLayout, readings: list[Reading]) -> NDArray[np.uint8]:
         if (records := self._by_tags.get(layout.tags)) is None:

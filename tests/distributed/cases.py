@@ -675,12 +675,21 @@ class Signalled(Callback):
 
 
 def _ends(here: Here, *callbacks: Callback, **kwargs: Any) -> int:
-    """A run that ends as all runs do that have been sent SIGTERM; returns how many steps it had."""
+    """A run that ends as all runs do that have been sent SIGTERM, behind as many steps in all processes.
+
+    Returns:
+        How many steps it had.
+    """
     arguments: dict[str, Any] = {"watched": False, "checkpoint_every": 0, "max_epochs": 10, **kwargs}
     trace = here.train(
         "graph", CUDAGraphCallback(), callbacks=callbacks, raises=SIGTERMException, **arguments
     )
-    return int(trace.trainer.global_step)
+    step = torch.tensor(trace.trainer.global_step, device=trace.trainer.strategy.root_device)
+    highest = step.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    dist.all_reduce(step, dist.ReduceOp.MIN)
+    assert step == highest, (step, highest)
+    return int(step)
 
 
 def a_signal_in_an_evaluation(here: Here) -> None:
@@ -696,14 +705,40 @@ def a_signal_in_an_evaluation_of_one(here: Here) -> None:
 
 
 def a_signal_at_the_end_of_an_epoch_of_one(here: Here) -> None:
-    """It ends there; the others learn it when they go on."""
+    """All end with the epoch."""
     callbacks = [Signalled(24, True)] if here.rank == 1 else []
     assert _ends(here, *callbacks) == 24
 
 
+def a_signal_at_the_end_of_one(here: Here) -> None:
+    """In the last epoch."""
+    callbacks = [Signalled(24, True)] if here.rank == 0 else []
+    assert _ends(here, *callbacks, max_epochs=3) == 24
+
+
 def a_signal_before_and_in_an_evaluation(here: Here) -> None:
     """One process is in its evaluation already, the other one has not begun."""
-    assert _ends(here, Signalled(20, here.rank == 0), val_check_interval=4) == 21
+    # It may learn in time that the other has the signal, too, and end in the evaluation.
+    assert _ends(here, Signalled(20, here.rank == 0), val_check_interval=4) in (20, 21)
+
+
+class SharedInEvaluation(Net):
+    """What it logs in an evaluation is of all processes."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
+
+
+def a_signal_before_what_all_need(here: Here) -> None:
+    """At the end of the evaluation, processes wait for one another in a collective."""
+    found = _ends(here, Signalled(20, here.rank == 0), build=SharedInEvaluation, val_check_interval=4)
+    assert found in (20, 21), found
+
+
+def an_error_behind_a_signal(here: Here) -> None:
+    """Of one process, in the last step, that all have agreed to do."""
+    here.train("graph", CUDAGraphCallback(), RaisesInStep, callbacks=(Signalled(5, False),))
 
 
 class Notes(Callback):

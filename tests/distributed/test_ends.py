@@ -21,8 +21,8 @@ FOR_EVER = "trains_for_ever"
 Process = subprocess.Popen[bytes]
 
 
-def test_an_error_in_a_step_of_one_process_ends_all(tmp_path: Path, accelerator: str) -> None:
-    case = "an_error_in_a_step_on_rank_1"
+@pytest.mark.parametrize("case", ["an_error_in_a_step_on_rank_1", "an_error_behind_a_signal"])
+def test_an_error_in_a_step_of_one_process_ends_all(tmp_path: Path, accelerator: str, case: str) -> None:
     ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
     assert [process.status for process in ended] == [1, 1], ended
     assert "ValueError: no more cheese" in ended[1].cases[case]

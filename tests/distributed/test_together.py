@@ -44,6 +44,8 @@ SIGNALS = (
     "a_signal_before_and_in_an_evaluation",
     "a_signal_in_an_evaluation_of_one",
     "a_signal_at_the_end_of_an_epoch_of_one",
+    "a_signal_at_the_end_of_one",
+    "a_signal_before_what_all_need",
     "a_signal_in_an_evaluation",
 )
 

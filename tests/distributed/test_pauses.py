@@ -1,0 +1,57 @@
+"""How processes that do not meet end together, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from lightning_cudagraph.capture.ranks import Ranks
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Ranks, Ranks]]:
+    """Two processes, as far as they know."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        both = tuple(Ranks(lambda: (0, 0, 0), lambda lowest, highest: None, lambda: None) for _ in "ab")
+        for rank, ranks in enumerate(both):
+            ranks.rank, ranks.size, ranks._store = rank, 2, both[0]._store
+        yield both
+        for ranks in both:
+            ranks.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_all_end_once_all_want_to(two: tuple[Ranks, Ranks]) -> None:
+    first, second = two
+    assert not first.pause("here", False)
+    assert not second.pause("", False)
+    assert second.pause("here", False)
+    assert first.pause("here", False)
+    assert not first.pause("there", False)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_who_leaves_first_decides(two: tuple[Ranks, Ranks], is_last: bool) -> None:
+    first, second = two
+    assert not first.pause("here", True)
+    assert not second.pause("here", False)
+    assert not second.pause("here", is_last)
+    # He may see it in his last look.
+    assert not first.pause("there", False)
+    assert second.pause("there", is_last)
+    assert first.pause("there", True)
+
+
+def test_a_store_that_is_gone_is_no_failure(two: tuple[Ranks, Ranks]) -> None:
+    class Gone:
+        def __getattr__(self, name: str) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+    first, _ = two
+    first._store = Gone()
+    assert not first.pause("here", False)
+    assert not first.pause("here", True)
