@@ -116,6 +116,15 @@ def test_the_table_names_every_module() -> None:
     assert [name for name in names if f"`{name}`" not in capture] == []
 
 
+def test_no_file_is_out_of_proportion() -> None:
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True)
+    files = [root / name for name in listed.stdout.decode().split("\0") if name]
+    assert [file.name for file in files if file.exists() and file.stat().st_size > 500_000] == []
+
+
 def test_importing_touches_no_gpu() -> None:
     code = (
         "import torch\n"
