@@ -30,7 +30,7 @@ from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
 from lightning_cudagraph.log_sums import RESULT_NAMES
 from lightning_cudagraph.logged_step import TO_TENSOR
-from lightning_cudagraph.optim.steps import is_compiled
+from lightning_cudagraph.optim.compiled import is_compiled
 from lightning_cudagraph.strategies import refuse_strategy
 from lightning_cudagraph.timing.layer_marks import check_autograd_names
 
@@ -334,13 +334,15 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "`Trainer(detect_anomaly=True)` reads values back to the host in every backward pass.",
             "Leave `detect_anomaly` out.",
         )
-    if is_compiled(trainer.optimizers[0].step):
+    # With a gradient scaler, Lightning calls the closure by itself (plugins/precision/amp.py).
+    if is_compiled(trainer.optimizers[0].step) and scaler_of(trainer) is None:
         raise UnsupportedError(
             f"`step` of the `{type(trainer.optimizers[0]).__qualname__}` is compiled, and Lightning"
-            " calls forward and backward pass in it, through its closure: all of Lightning's loop would"
-            " be compiled with it.",
-            "Leave out `torch.compile` there, or call the closure before the compiled step in an"
-            " `optimizer_step` of the module's; the graph holds the optimizer in any case.",
+            " calls forward and backward pass in it, through its closure: all of Lightning's loop is"
+            " compiled with it.",
+            "Leave out `torch.compile` there: the graph holds the optimizer's step as it is. Or compile"
+            " it behind a graph of forward and backward: in an `optimizer_step` of the module's, call"
+            " `optimizer_closure()`, and then `torch.compile(optimizer.optimizer.step)`, made once.",
         )
     _check_batches(module, "training_step")
 

@@ -29,7 +29,7 @@ from torch import Tensor, overrides
 from lightning_cudagraph.capture.inductor import wants_graphs
 from lightning_cudagraph.errors import CaptureError
 
-__all__ = ["CompiledCode", "compilations", "recompilation"]
+__all__ = ["CompiledCode", "compilations", "is_held", "is_left_out", "recompilation"]
 
 # How torch's error begins (torch/_dynamo/eval_frame.py, `_callback_from_stance`).
 _RECOMPILE = "Detected recompile when torch.compile stance is"
@@ -46,10 +46,24 @@ _Enter = Callable[[Any], Callable[[], None]]
 _looked_at = (-1, -1)
 _seen: list[weakref.ref[Any]] = []
 
+# How many captures are under way that run compiled code as it is.
+_held = 0
+
 
 def compilations() -> int:
     """How often Dynamo has compiled something in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def is_held() -> bool:
+    """Whether a capture is under way that runs compiled code as it is."""
+    return _held > 0
+
+
+def is_left_out() -> bool:
+    """Whether the Python that was compiled runs in the place of compiled code."""
+    dynamo: Any = torch._dynamo
+    return bool(dynamo.eval_frame._stance.stance == "force_eager" or dynamo.config.disable)
 
 
 def _contexts() -> list[Any]:
@@ -206,6 +220,7 @@ class CompiledCode:
         Raises:
             CaptureError: if something would be compiled anew, with the guards that say so.
         """
+        global _held
         if not self.is_called:
             return body()
         dynamo: Any = torch._dynamo
@@ -226,12 +241,15 @@ class CompiledCode:
                 and not dynamo.config.disable
             ):
                 stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+            _held += 1
             try:
                 result = body()
             except Exception as error:
                 if (refused := recompilation(error)) is None:
                     raise
                 raise refused from error
+            finally:
+                _held -= 1
         if compilations() != before:
             raise _compiled_anew("found afterwards, with `TORCH_LOGS=recompiles` in its own words", "")
         return result

@@ -122,9 +122,16 @@ class PreparedGroup:
         self.move_host_state(torch.device("cpu"))
 
     @property
+    def is_left_alone(self) -> bool:
+        """Whether nothing of the group is changed inside a step."""
+        return not self.flags and self._mirror is None
+
+    @property
     def keeps_host_state(self) -> bool:
         """Whether the user's form of this group keeps state on the host that is on the device now."""
-        return "capturable" in self.flags and not self.group.get("fused")
+        # Dynamo switches `capturable` on, for good, where it compiles a step that has no state yet.
+        switched_on = not self.flags or self.group["capturable"]
+        return not switched_on and not self.group.get("fused")
 
     def move_host_state(self, device: torch.device) -> None:
         """Move the state that depends on `capturable` to where it belongs."""

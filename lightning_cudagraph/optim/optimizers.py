@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cudagraph.capture.compiled import is_left_out
 from lightning_cudagraph.capture.stand_ins import OwnHook
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.alpha import TensorAlphaMode
+from lightning_cudagraph.optim.compiled import is_compiled, refuse_changes
 from lightning_cudagraph.optim.forms import (
     HostSide,
     form_of,
@@ -138,6 +140,9 @@ class PreparedOptimizer(EagerOptimizer):
     ) -> None:
         super().__init__(optimizer)
         self._form = form_of(optimizer, scaled)
+        self._is_compiled = is_compiled(optimizer.step)
+        if self._is_compiled:
+            refuse_changes(optimizer, self._form, device)
         self._device = device
         self._lr_dtype = lr_dtype
         self._on_load = on_load
@@ -252,8 +257,18 @@ class PreparedOptimizer(EagerOptimizer):
         states = [state.values() for state in self.optimizer.state.values() if isinstance(state, dict)]
         return [*super().places(), self.optimizer.state.values(), *states]
 
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether it steps in a graph just as the user has made it."""
+        return (self._is_compiled or not self._form.alpha) and all(
+            prepared.is_left_alone for prepared in self._groups
+        )
+
     def check_state(self) -> None:
-        refuse_step_hooks(self.optimizer)  # since the form was found, some may have been registered
+        if is_compiled(self.optimizer.step):  # since the form was found, somebody may have done that
+            self._is_compiled = True
+            refuse_changes(self.optimizer, self._form, self._device)
+        refuse_step_hooks(self.optimizer)  # likewise
         reason = host_state_of(self.optimizer, self._device)
         if reason is not None:
             raise UnsupportedError(
@@ -301,7 +316,7 @@ class PreparedOptimizer(EagerOptimizer):
         with ExitStack() as stack:
             if capturing:
                 stack.enter_context(self._host_side_unchanged())
-            if self._form.alpha:
+            if self._form.alpha and (not self._is_compiled or is_left_out()):
                 stack.enter_context(TensorAlphaMode())
             for prepared in self._groups:
                 prepared.swap_in(capturing)

@@ -18,22 +18,13 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_cudagraph.capture.compiled import is_held, is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.optim.compiled import is_in_compiled_code
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 
-__all__ = ["OptimizerSteps", "is_compiled"]
-
-
-def is_compiled(step: Callable[..., Any]) -> bool:
-    """Whether `torch.compile` made a function, and not only told Dynamo to leave it alone.
-
-    Dynamo tells itself so of the steps of LBFGS and SparseAdam, once anything has been compiled
-    (torch/_dynamo/eval_frame.py, `TorchPatcher`).
-    """
-    return hasattr(step, "_torchdynamo_orig_callable") and not getattr(
-        step, "_torchdynamo_disable", False
-    )
+__all__ = ["OptimizerSteps"]
 
 
 class _Lease:
@@ -83,13 +74,11 @@ class OptimizerSteps:
         self.on_load = on_load
         self._leases: dict[str, _Lease] = {}
         self.scaler = None if scaler is None else PreparedScaler(scaler, device, self._states)
-        # Stepped by the function, and not among these.
-        self._strangers: list[Optimizer] = []
+        # Stepped by compiled code, which has what a graph changes of them in it.
+        self._in_compiled_code: list[Optimizer] = []
         with ExitStack() as stack:
             stack.callback(self.close)
             for name, optimizer in optimizers.items():
-                if is_compiled(optimizer.step):
-                    raise _is_compiled(optimizer)
                 lease = _LEASES.get(id(optimizer))
                 if lease is None:
                     lease = _Lease(optimizer, device, lr_dtype, scaler is not None)
@@ -174,17 +163,10 @@ class OptimizerSteps:
         Raises:
             UnsupportedError: saying why.
         """
-        if self._strangers:
-            raise self._unknown(self._strangers[0])
+        if self._in_compiled_code:
+            raise _in_compiled_code(self._in_compiled_code[0])
         for prepared in self._prepared:
             prepared.check_state()
-
-    def _unknown(self, optimizer: Optimizer) -> UnsupportedError:
-        return UnsupportedError(
-            f"The step calls `{type(optimizer).__qualname__}.step()` of an optimizer that it was not"
-            " given: a graph would freeze its learning rate and all that it keeps on the host.",
-            "Pass all optimizers: `GraphedStep(step, modules=..., optimizers=[...])`.",
-        )
 
     @contextmanager
     def running(self, capturing: bool) -> Iterator[None]:
@@ -200,25 +182,30 @@ class OptimizerSteps:
         settings, rates = self.frozen_values(), self.learning_rates()
         groups = [g for prepared in self._prepared for g in prepared.optimizer.param_groups]
         options = [dict(group) for group in groups]
-        ours = {id(prepared.optimizer) for prepared in self._prepared}
+        ours = {id(prepared.optimizer): prepared for prepared in self._prepared}
         stepping: set[int] = set()
 
         def notice(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if id(optimizer) not in ours:
-                if capturing:
-                    raise self._unknown(optimizer)
-                if not any(known is optimizer for known in self._strangers):
-                    self._strangers.append(optimizer)
-            elif capturing and id(optimizer) not in stepping:
+            if (prepared := ours.get(id(optimizer))) is None:
+                raise _unknown(optimizer)
+            if not prepared.is_left_alone and id(optimizer) not in stepping:
                 raise _taken_out(optimizer)
 
         with ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(notice).remove)
+            # Compiled code has such hooks in it, and is compiled anew if there are others; its Python is
+            # looked at when it is left out.
+            if capturing and not is_held():
+                stack.callback(register_optimizer_step_pre_hook(notice).remove)
             if self.scaler is not None:
                 optimizers = [prepared.optimizer for prepared in self._prepared]
                 stack.enter_context(self.scaler.step_arithmetic(optimizers, capturing))
             for prepared in self._prepared:
-                stack.enter_context(_steps_like_a_graph(prepared, capturing, stepping))
+                if not prepared.is_left_alone:
+                    stack.enter_context(
+                        _steps_like_a_graph(prepared, capturing, stepping, self._in_compiled_code)
+                    )
+                elif capturing:
+                    stack.enter_context(prepared.step_arithmetic(capturing))
             try:
                 yield
                 moved = self.learning_rates() != rates or self.frozen_values() != settings
@@ -258,14 +245,23 @@ class OptimizerSteps:
                 stack.callback(lease.give_back, self)
 
 
-_NEEDLESS = "Call `optimizer.step()` as it is: in a graph it has nothing to gain from being compiled."
-
-
-def _is_compiled(optimizer: Optimizer) -> UnsupportedError:
+def _unknown(optimizer: Optimizer) -> UnsupportedError:
     return UnsupportedError(
-        f"`step` of the `{type(optimizer).__qualname__}` is compiled: a graph would freeze its learning"
-        " rate.",
-        _NEEDLESS,
+        f"The step calls `{type(optimizer).__qualname__}.step()` of an optimizer that it was not"
+        " given: a graph would freeze its learning rate and all that it keeps on the host.",
+        "Pass all optimizers: `GraphedStep(step, modules=..., optimizers=[...])`.",
+    )
+
+
+def _in_compiled_code(optimizer: Optimizer) -> UnsupportedError:
+    name = type(optimizer).__qualname__
+    return UnsupportedError(
+        f"Compiled code calls `{name}.step()`, and something of the `{name}` is changed in a graph: a"
+        " learning rate that is a float, `capturable=False`, or an op that takes the learning rate as a"
+        " number.",
+        "Pass `lr=torch.tensor(..., device=...)`, and `capturable=True` where there is that option, and"
+        " compile the step in its place, `optimizer.step = torch.compile(optimizer.step)`; or call"
+        " `optimizer.step()` outside of compiled code.",
     )
 
 
@@ -274,15 +270,19 @@ def _taken_out(optimizer: Optimizer) -> UnsupportedError:
         f"The step calls `{type(optimizer).__qualname__}.step` as it was before"
         " (`torch.compile(optimizer.step)`, or the method in a variable): a graph would freeze its"
         " learning rate.",
-        _NEEDLESS,
+        "Call `optimizer.step()` as it is; or compile it in its place, `optimizer.step ="
+        " torch.compile(optimizer.step)`.",
     )
 
 
 @contextmanager
 def _steps_like_a_graph(
-    prepared: PreparedOptimizer, capturing: bool, stepping: set[int]
+    prepared: PreparedOptimizer, capturing: bool, stepping: set[int], in_compiled_code: list[Optimizer]
 ) -> Iterator[None]:
-    """Have an optimizer step as in a graph; its number is in `stepping` meanwhile."""
+    """Have an optimizer step as in a graph; its number is in `stepping` meanwhile.
+
+    If compiled code steps it, it is noted in `in_compiled_code`.
+    """
     optimizer = prepared.optimizer
     own: Any = optimizer.step
 
@@ -304,6 +304,8 @@ def _steps_like_a_graph(
             args = (in_floats(args[0]), *args[1:])
         if "closure" in kwargs:
             kwargs["closure"] = in_floats(kwargs["closure"])
+        if not capturing and is_in_compiled_code() and not is_left_out():
+            in_compiled_code.append(optimizer)
         stepping.add(id(optimizer))
         try:
             with prepared.step_arithmetic(capturing):
@@ -313,7 +315,7 @@ def _steps_like_a_graph(
 
     attributes: dict[str, Any] = vars(optimizer)
     had = attributes.get("step")
-    attributes["step"] = step
+    attributes["step"] = torch.compiler.disable(step)
     try:
         yield
     finally:

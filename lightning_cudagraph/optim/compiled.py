@@ -1,0 +1,88 @@
+"""Optimizers whose step torch.compile has compiled, in a graph.
+
+Whatever is changed of an optimizer for a graph would be compiled with it, and come to other numbers than
+the user's own step. So a compiled step is captured if there is nothing to change: its counters and its
+learning rate are on the device already. Then it is left alone, in eager steps as in captures.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.optim.forms import Form
+
+__all__ = ["is_compiled", "is_in_compiled_code", "refuse_changes"]
+
+
+def is_compiled(step: Callable[..., Any]) -> bool:
+    """Whether `torch.compile` made a function, and not only told Dynamo to leave it alone.
+
+    Dynamo tells itself so of the steps of LBFGS and SparseAdam, once anything has been compiled
+    (torch/_dynamo/eval_frame.py, `TorchPatcher`).
+    """
+    return hasattr(step, "_torchdynamo_orig_callable") and not getattr(
+        step, "_torchdynamo_disable", False
+    )
+
+
+@cache
+def _wrapper_code() -> CodeType:
+    """Of the function that `torch.compile` returns: all of them share it."""
+    return torch.compile(_nothing, backend="eager").__code__
+
+
+def _nothing() -> None:
+    pass
+
+
+def is_in_compiled_code() -> bool:
+    """Whether who asks was called, from however far, by what `torch.compile` has returned."""
+    wrapper = _wrapper_code()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is wrapper:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def refuse_changes(optimizer: Optimizer, form: Form, device: torch.device) -> None:
+    """Refuse an optimizer with a compiled step of which something would have to be changed.
+
+    Raises:
+        UnsupportedError: naming it.
+    """
+    name = type(optimizer).__qualname__
+    if form.inspected:
+        raise UnsupportedError(
+            f"`step` of the `{name}` is compiled, and the class is not one of torch's own: what it keeps"
+            " on the host, compiled code does not show.",
+            "Leave out `torch.compile` there.",
+            in_optimizer=True,
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        lr = group["lr"]
+        if form.mirror and not (isinstance(lr, Tensor) and lr.device.type == device.type):
+            found = f"a tensor on {lr.device}" if isinstance(lr, Tensor) else "a float"
+            raise UnsupportedError(
+                f"`step` of the `{name}` is compiled with its learning rate, and `lr` of param group"
+                f" {index} is {found}; expected a tensor on {device}, which a graph reads anew.",
+                f'Pass `lr=torch.tensor(..., device="{device}")`, or leave out `torch.compile` there.',
+                in_optimizer=True,
+            )
+        if form.capturable and not group["capturable"]:
+            raise UnsupportedError(
+                f"`step` of the `{name}` is compiled, and param group {index} has `capturable=False`;"
+                " expected True, so that its steps are counted on the device.",
+                "Pass `capturable=True`, or leave out `torch.compile` there.",
+                in_optimizer=True,
+            )
