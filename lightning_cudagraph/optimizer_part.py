@@ -22,7 +22,7 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.optimizers import EagerOptimizer, PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 from lightning_cudagraph.settings import Scope
-from lightning_cudagraph.support import check_optimizer_part, scaler_of
+from lightning_cudagraph.support import check_closures, check_optimizer_part, scaler_of
 
 __all__ = ["OptimizerPart"]
 
@@ -125,6 +125,8 @@ class OptimizerPart:
         Raises:
             UnsupportedError: if it cannot be captured as the user asked for.
         """
+        if has_graphs:
+            check_closures(self._trainer, self._module, optimizer)
         if not self._has_scaler():
             self.scaler = self._prepared_scaler()
             self._forget("the trainer has another gradient scaler")

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch.amp import GradScaler
 from torch.cuda.amp import GradScaler as CudaGradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
@@ -39,6 +40,7 @@ __all__ = [
     "BackendName",
     "Stage",
     "callbacks_of",
+    "check_closures",
     "check_evaluation",
     "check_optimizer_part",
     "check_private_names",
@@ -334,17 +336,31 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "`Trainer(detect_anomaly=True)` reads values back to the host in every backward pass.",
             "Leave `detect_anomaly` out.",
         )
-    # With a gradient scaler, Lightning calls the closure by itself (plugins/precision/amp.py).
-    if is_compiled(trainer.optimizers[0].step) and scaler_of(trainer) is None:
-        raise UnsupportedError(
-            f"`step` of the `{type(trainer.optimizers[0]).__qualname__}` is compiled, and Lightning"
-            " calls forward and backward pass in it, through its closure: all of Lightning's loop is"
-            " compiled with it.",
-            "Leave out `torch.compile` there: the graph holds the optimizer's step as it is. Or compile"
-            " it behind a graph of forward and backward: in an `optimizer_step` of the module's, call"
-            " `optimizer_closure()`, and then `torch.compile(optimizer.optimizer.step)`, made once.",
-        )
+    check_closures(trainer, module, trainer.optimizers[0])
     _check_batches(module, "training_step")
+
+
+def check_closures(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
+    """Refuse compiled code around the closure of a step: Dynamo would compile this package, too.
+
+    Raises:
+        UnsupportedError: naming what is compiled.
+    """
+    whose = None
+    if is_compiled(module.optimizer_step):
+        whose = described_hook(module, "optimizer_step")
+    # With a gradient scaler, Lightning calls the closure by itself (plugins/precision/amp.py).
+    elif is_compiled(optimizer.step) and scaler_of(trainer) is None:
+        whose = f"`step` of the `{type(optimizer).__qualname__}`"
+    if whose is not None:
+        raise UnsupportedError(
+            f"{whose} is compiled, and Lightning calls forward and backward pass in it, through a"
+            " closure: all of Lightning's loop is compiled with it.",
+            "Leave out `torch.compile` there: the graph holds the optimizer's step as it is. Or have it"
+            " compiled behind a graph of forward and backward: make `self.fast ="
+            " torch.compile(optimizer.step)` in `configure_optimizers`, and in the module's"
+            " `optimizer_step` call `optimizer_closure()` and then `self.fast()`.",
+        )
 
 
 def _check_batches(module: pl.LightningModule, step: str) -> None:

@@ -518,7 +518,7 @@ def _compiled_in_place(optimizer: Any) -> Any:
 STEPS = {
     _in_a_variable: "calls `SGD.step` as it was before",
     _compiled_beside: "calls `SGD.step` as it was before",
-    _compiled_in_place: "`step` of the `SGD` is compiled",
+    _compiled_in_place: "`step` of the `SGD` is compiled with its learning rate",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.forms import Form
 
-__all__ = ["is_compiled", "is_in_compiled_code", "refuse_changes"]
+__all__ = ["is_compiled", "is_in_compiled_code", "left_alone", "refuse_changes"]
 
 
 def is_compiled(step: Callable[..., Any]) -> bool:
@@ -53,6 +54,11 @@ def is_in_compiled_code() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def left_alone(form: Form) -> Form:
+    """A form in which nothing is changed of an optimizer's param groups."""
+    return replace(form, capturable=False, mirror=False, host_state=())
 
 
 def refuse_changes(optimizer: Optimizer, form: Form, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from lightning_cudagraph.capture.compiled import is_left_out
 from lightning_cudagraph.capture.stand_ins import OwnHook
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.alpha import TensorAlphaMode
-from lightning_cudagraph.optim.compiled import is_compiled, refuse_changes
+from lightning_cudagraph.optim.compiled import is_compiled, left_alone, refuse_changes
 from lightning_cudagraph.optim.forms import (
     HostSide,
     form_of,
@@ -178,13 +178,14 @@ class PreparedOptimizer(EagerOptimizer):
 
     def _prepare_groups(self) -> None:
         """Prepare every group that is not prepared yet: all, one that was added, or a loaded one."""
+        form = left_alone(self._form) if self._is_compiled else self._form
         known = {id(prepared.group): prepared for prepared in self._groups}
         groups: list[PreparedGroup] = []
         for index, group in enumerate(self.optimizer.param_groups):
             prepared = known.get(id(group))
             if prepared is None or not prepared.fits(group):
                 check_group(self.optimizer, index, self._device)
-                prepared = PreparedGroup(self._form, self.optimizer, index, self._device, self._lr_dtype)
+                prepared = PreparedGroup(form, self.optimizer, index, self._device, self._lr_dtype)
             groups.append(prepared)
         self._groups = groups
         self.notes = self._describe()
@@ -265,10 +266,15 @@ class PreparedOptimizer(EagerOptimizer):
         )
 
     def check_state(self) -> None:
-        if is_compiled(self.optimizer.step):  # since the form was found, somebody may have done that
-            self._is_compiled = True
+        # Since the form was found, the step may have been compiled, and hooks registered.
+        compiled = is_compiled(self.optimizer.step)
+        if compiled:
             refuse_changes(self.optimizer, self._form, self._device)
-        refuse_step_hooks(self.optimizer)  # likewise
+        if compiled != self._is_compiled:
+            self._is_compiled = compiled
+            self._groups = []
+            self._prepare_groups()
+        refuse_step_hooks(self.optimizer)
         reason = host_state_of(self.optimizer, self._device)
         if reason is not None:
             raise UnsupportedError(

@@ -1,0 +1,366 @@
+"""Optimizers whose step torch.compile has compiled: captured as they are, or what is missing is said.
+
+`tests/gpu/test_compiled_optimizers.py` collects these tests again, on CUDA, with kernels of Inductor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cudagraph import CUDAGraphCallback, GraphedStep, UnsupportedError
+from lightning_cudagraph.optim.compiled import is_compiled
+from tests import test_fp16
+from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+from tests.loops import device_of
+from tests.test_fp16 import Overflows
+
+O = torch.optim  # noqa: E741
+
+# The same on both devices: ops of torch, which the emulator sees, in graphs of Dynamo's.
+BACKEND: str | None = "eager"
+
+# of torch, where it imports its own compiler, and where that looks at every attribute
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.*deprecated:DeprecationWarning",
+    "ignore:TensorFloat32 tensor cores",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:Dynamo does not know how to trace the builtin",
+    # of optimizers that are made fit for CUDA graphs, where they run without one
+    "ignore:This instance was constructed with capturable=True",
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+Make = Callable[[Any, Any], O.Optimizer]
+
+# Nothing of these has to be changed for a graph.
+FIT: dict[str, Make] = {
+    "Adam": lambda p, lr: O.Adam(p, lr=lr, capturable=True),
+    "AdamW-single": lambda p, lr: O.AdamW(p, lr=lr, capturable=True, amsgrad=True, foreach=False),
+    "AdamW-foreach": lambda p, lr: O.AdamW(p, lr=lr, capturable=True, maximize=True, foreach=True),
+    "AdamW-fused": lambda p, lr: O.AdamW(p, lr=lr, capturable=True, fused=True),
+    "SGD": lambda p, lr: O.SGD(p, lr=lr),
+    "SGD-momentum": lambda p, lr: O.SGD(p, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "RMSprop": lambda p, lr: O.RMSprop(p, lr=lr, capturable=True, momentum=0.5),
+}
+
+How = Callable[[Any], Callable[[], Any]]
+
+
+def in_place(optimizer: Any) -> Callable[[], Any]:
+    optimizer.step = torch.compile(optimizer.step, backend=BACKEND)
+    return lambda: optimizer.step()
+
+
+def beside(optimizer: Any) -> Callable[[], Any]:
+    return torch.compile(optimizer.step, backend=BACKEND)
+
+
+def in_a_function(optimizer: Any) -> Callable[[], Any]:
+    def function() -> None:
+        optimizer.step()
+
+    return torch.compile(function, backend=BACKEND)
+
+
+def both(optimizer: Any) -> Callable[[], Any]:
+    in_place(optimizer)
+    return in_a_function(optimizer)
+
+
+class Loop:
+    """A loop with a schedule that moves the learning rate after every step, and clipping."""
+
+    def __init__(self, device: str, make: Make, how: How, lr: Any = None) -> None:
+        torch.compiler.reset()
+        torch.manual_seed(1)
+        self.device = device
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.GELU(), nn.Linear(16, 2)).to(
+            device
+        )
+        rate = torch.tensor(0.05, device=device) if lr is None else lr
+        self.optimizer = make(self.model.parameters(), rate)
+        # First, because torch's schedulers cannot do with a step that is compiled.
+        self.scheduler = O.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)
+        self.step_optimizer = how(self.optimizer)
+
+    def step(self, x: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.step_optimizer()
+        return loss
+
+    def run(
+        self, graphed: bool, between: Callable[[Loop, int], None] | None = None, **kwargs: Any
+    ) -> tuple[dict[str, Any], GraphedStep[..., Any]]:
+        x = torch.randn(14, 8, 6, generator=torch.Generator().manual_seed(2)).to(self.device)
+        losses = []
+        graph = GraphedStep(self.step, self.model, self.optimizer, **kwargs)
+        with graph:
+            call = graph if graphed else self.step
+            for index, batch in enumerate(x):
+                losses.append(call(batch).detach().clone())
+                self.scheduler.step()
+                if between is not None:
+                    between(self, index)
+        state = {
+            "losses": losses,
+            "weights": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        return state, graph
+
+
+def assert_replayed(
+    accelerator: str,
+    make: Make,
+    how: How,
+    replays: int = 11,
+    between: Callable[[Loop, int], None] | None = None,
+) -> GraphedStep[..., Any]:
+    """Fail unless the graphed loop does the same as the plain one, with a compiled step in both."""
+    plain, _ = Loop(device_of(accelerator), make, how).run(False, between)
+    graphed, graph = Loop(device_of(accelerator), make, how).run(True, between)
+    assert not differences(plain, graphed)
+    assert graph.counts.replayed == replays, graph.report
+    assert not graph.counts.eager
+    return graph
+
+
+@pytest.mark.parametrize("form", ["Adam", "AdamW-single", "AdamW-fused", "SGD-momentum", "RMSprop"])
+def test_a_step_compiled_in_its_place(accelerator: str, form: str) -> None:
+    graph = assert_replayed(accelerator, FIT[form], in_place)
+    assert "a capture without torch.compile showed the Python" in graph.report
+
+
+@pytest.mark.parametrize("how", [beside, in_a_function, both], ids=lambda how: how.__name__)
+def test_where_it_is_compiled(accelerator: str, how: How) -> None:
+    assert_replayed(accelerator, FIT["Adam"], how)
+
+
+def test_a_function_that_calls_a_step_compiled_in_its_place(accelerator: str) -> None:
+    """Of SGD: uncompiled, an op of it takes the learning rate as a number."""
+    assert_replayed(accelerator, FIT["SGD-momentum"], both)
+
+
+def test_a_state_that_is_loaded(accelerator: str) -> None:
+    """Other tensors in the place of those that were compiled for: warmed up, and captured anew."""
+
+    def between(loop: Loop, index: int) -> None:
+        if index == 6:
+            loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+
+    graph = assert_replayed(accelerator, FIT["Adam"], in_place, replays=8, between=between)
+    assert graph.counts.captures == 2
+
+
+REFUSED: dict[str, tuple[Make, How, Any, str]] = {
+    "float": (FIT["Adam"], in_place, 0.1, r"`lr` of param group 0 is a float; expected a tensor on"),
+    "float-SGD": (FIT["SGD"], in_place, 0.1, r"`step` of the `SGD` is compiled with its learning rate"),
+    "on-the-host": (
+        lambda p, lr: O.Adam(p, lr=lr),
+        in_place,
+        None,
+        r"param group 0 has `capturable=False`; expected True",
+    ),
+    "beside": (FIT["Adam"], beside, 0.1, r"calls `Adam.step` as it was before.*in its place"),
+    "in-a-function": (FIT["Adam"], in_a_function, 0.1, r"Compiled code calls `Adam.step\(\)`"),
+    "SGD-in-a-function": (FIT["SGD"], in_a_function, None, r"Compiled code calls `SGD.step\(\)`"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_graph_would_have_to_change(accelerator: str, case: str) -> None:
+    form, how, lr, message = REFUSED[case]
+    with pytest.raises(UnsupportedError, match=message):
+        Loop(device_of(accelerator), form, how, lr).run(True)
+
+
+class Own(O.Optimizer):
+    """Somebody's own."""
+
+    def __init__(self, parameters: Any, lr: Any) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad * group["lr"])
+
+
+def test_an_optimizer_of_which_nothing_is_known(accelerator: str) -> None:
+    with pytest.raises(UnsupportedError, match="`Own` is compiled, and the class is not one of torch's"):
+        Loop(device_of(accelerator), Own, in_place).run(True)
+
+
+# In Lightning.
+
+
+class Compiled(Overflows):
+    """Its optimizer's step is compiled, after the schedule has been made."""
+
+    def __init__(self, make_optimizer: Make, lr: float | None = None) -> None:
+        super().__init__(lambda parameters: make_optimizer(parameters, self.rate()))
+        self.lr = lr
+
+    def rate(self) -> Any:
+        return torch.tensor(0.01, device=self.device) if self.lr is None else self.lr
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        in_place(found["optimizer"])
+        return found
+
+
+def fp16(
+    folder: Path, accelerator: str, callback: CUDAGraphCallback | None, *args: Any, **kwargs: Any
+) -> Trace:
+    torch.compiler.reset()
+    found, scales = test_fp16.run(
+        folder,
+        accelerator,
+        lambda: Compiled(*args),
+        callback,
+        train_loader=loader(ragged=False),
+        **kwargs,
+    )
+    assert scales.skipped > 0
+    return found
+
+
+@pytest.mark.parametrize("form", ["AdamW-single", "SGD-momentum"])
+def test_with_a_gradient_scaler(tmp_path: Path, accelerator: str, form: str) -> None:
+    """Lightning calls the closure before the step then; steps are skipped where gradients overflow."""
+    callback = CUDAGraphCallback(timings=None)
+    plain = fp16(tmp_path / "plain", accelerator, None, FIT[form], gradient_clip_val=0.1)
+    graph = fp16(tmp_path / "graph", accelerator, callback, FIT[form], gradient_clip_val=0.1)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    assert "the optimizer steps eagerly" not in callback.report
+
+
+def test_behind_a_graph(tmp_path: Path, accelerator: str) -> None:
+    """With a float for its learning rate, and a graph of forward and backward."""
+
+    def adam(parameters: Any, lr: Any) -> O.Optimizer:
+        return O.Adam(parameters, lr=lr)
+
+    callback = CUDAGraphCallback(timings=None)
+    plain = fp16(tmp_path / "plain", accelerator, None, adam, 0.01)
+    graph = fp16(tmp_path / "graph", accelerator, callback, adam, 0.01)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    assert "the optimizer steps eagerly: `step` of the `Adam` is compiled with its" in callback.report
+    with pytest.raises(UnsupportedError, match="`lr` of param group 0 is a float"):
+        fp16(tmp_path / "step", accelerator, CUDAGraphCallback(scope="step"), adam, 0.01)
+
+
+class After(Net):
+    """Its compiled step comes after the closure, and is given none."""
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        self.fast = beside(found["optimizer"])
+        return found
+
+    def optimizer_step(self, *args: Any, optimizer_closure: Any = None) -> None:
+        args[3]() if optimizer_closure is None else optimizer_closure()
+        self.fast()
+
+
+def test_after_the_closure(tmp_path: Path, accelerator: str) -> None:
+    def run(name: str, callback: CUDAGraphCallback | None = None) -> Trace:
+        torch.compiler.reset()
+        module = make(lambda: After(lambda parameters: O.Adam(parameters, lr=0.01)))
+        return train(
+            module,
+            tmp_path / name,
+            callback,
+            accelerator=accelerator,
+            train_loader=loader(ragged=False),
+            checkpoint_every=0,
+        )
+
+    plain, graph = run("plain"), run("graph", CUDAGraphCallback(timings=None))
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+
+
+class InPlace(Net):
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        in_place(found["optimizer"])
+        return found
+
+
+class Late(Net):
+    def on_train_start(self) -> None:
+        in_place(self.optimizers().optimizer)
+
+
+class Hook(Net):
+    @torch.compile(backend="eager")
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None):
+        optimizer.step(closure=optimizer_closure)
+
+
+AROUND = {
+    InPlace: "`step` of the `AdamW` is compiled, and Lightning calls forward and backward pass in it",
+    Late: "`step` of the `AdamW` is compiled, and Lightning calls forward and backward pass in it",
+    Hook: r"`Hook.optimizer_step` \(.*test_compiled_optimizers.py:\d+\) is compiled, and Lightning",
+}
+
+
+@pytest.mark.parametrize("cls", AROUND, ids=lambda cls: cls.__name__)
+def test_what_lightning_calls_the_whole_step_in(
+    tmp_path: Path, accelerator: str, cls: type[Net]
+) -> None:
+    with pytest.raises(UnsupportedError, match=AROUND[cls]):
+        train(make(cls), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
+# What Dynamo leaves alone.
+
+
+@pytest.mark.parametrize("cls", [O.LBFGS, O.SparseAdam], ids=lambda cls: cls.__name__)
+def test_steps_that_dynamo_leaves_alone(cls: type[O.Optimizer]) -> None:
+    """It wraps them as it wraps what it compiles, as soon as anything is."""
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))
+    optimizer = cls([nn.Parameter(torch.ones(2))])
+    assert hasattr(optimizer.step, "_torchdynamo_orig_callable")
+    assert not is_compiled(optimizer.step)
+    in_place(optimizer)
+    assert not is_compiled(optimizer.step)  # nor is it then: Dynamo does nothing but call it
+    other = O.Adam([nn.Parameter(torch.ones(2))])
+    assert not is_compiled(other.step)
+    in_place(other)
+    assert is_compiled(other.step)
+
+
+LEFT_ALONE = {
+    O.LBFGS: "LBFGS` calls its closure as often as values on the host say",
+    O.SparseAdam: "The optimizer is a `SparseAdam`",
+}
+
+
+@pytest.mark.parametrize("cls", LEFT_ALONE, ids=lambda cls: cls.__name__)
+def test_what_is_said_of_them(tmp_path: Path, accelerator: str, cls: type[O.Optimizer]) -> None:
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))
+    callback = CUDAGraphCallback(scope="step")
+    with pytest.raises(UnsupportedError, match=LEFT_ALONE[cls]):
+        train(make(lambda: Net(cls)), tmp_path, callback, accelerator=accelerator)
