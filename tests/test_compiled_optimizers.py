@@ -95,13 +95,19 @@ class Loop:
         # First, because torch's schedulers cannot do with a step that is compiled.
         self.scheduler = O.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)
         self.step_optimizer = how(self.optimizer)
+        self.scaler: Any = None
 
     def step(self, x: Tensor) -> Tensor:
         self.optimizer.zero_grad()
         loss = self.model(x).square().mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        self.step_optimizer()
+        if self.scaler is None:
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.step_optimizer()
+            return loss
+        self.scaler.scale(loss * 64).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         return loss
 
     def run(
@@ -122,6 +128,7 @@ class Loop:
             "weights": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
         return state, graph
 
@@ -169,6 +176,38 @@ def test_a_state_that_is_loaded(accelerator: str) -> None:
     assert graph.counts.captures == 2
 
 
+def test_a_learning_rate_that_becomes_a_float(accelerator: str) -> None:
+    """The step is not changed for a graph then, either."""
+
+    def between(loop: Loop, index: int) -> None:
+        if index == 6:
+            loop.optimizer.param_groups[0]["lr"] = 0.02
+
+    def run(graphed: bool) -> tuple[dict[str, Any], GraphedStep[..., Any]]:
+        loop = Loop(device_of(accelerator), FIT["Adam"], in_place)
+        return loop.run(graphed, between, on_unsupported="eager")
+
+    (plain, _), (graphed, graph) = run(False), run(True)
+    assert not differences(plain, graphed)
+    assert graph.counts.replayed == 4
+    assert sum(graph.counts.eager.values()) == 4
+    assert "`lr` of param group 0 is a float" in graph.report
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first step is skipped
+def test_with_a_scaler_of_ones_own(accelerator: str) -> None:
+    def run(graphed: bool) -> tuple[dict[str, Any], GraphedStep[..., Any]]:
+        loop = Loop(device_of(accelerator), FIT["SGD-momentum"], in_place)
+        # As large as it gets: some gradients overflow, and steps are skipped, again and again.
+        loop.scaler = torch.amp.GradScaler(loop.device, init_scale=2.0**126, growth_interval=3)
+        return loop.run(graphed, scaler=loop.scaler)
+
+    (plain, _), (graphed, graph) = run(False), run(True)
+    assert not differences(plain, graphed)
+    assert graph.counts.replayed >= 5
+    assert plain["scaler"]["scale"] < 2.0**126
+
+
 REFUSED: dict[str, tuple[Make, How, Any, str]] = {
     "float": (FIT["Adam"], in_place, 0.1, r"`lr` of param group 0 is a float; expected a tensor on"),
     "float-SGD": (FIT["SGD"], in_place, 0.1, r"`step` of the `SGD` is compiled with its learning rate"),
@@ -211,11 +250,68 @@ def test_an_optimizer_of_which_nothing_is_known(accelerator: str) -> None:
 # In Lightning.
 
 
+class Manual(Net):
+    """Lightning's wrapper gives the step a closure that does nothing, and Dynamo sees that."""
+
+    graphed = False
+
+    def __init__(self) -> None:
+        super().__init__(lambda p: FIT["Adam"](p, torch.tensor(0.01, device=self.device)))
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        in_place(found["optimizer"])
+        return found
+
+    def on_fit_start(self) -> None:
+        self.part: Any = self.one_step
+        if self.graphed:
+            self.part = self.graph = GraphedStep(self.one_step, optimizers=self.optimizers())
+
+    def on_fit_end(self) -> None:
+        if self.graphed:
+            self.graph.close()
+
+    def one_step(self, x: Tensor, y: Tensor) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.part(*batch))
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+
+
+class ManualGraphed(Manual):
+    graphed = True
+
+
+def test_manual_optimization(tmp_path: Path, accelerator: str) -> None:
+    def run(cls: type[Manual]) -> Trace:
+        torch.compiler.reset()
+        kwargs: dict[str, Any] = {"train_loader": loader(ragged=False), "checkpoint_every": 0}
+        return train(make(cls), tmp_path / cls.__name__, accelerator=accelerator, **kwargs)
+
+    plain, graphed = run(Manual), run(ManualGraphed)
+    assert_same(plain, graphed)
+    module: Any = graphed.module
+    assert module.graph.counts.replayed == 18
+
+
+def in_stairs(optimizer: O.Optimizer) -> Any:
+    """Dynamo compiles anew for each float."""
+    return O.lr_scheduler.StepLR(optimizer, 8)
+
+
 class Compiled(Overflows):
     """Its optimizer's step is compiled, after the schedule has been made."""
 
     def __init__(self, make_optimizer: Make, lr: float | None = None) -> None:
-        super().__init__(lambda parameters: make_optimizer(parameters, self.rate()))
+        super().__init__(lambda parameters: make_optimizer(parameters, self.rate()), lr and in_stairs)
         self.lr = lr
 
     def rate(self) -> Any:
@@ -286,7 +382,7 @@ class After(Net):
 def test_after_the_closure(tmp_path: Path, accelerator: str) -> None:
     def run(name: str, callback: CUDAGraphCallback | None = None) -> Trace:
         torch.compiler.reset()
-        module = make(lambda: After(lambda parameters: O.Adam(parameters, lr=0.01)))
+        module = make(lambda: After(lambda parameters: O.Adam(parameters, lr=0.01), in_stairs))
         return train(
             module,
             tmp_path / name,
