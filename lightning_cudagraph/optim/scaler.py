@@ -9,7 +9,7 @@ counts move).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from lightning_cudagraph.errors import CUDAGraphError
+from lightning_cudagraph.optim.compiled import is_compiled
 
 __all__ = ["PreparedScaler"]
 
@@ -64,7 +65,8 @@ class PreparedScaler:
         self._state_tensors = state_tensors
         self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
         self._stepped: set[int] = set()
-        self._applied: set[int] = set()
+        self._applied: set[int] = set()  # those whose steps from then on do nothing that is new
+        self._applied_steps: Counter[int] = Counter()
 
     def tensors(self) -> dict[str, Tensor]:
         """What a step changes of the scaler, by name."""
@@ -87,7 +89,7 @@ class PreparedScaler:
 
     @property
     def applied(self) -> bool:
-        """Whether a step has been applied: until then, the optimizer may have no state yet.
+        """Whether enough steps have been applied: until then, the optimizer may have no state yet.
 
         Reads a value back, but only until it has been true once.
         """
@@ -144,8 +146,14 @@ class PreparedScaler:
             return
         self._stepped.add(id(optimizer))
         if not bool(overflowed):
-            self._applied.add(id(optimizer))
-        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._applied_steps[id(optimizer)] += 1
+            # Dynamo compiles the step that makes the state, and another one for when it is there.
+            needed_steps = 2 if is_compiled(optimizer.step) else 1
+            if self._applied_steps[id(optimizer)] >= needed_steps:
+                self._applied.add(id(optimizer))
+        elif not self._applied_steps[id(optimizer)] and getattr(
+            optimizer, "_step_supports_amp_scaling", False
+        ):
             _forget_buffers_never_written(optimizer)
 
     def pending(self) -> bool:
