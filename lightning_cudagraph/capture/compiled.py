@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,8 +47,8 @@ _Enter = Callable[[Any], Callable[[], None]]
 _looked_at = (-1, -1)
 _seen: list[weakref.ref[Any]] = []
 
-# How many captures are under way that run compiled code as it is.
-_held = 0
+# The threads in which a capture is under way that runs compiled code as it is.
+_held: set[int] = set()
 
 
 def compilations() -> int:
@@ -56,8 +57,8 @@ def compilations() -> int:
 
 
 def is_held() -> bool:
-    """Whether a capture is under way that runs compiled code as it is."""
-    return _held > 0
+    """Whether a capture is under way in this thread that runs compiled code as it is."""
+    return threading.get_ident() in _held
 
 
 def is_left_out() -> bool:
@@ -220,7 +221,6 @@ class CompiledCode:
         Raises:
             CaptureError: if something would be compiled anew, with the guards that say so.
         """
-        global _held
         if not self.is_called:
             return body()
         dynamo: Any = torch._dynamo
@@ -241,7 +241,8 @@ class CompiledCode:
                 and not dynamo.config.disable
             ):
                 stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
-            _held += 1
+            thread = threading.get_ident()
+            _held.add(thread)
             try:
                 result = body()
             except Exception as error:
@@ -249,7 +250,7 @@ class CompiledCode:
                     raise
                 raise refused from error
             finally:
-                _held -= 1
+                _held.discard(thread)
         if compilations() != before:
             raise _compiled_anew("found afterwards, with `TORCH_LOGS=recompiles` in its own words", "")
         return result

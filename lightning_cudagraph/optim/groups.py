@@ -129,9 +129,9 @@ class PreparedGroup:
     @property
     def keeps_host_state(self) -> bool:
         """Whether the user's form of this group keeps state on the host that is on the device now."""
-        # Dynamo switches `capturable` on, for good, where it compiles a step that has no state yet.
-        switched_on = not self.flags or self.group["capturable"]
-        return not switched_on and not self.group.get("fused")
+        # Dynamo switches `capturable` on for good where it compiles a step that has no state yet.
+        is_on_host = "capturable" in self.flags and not self.group["capturable"]
+        return is_on_host and not self.group.get("fused")
 
     def move_host_state(self, device: torch.device) -> None:
         """Move the state that depends on `capturable` to where it belongs."""
