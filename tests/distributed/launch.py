@@ -1,7 +1,8 @@
 """Processes that train together, and what became of each.
 
 A launch takes seconds, so that one serves many cases: every process runs them in order, and writes for
-each what it came to. A launch has a time limit: a hang is a failure.
+each what it came to. A launch has a time limit: a hang is a failure. On a CPU the processes are forked
+from some that have imported everything; CUDA does not go on in a fork.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.distributed.forks import ROOT, Forked
+
+Process = Forked | subprocess.Popen[bytes]
 
 
 @dataclass
@@ -50,7 +53,7 @@ def launch(
     cases: Sequence[str],
     accelerator: str,
     timeout_s: float,
-    act: Callable[[Path, list[subprocess.Popen[bytes]]], None] | None = None,
+    act: Callable[[Path, list[Process]], None] | None = None,
     size: int = 2,
     limit_s: float = 120.0,
     environment: Mapping[str, str] | None = None,
@@ -68,7 +71,7 @@ def launch(
         environment: variables for all of them.
     """
     port = _free_port()
-    processes = []
+    processes: list[Process] = []
     for rank in range(size):
         env = {
             **os.environ,
@@ -76,9 +79,13 @@ def launch(
             **{"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(size)},
             **(environment or {}),
         }
-        command = [sys.executable, "-m", "tests.distributed.worker"]
-        command += [str(folder), accelerator, str(limit_s), *cases]
-        with open(folder / f"said{rank}.txt", "wb") as said:
+        arguments = [str(folder), accelerator, str(limit_s), *cases]
+        file = folder / f"said{rank}.txt"
+        if accelerator == "cpu":
+            processes.append(Forked(rank, arguments, env, file))
+            continue
+        command = [sys.executable, "-m", "tests.distributed.worker", *arguments]
+        with open(file, "wb") as said:
             process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said)
         processes.append(process)
     if act is not None:
@@ -94,10 +101,10 @@ def launch(
             process.send_signal(signal.SIGKILL)
             process.wait()
             status = None
-        said = (folder / f"said{rank}.txt").read_text(errors="replace")
+        told = (folder / f"said{rank}.txt").read_text(errors="replace")
         found = folder / f"cases{rank}.json"
         done = json.loads(found.read_text()) if found.exists() else {}
-        ended.append(Ended(status, said, done, time.monotonic()))
+        ended.append(Ended(status, told, done, time.monotonic()))
     return ended
 
 

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import launch
+from tests.distributed.launch import Process, launch
 
 # Less than this after one process has met its end.
 ALL_ENDED_S = 30.0
 BEGUN_S = 240.0
 FOR_EVER = "trains_for_ever"
-
-Process = subprocess.Popen[bytes]
 
 
 @pytest.mark.parametrize("case", ["an_error_in_a_step_on_rank_1", "an_error_behind_a_signal"])

@@ -42,7 +42,7 @@ _IGNORED = (
 # Begin with their name.
 _OF_OTHER_NAMES = (sharded_cases, step_cases)
 _ROOT = str(Path(__file__).parents[2])
-_LOOK_EVERY_S = 0.2
+_LOOK_EVERY_S = 0.05
 # How long a process may go on with a case that has failed in another one.
 _FAILED_ELSEWHERE_S = 25.0
 

@@ -1,0 +1,57 @@
+"""A process that has imported everything, and from which one rank of each launch is forked.
+
+To import torch and Lightning takes many times longer than most cases. What a forked process does, and
+how it ends, is as in one that was started: it returns to the end of this module, and Python ends.
+
+Not for GPUs: CUDA does not go on in a fork.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from tests.distributed import worker
+
+
+def _tell(number: int) -> None:
+    print(number, flush=True)
+
+
+def _become(asked: Any) -> None:
+    """What is otherwise so from the start of a process: its environment, its files, its rank."""
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    said = os.open(asked["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(nothing, 0)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    os.close(nothing)
+    os.close(said)
+    sys.argv = [worker.__file__, *asked["arguments"]]
+    rank_zero_only.rank = int(os.environ["LOCAL_RANK"])  # which Lightning reads when it is imported
+
+
+def main() -> int:
+    """Fork a worker for each line that is read; tell its number, and how it has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for who has started this
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            _become(json.loads(line))
+            folder, accelerator, limit_s, *names = sys.argv[1:]
+            return worker.main(Path(folder), accelerator, float(limit_s), names)
+        _tell(pid)
+        _tell(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
