@@ -10,7 +10,8 @@ import contextlib
 import copy
 import csv
 import functools
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
@@ -190,11 +191,12 @@ class _Watcher(Callback):
         )
 
     def states(self, trainer: Any) -> dict[str, Any]:
-        """What the other callbacks would save."""
+        """What the other callbacks would save, if they save anything."""
         return {
-            callback.state_key: copy.deepcopy(self.trace.portable(callback.state_dict()))
+            callback.state_key: copy.deepcopy(self.trace.portable(state))
             for callback in trainer.callbacks
             if not isinstance(callback, (CUDAGraphCallback, LayerTimings, _Watcher))
+            and (state := callback.state_dict())
         }
 
 
@@ -299,35 +301,54 @@ def train(
     return trace
 
 
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    leaves, _ = tree_flatten_with_path(tree)
-    found: list[tuple[str, Any]] = []
-    for path, leaf in leaves:
-        name = "".join(map(str, path))
-        if is_dataclass(leaf):
-            found += [(name + inner, value) for inner, value in _leaves(dict(vars(leaf)))]
-        else:
-            found.append((name, leaf))
-    return found
-
-
 def differences(one: Any, other: Any) -> list[str]:
-    """Paths of the leaves that are not the same, bit for bit."""
-    left, right = _leaves(one), _leaves(other)
-    if [path for path, _ in left] != [path for path, _ in right]:
-        missing = {path for path, _ in left} ^ {path for path, _ in right}
-        return [f"structure: {sorted(missing)[:5]}"]
-    found = []
-    for (path, a), (_, b) in zip(left, right, strict=True):
-        if isinstance(a, Tensor):
-            # A NaN equals nothing, but the same bits are the same.
-            same = isinstance(b, Tensor) and a.dtype == b.dtype and a.device == b.device
-            same = same and torch.equal(a.nan_to_num(1234.5), b.nan_to_num(1234.5))
-        else:
-            same = a == b or (a != a and b != b)
-        if not same:
-            found.append(path)
-    return found
+    """Paths of the leaves that are not the same, bit for bit, or not in both."""
+    return [_written(path) for path in _differing(one, other, ())]
+
+
+# The keys from the root; the way there is a pair of the way to what holds it, and the last key.
+_Way = tuple[Any, ...]
+
+
+def _written(way: _Way) -> str:
+    keys = []
+    while way:
+        way, key = way
+        keys.append(f"[{key!r}]")
+    return "".join(reversed(keys))
+
+
+def _differing(one: Any, other: Any, way: _Way) -> Iterator[_Way]:
+    # By hand, because pytrees write the path of every leaf, which takes longer than many a run.
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key, value in one.items():
+            if key in other:
+                yield from _differing(value, other[key], (way, key))
+        for key in one.keys() ^ other.keys():
+            yield (way, key), "is in one of them"
+        if [key for key in one if key in other] != [key for key in other if key in one]:
+            yield way, "in another order"  # which is that of checkpoints
+    elif isinstance(one, _SEQUENCES) and isinstance(other, _SEQUENCES):
+        for index, (left, right) in enumerate(zip(one, other, strict=False)):
+            yield from _differing(left, right, (way, index))
+        if len(one) != len(other):
+            yield way, f"{len(one)} and {len(other)} members"
+    elif is_dataclass(one) and not isinstance(one, type) and type(one) is type(other):
+        yield from _differing(vars(one), vars(other), way)
+    elif not _is_same(one, other):
+        yield way
+
+
+_SEQUENCES = (list, tuple, deque)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor):
+        return bool(one == other or (one != one and other != other))
+    if not isinstance(other, Tensor) or one.dtype != other.dtype or one.device != other.device:
+        return False
+    # A NaN equals nothing, but the same bits are the same.
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(1234.5), other.nan_to_num(1234.5))
 
 
 def assert_same(one: Trace, other: Trace, ignore: Sequence[str] = ()) -> None:

@@ -8,6 +8,7 @@ Not for GPUs: CUDA does not go on in a fork.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -42,6 +43,7 @@ def _become(asked: Any) -> None:
 def main() -> int:
     """Fork a worker for each line that is read; tell its number, and how it has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for who has started this
+    gc.freeze()  # a collection of garbage in a forked process would have it copied
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
