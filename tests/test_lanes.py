@@ -5,6 +5,7 @@ That real workspaces lie where they should is tested on a GPU (`tests/gpu/test_s
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -144,6 +145,30 @@ def test_it_is_said_when_there_is_no_stream_left(simulated: Torch, lanes: int) -
     pool = simulated.workspaces[side.stream.cuda_stream]
     # Scratch memory of a lane is never freed; that of others may be.
     assert pool in {other._lane.pool.id for other in sides} if lanes else pool == _DEFAULT_POOL
+
+
+def test_those_of_runs_that_are_over_are_not_in_use(simulated: Torch) -> None:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(2 * _STREAMS):
+            over = SimpleNamespace(side=SideStream(_DEVICE))
+            over.itself = over  # as a trainer and what belongs to it refer to one another
+        assert len({lane.stream.cuda_stream for lane in side_streams._LANES}) < _STREAMS
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def test_one_that_shares_is_not_taken_again_without_a_word(simulated: Torch) -> None:
+    for _ in range(_STREAMS):
+        simulated.multiply(simulated.new_stream(_DEVICE).cuda_stream)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="is in use already"):
+            SideStream(_DEVICE)  # given back at once
+    simulated.workspaces.clear()
+    side = SideStream(_DEVICE)
+    assert _is_own(side, simulated)
 
 
 def test_two_threads_are_not_given_the_same(simulated: Torch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ the graphs: when it is cleared, it stays scratch memory of theirs.
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 import weakref
@@ -26,6 +27,8 @@ _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCub
 
 # torch has 32 streams of a priority, and hands them out in turn.
 _STREAMS_OF_TORCH = 32
+# From so many on, those of runs that are over are looked for before there is one more.
+_MANY_LANES = 16
 
 
 class _MatmulInBackward(torch.autograd.Function):
@@ -60,11 +63,16 @@ class _Lane:
 
     Args:
         device: a CUDA device.
+
+    Attributes:
+        shares: the stream is that of others, too, because there was no other.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = _stream_of_ones_own(device)
+        own = _stream_of_ones_own(device)
+        self.shares = own is None
+        self.stream = own or _shared_stream(device)
         with torch.cuda.device(device):  # a pool is made for the current device
             self.pool = torch.cuda.MemPool()
         with torch.cuda.stream(self.stream):
@@ -105,7 +113,8 @@ class _Lane:
         return sum(segment["active_size"] for segment in self.segments(snapshot))
 
 
-# All of a process. Their graphs hold addresses in their pools, and so they are never given up.
+# All of a process that share with nobody. Their graphs hold addresses in their pools, and so they are
+# never given up.
 _LANES: list[_Lane] = []
 # Those whose graphs are gone, for the next ones: as many as were ever in use at the same time.
 _FREE: list[_Lane] = []
@@ -113,15 +122,16 @@ _FREE: list[_Lane] = []
 _TAKING = threading.Lock()
 
 
-def _stream_of_ones_own(device: torch.device) -> torch.cuda.Stream:
+def _stream_of_ones_own(device: torch.device) -> torch.cuda.Stream | None:
     """A stream on which nobody else has memory: no workspaces either, of whatever handle."""
     of_lanes = {lane.stream.cuda_stream for lane in _LANES}
     others = {s["stream"] for s in torch.cuda.memory_snapshot() if s["active_size"]} - of_lanes
-    streams: list[torch.cuda.Stream] = []
-    for _ in range(_STREAMS_OF_TORCH):
-        streams.append(torch.cuda.Stream(device))
-        if streams[-1].cuda_stream not in of_lanes | others:
-            return streams[-1]
+    streams = (torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH))
+    return next((stream for stream in streams if stream.cuda_stream not in of_lanes | others), None)
+
+
+def _shared_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream on which others have memory; that is said."""
     warnings.warn(
         f"lightning_cudagraph: each of the {_STREAMS_OF_TORCH} streams that torch hands out is in use"
         " already, so that graphs share cuBLAS's scratch memory with others. They may come to wrong"
@@ -130,19 +140,35 @@ def _stream_of_ones_own(device: torch.device) -> torch.cuda.Stream:
         stacklevel=2,
     )
     # Scratch memory of another lane at least stays where it is.
+    of_lanes = {lane.stream.cuda_stream for lane in _LANES}
+    streams = [torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH)]
     return next((stream for stream in streams if stream.cuda_stream in of_lanes), streams[0])
+
+
+def _given_back(device: torch.device) -> _Lane | None:
+    """One that has been in use before, and has its workspaces to itself."""
+    for lane in [lane for lane in _FREE if lane.device == device and not lane.shares]:
+        with torch.cuda.stream(lane.stream):
+            lane.keep_workspaces()
+        if lane.has_workspaces(torch.cuda.memory_snapshot()):
+            _FREE.remove(lane)
+            return lane
+    return None
 
 
 def _take(device: torch.device) -> _Lane:
     with _TAKING:
-        for lane in [lane for lane in _FREE if lane.device == device]:
-            with torch.cuda.stream(lane.stream):
-                lane.keep_workspaces()
-            if lane.has_workspaces(torch.cuda.memory_snapshot()):
-                _FREE.remove(lane)
-                return lane
-        _LANES.append(_Lane(device))
-        return _LANES[-1]
+        lane = _given_back(device)
+        if lane is None and len(_LANES) >= _MANY_LANES:
+            # Most may be of runs that are over, and wait for a collection, which captures do, but not
+            # runs that end before theirs.
+            gc.collect()
+            lane = _given_back(device)
+        if lane is None:
+            lane = _Lane(device)
+            if not lane.shares:
+                _LANES.append(lane)
+        return lane
 
 
 def stream_beside(device: torch.device) -> torch.cuda.Stream:
