@@ -25,7 +25,8 @@ from lightning_cudagraph import (
     LayerTimings,
     UnsupportedError,
 )
-from lightning_cudagraph.capture import compiled
+from lightning_cudagraph.capture import compiled, inductor
+from lightning_cudagraph.capture.inductor import without_its_graphs
 from tests.harness import Net, Trace, assert_same, loader, make, train
 from tests.loops import device_of
 
@@ -542,3 +543,18 @@ def test_steps_of_optimizers_that_bypass_ours(accelerator: str, take: Callable[[
 
     with pytest.raises(UnsupportedError, match=STEPS[take]):
         run()
+
+
+def test_a_step_that_nobody_closes_turns_no_later_one() -> None:
+    class Owner:
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    notes: list[str] = []
+    owner = Owner()
+    stack = without_its_graphs(owner.note)
+    assert inductor._without_graphs._turn()
+    del owner
+    assert not inductor._without_graphs._turn()
+    assert len(notes) == 1
+    stack.close()

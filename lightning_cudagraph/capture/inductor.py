@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,6 +26,10 @@ from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 __all__ = ["check_compiler_names", "refused_on_cpu", "wants_graphs", "without_its_graphs"]
 
 _GRAPHS = "triton.cudagraphs"
+_SAID = (
+    "torch.compile runs without the CUDA graphs of its own that its `mode=`, `options=` or backend asks"
+    " for, because the whole step is in one graph; its kernels are the same"
+)
 
 
 def wants_graphs(backend: Any) -> bool:
@@ -61,18 +67,45 @@ def check_compiler_names() -> None:
             )
 
 
+class _Run:
+    """Who needs Inductor without CUDA graphs of its own, as long as he is there."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self.thread = threading.get_ident()
+        is_method = isinstance(announce, MethodType)
+        # Not held: a step that nobody closes must be able to go.
+        self.announce = weakref.WeakMethod(announce) if is_method else weakref.ref(announce)
+
+
 class _WithoutGraphs:
     """Inductor without CUDA graphs of its own, in the threads in which somebody needs that."""
 
     def __init__(self) -> None:
-        self._told: list[tuple[int, Callable[[str], None]]] = []
+        self._runs: list[_Run] = []
         self._patches = ExitStack()
         self._turned: set[int] = set()
 
-    def enter(self, announce: Callable[[str], None]) -> None:
-        self._told.append((threading.get_ident(), announce))
-        if len(self._told) > 1:
+    def enter(self, announce: Callable[[str], None]) -> _Run:
+        self._let_go([run for run in self._runs if run.announce() is None])
+        self._runs.append(run := _Run(announce))
+        if len(self._runs) == 1:
+            self._patch()
+        return run
+
+    def leave(self, run: _Run) -> None:
+        self._let_go([run])
+
+    def _let_go(self, gone: list[_Run]) -> None:
+        if not gone:
             return
+        self._runs = [run for run in self._runs if run not in gone]
+        if not self._runs:
+            self._patches.close()
+        if without := self._turned - {run.thread for run in self._runs}:
+            self._turned -= without
+            torch.compiler.reset()  # what was compiled there is compiled anew, as it was asked for
+
+    def _patch(self) -> None:
         kind: Any = torch._TorchCompileInductorWrapper
         other_kind: Any = cudagraphs.CudagraphsBackend
         by_inductor, by_cudagraphs = kind.__call__, other_kind.__call__
@@ -91,15 +124,6 @@ class _WithoutGraphs:
         self._replace(kind, "__call__", compile_by_inductor)
         self._replace(other_kind, "__call__", staticmethod(compile_by_cudagraphs))
 
-    def leave(self, announce: Callable[[str], None]) -> None:
-        thread = next(thread for thread, told in self._told if told == announce)
-        self._told.remove((thread, announce))
-        if not self._told:
-            self._patches.close()
-        if thread in self._turned and all(other != thread for other, _ in self._told):
-            self._turned.remove(thread)
-            torch.compiler.reset()  # what was compiled here is compiled anew, as it was asked for
-
     def _replace(self, owner: type, name: str, by: Any) -> None:
         self._patches.callback(setattr, owner, name, vars(owner)[name])
         setattr(owner, name, by)
@@ -107,31 +131,30 @@ class _WithoutGraphs:
     def _turn(self) -> bool:
         """Something wants graphs of its own: whether it is not to have them."""
         thread = threading.get_ident()
-        told = next((told for other, told in self._told if other == thread), None)
-        if told is not None and thread not in self._turned:
+        of_thread = [run.announce() for run in self._runs if run.thread == thread]
+        there = [announce for announce in of_thread if announce is not None]
+        if there and thread not in self._turned:
             self._turned.add(thread)
-            told(
-                "torch.compile runs without the CUDA graphs of its own that its `mode=`, `options=` or"
-                " backend asks for, because the whole step is in one graph; its kernels are the same"
-            )
-        return told is not None
+            there[-1](_SAID)
+        return bool(there)
 
 
 _without_graphs = _WithoutGraphs()
 
 
-@contextmanager
-def without_its_graphs(announce: Callable[[str], None]) -> Iterator[None]:
+def without_its_graphs(announce: Callable[[str], None]) -> ExitStack:
     """Let torch.compile compile without CUDA graphs of its own, in this thread.
 
     Args:
-        announce: told, once, that somebody had wanted these; if there are several, the first.
+        announce: told, once, that somebody had wanted these; if there are several, the last. It is not
+            kept alive.
+
+    Returns:
+        To be used as a context manager; it ends with `announce` if it is never closed.
     """
-    _without_graphs.enter(announce)
-    try:
-        yield
-    finally:
-        _without_graphs.leave(announce)
+    stack = ExitStack()
+    stack.callback(_without_graphs.leave, _without_graphs.enter(announce))
+    return stack
 
 
 @contextmanager
