@@ -24,7 +24,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_cudagraph.capture.backend import Graph
 from lightning_cudagraph.capture.collectives import is_collective, returned_unrun, wait_for
@@ -34,20 +33,25 @@ from lightning_cudagraph.capture.inductor import refused_on_cpu
 from lightning_cudagraph.capture.parts import Between
 from lightning_cudagraph.capture.sentry import HostReads, Sentry, forbid, user_location
 from lightning_cudagraph.capture.tape import Tape
-from lightning_cudagraph.capture.writes import storage_id
+from lightning_cudagraph.capture.writes import storage_id, tensors_in
 
 __all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
 
 T = TypeVar("T")
 
 
-def _tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
-
-
 def _address(tensor: Tensor) -> Tensor:
     """An alias that goes on pointing at today's storage, whatever becomes of the tensor object."""
     return tensor.detach()
+
+
+def _addressed(value: Any) -> Any:
+    """An argument of an op, with the addresses of its tensors."""
+    if isinstance(value, Tensor):
+        return _address(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_addressed, value))
+    return value
 
 
 # The graph whose capture is under way in each thread.
@@ -120,7 +124,7 @@ class _Op:
             results = self.func(*self.args, **self.kwargs)
             if self.func.namespace == "c10d":
                 wait_for(results)
-        for target, value in zip(self.results, _tensors_of(results), strict=True):
+        for target, value in zip(self.results, tensors_in(results), strict=True):
             if target is not None:
                 target.copy_(value)
 
@@ -169,12 +173,13 @@ class _Recorder(Sentry):
         if func.namespace == "profiler":
             return func(*args, **kwargs)  # ranges of its time line, which no graph holds
         collective = is_collective(func)
-        inputs = _tensors_of((args, kwargs))
+        inputs = tensors_in(args, kwargs)
         placed = self._graph.tape.place(func, args, kwargs)
         self._undo.before(inputs)
-        frozen_args, frozen_kwargs = tree_map_only(Tensor, _address, (args, kwargs))
+        frozen_args = _addressed(args)
+        frozen_kwargs = {name: _addressed(value) for name, value in kwargs.items()}
         result = returned_unrun(func, args) if collective else func(*args, **kwargs)
-        outputs = _tensors_of(result)
+        outputs = tensors_in(result)
         self._undo.after(outputs)
         input_storages = {storage_id(t) for t in inputs}
         # A result that shares its storage with an input is a view, or the input itself.
