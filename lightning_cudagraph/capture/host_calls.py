@@ -101,6 +101,9 @@ class _Whose(Enum):
     PASSES_ON = "Python's, or a writer's, that does what its caller asks for"
 
 
+_FRAMEWORKS = _Whose.FRAMEWORKS
+
+
 @dataclass(frozen=True)
 class HostRules:
     """What the names of a training framework mean to the audit.
@@ -214,19 +217,33 @@ class HostCalls:
         return self._touched.get(id(change.holder)) or line_that_sets(change, self._users_code)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
-        # Called for every call in the step: what the framework asks for itself is soon let go.
+        # Called for every call in the step: what the framework asks for itself is soon let go, and
+        # whose a file is, is looked up without another call.
         if event == "call":
             code = frame.f_code
             if id(code) not in self._seen:
                 self._seen[id(code)] = code
                 self._first_sight(frame)
             caller = frame.f_back
-            if caller is not None and self._whose_code(caller) is not _Whose.FRAMEWORKS:
+            if (
+                caller is not None
+                and (self._whose.get(caller.f_code.co_filename) or self._whose_code(caller))
+                is not _FRAMEWORKS
+            ):
                 self._python_call(frame, caller)
         elif event == "return":
-            if argument is not None and frame.f_back is not None:
-                self._return(frame, frame.f_back, argument)
-        elif event == "c_call" and self._whose_code(frame) is not _Whose.FRAMEWORKS:
+            caller = frame.f_back
+            if (
+                argument is not None
+                and caller is not None
+                and (self._whose.get(caller.f_code.co_filename) or self._whose_code(caller))
+                is not _FRAMEWORKS
+            ):
+                self._return(frame, caller, argument)
+        elif (
+            event == "c_call"
+            and (self._whose.get(frame.f_code.co_filename) or self._whose_code(frame)) is not _FRAMEWORKS
+        ):
             self._c_call(frame, argument)
 
     def _python_call(self, frame: FrameType, caller: FrameType) -> None:
