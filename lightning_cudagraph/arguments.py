@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lightning_cudagraph.capture.stream_choice import (
+from lightning_cudagraph.capture.streams.stream_choice import (
     MAX_STREAMS,
     are_streams,
     wrong_bound,

@@ -14,10 +14,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.arguments import check_arguments, check_company
-from lightning_cudagraph.capture import stream_choice
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.capture.stream_choice import AskedStreams
+from lightning_cudagraph.capture.streams import stream_choice
+from lightning_cudagraph.capture.streams.stream_choice import AskedStreams
 from lightning_cudagraph.distributed import (
     Distributed,
     check_nccl,
@@ -27,7 +27,6 @@ from lightning_cudagraph.distributed import (
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.evaluation import GraphedEvaluation
 from lightning_cudagraph.layer_timings import LayerTimings
-from lightning_cudagraph.loop import GraphedTraining
 from lightning_cudagraph.settings import Scope, Settings
 from lightning_cudagraph.support import (
     DEFAULT_WARMUP_STEPS,
@@ -38,6 +37,7 @@ from lightning_cudagraph.support import (
     make_backend,
 )
 from lightning_cudagraph.timing.report import evaluation_report
+from lightning_cudagraph.training.loop import GraphedTraining
 
 __all__ = ["CUDAGraphCallback"]
 

@@ -44,9 +44,9 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cudagraph.capture.agreement import Agreement, Intent
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.ranks import Ranks
+from lightning_cudagraph.capture.processes.agreement import Agreement, Intent
+from lightning_cudagraph.capture.processes.ranks import Ranks
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.errors import ConfigurationError, PeerError, UnsupportedError
 

@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_cudagraph.capture.audit.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import (
     copied_leaf,
@@ -26,24 +27,23 @@ from lightning_cudagraph.capture.batch import (
     refuse_odd_outputs,
 )
 from lightning_cudagraph.capture.carried import CarriedTensors
+from lightning_cudagraph.capture.checks.guards import Guards
+from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.frozen import FrozenIndex, frozen_python_audit
-from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
-from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
-from lightning_cudagraph.hooks import undisturbed
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules, refuse_replaced_methods
-from lightning_cudagraph.logged_step import LoggedStep
-from lightning_cudagraph.logs import Logs
-from lightning_cudagraph.metric_calls import Later
-from lightning_cudagraph.metric_states import StepMetrics
-from lightning_cudagraph.metrics import is_metric
+from lightning_cudagraph.logs.logged_step import LoggedStep
+from lightning_cudagraph.logs.recorder import Logs
+from lightning_cudagraph.metrics.calls import Later
+from lightning_cudagraph.metrics.of_model import is_metric
+from lightning_cudagraph.metrics.states import StepMetrics
 from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import Stage, check_evaluation
+from lightning_cudagraph.training.hooks import undisturbed
 
 __all__ = ["GraphedEvaluation"]
 

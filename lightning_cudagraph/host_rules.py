@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph.capture.host_calls import HostRules, allowance
+from lightning_cudagraph.capture.audit.host_calls import HostRules, allowance
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.errors import CaptureError
-from lightning_cudagraph.metrics import is_metric
+from lightning_cudagraph.metrics.of_model import is_metric
 
 __all__ = ["host_rules", "refuse_replaced_methods"]
 

@@ -8,10 +8,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_cudagraph.eager_times import EagerTimes
 from lightning_cudagraph.errors import ConfigurationError
 from lightning_cudagraph.support import callbacks_of
 from lightning_cudagraph.timing.layers import LayerChoice
+from lightning_cudagraph.training.eager_times import EagerTimes
 
 __all__ = ["LayerTimings"]
 

@@ -18,21 +18,21 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.amp import GradScaler
 
-from lightning_cudagraph.capture.host_calls import HostRules
-from lightning_cudagraph.capture.mentions import MentionedNames
+from lightning_cudagraph.capture.audit.host_calls import HostRules
+from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
-from lightning_cudagraph.host_rules import host_rules
-from lightning_cudagraph.metric_reads import MetricReads, metric_reads
-from lightning_cudagraph.metrics import is_metric
-from lightning_cudagraph.strategies import refuse_strategy
-from lightning_cudagraph.support import callbacks_of, scaler_of
-from lightning_cudagraph.surroundings import (
+from lightning_cudagraph.graphed_step.surroundings import (
     SURROUNDINGS,
     PlainLoop,
     optimizer_inside,
     scaler_calls,
     scheduler_steps,
 )
+from lightning_cudagraph.host_rules import host_rules
+from lightning_cudagraph.metrics.of_model import is_metric
+from lightning_cudagraph.metrics.reads import MetricReads, metric_reads
+from lightning_cudagraph.strategies import refuse_strategy
+from lightning_cudagraph.support import callbacks_of, scaler_of
 
 __all__ = ["FabricLoop", "ManualOptimization"]
 

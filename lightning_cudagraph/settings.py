@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_cudagraph.capture.stream_choice import Streams
+from lightning_cudagraph.capture.streams.stream_choice import Streams
 from lightning_cudagraph.timing.layers import LayerChoice
 
 __all__ = ["Scope", "Settings"]

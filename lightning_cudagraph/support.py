@@ -29,8 +29,8 @@ from lightning_cudagraph.capture.inductor import check_compiler_names
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
-from lightning_cudagraph.log_sums import RESULT_NAMES
-from lightning_cudagraph.logged_step import TO_TENSOR
+from lightning_cudagraph.logs.logged_step import TO_TENSOR
+from lightning_cudagraph.logs.sums import RESULT_NAMES
 from lightning_cudagraph.optim.compiled import is_compiled
 from lightning_cudagraph.strategies import refuse_strategy
 from lightning_cudagraph.timing.layer_marks import check_autograd_names

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_cudagraph.capture import stream_choice
+from lightning_cudagraph.capture.streams import stream_choice
 from tests.declared import DeclaredOfCaptures
 
 _declared = DeclaredOfCaptures()

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_cudagraph.capture.accesses import _all_of, access_of, made_by, only_looks, pieces
 from lightning_cudagraph.capture.emulator import _Recorder
+from lightning_cudagraph.capture.streams.accesses import _all_of, access_of, made_by, only_looks, pieces
 from lightning_cudagraph.capture.writes import storage_id, written_by
 
 # Barriers for a capture on several streams; what they write matters to others.

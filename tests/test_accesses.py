@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_iter
 
-from lightning_cudagraph.capture import accesses, writes
-from lightning_cudagraph.capture.accesses import access_of, made_by, only_looks
+from lightning_cudagraph.capture import writes
+from lightning_cudagraph.capture.streams import accesses
+from lightning_cudagraph.capture.streams.accesses import access_of, made_by, only_looks
 from lightning_cudagraph.capture.writes import written_by
 from tests.declared import Declared
 

@@ -16,8 +16,9 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelChec
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 
-from lightning_cudagraph import CUDAGraphCallback, lightning_source
-from lightning_cudagraph.advance import QuickAdvance
+from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.training import lightning_source
+from lightning_cudagraph.training.advance import QuickAdvance
 from tests import harness
 from tests.harness import Net, differences, loader, make
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.checks.guards import Guards
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
 O = torch.optim  # noqa: E741

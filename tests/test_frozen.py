@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CaptureError, ConfigurationError, CUDAGraphCallback
-from lightning_cudagraph.capture.frozen import StepAudit
-from lightning_cudagraph.capture.host_state import HostState
-from lightning_cudagraph.capture.reads import MentionedNames
+from lightning_cudagraph.capture.audit.frozen import StepAudit
+from lightning_cudagraph.capture.audit.host_state import HostState
+from lightning_cudagraph.capture.checks.reads import MentionedNames
 from tests.harness import Net, assert_same, differences, make, train
 
 log = logging.getLogger(__name__)
@@ -544,7 +544,7 @@ def test_without_the_audit_it_would_train_wrong(
         yield StepAudit(MentionedNames())
 
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
-    monkeypatch.setattr("lightning_cudagraph.recording.frozen_python_audit", no_audit)
+    monkeypatch.setattr("lightning_cudagraph.training.recording.frozen_python_audit", no_audit)
     callback = CUDAGraphCallback(verify_replays=0)
     graph = train(make(cls), tmp_path / "graph", callback, accelerator=accelerator)
     assert graph.counts.replayed > 10

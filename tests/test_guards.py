@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoin
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.capture.guards import Guards
-from lightning_cudagraph.capture.switches import global_switches
-from lightning_cudagraph.hooks import undisturbed
+from lightning_cudagraph.capture.checks.guards import Guards
+from lightning_cudagraph.capture.checks.switches import global_switches
+from lightning_cudagraph.training.hooks import undisturbed
 from tests.harness import Net, assert_same, make, train
 
 

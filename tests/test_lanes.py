@@ -15,8 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cudagraph.capture import side_streams
-from lightning_cudagraph.capture.side_streams import SideStream, keep_all_workspaces, stream_beside
+from lightning_cudagraph.capture.streams import side_streams
+from lightning_cudagraph.capture.streams.side_streams import (
+    SideStream,
+    keep_all_workspaces,
+    stream_beside,
+)
 
 _DEVICE = torch.device("cuda", 0)
 _STREAMS = side_streams._STREAMS_OF_TORCH

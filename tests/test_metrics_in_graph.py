@@ -23,7 +23,7 @@ from lightning_cudagraph import CaptureError, CUDAGraphCallback, VerificationErr
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.state import StaticState
-from lightning_cudagraph.logged_step import LoggedStep
+from lightning_cudagraph.logs.logged_step import LoggedStep
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
 LISTS = "in a list"

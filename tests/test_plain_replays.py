@@ -28,10 +28,11 @@ from torch import Tensor
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings, lightning_source
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.logged_step import LoggedStep
-from lightning_cudagraph.logs import Logs
+from lightning_cudagraph.logs.logged_step import LoggedStep
+from lightning_cudagraph.logs.recorder import Logs
+from lightning_cudagraph.training import lightning_source
 from tests.harness import Net, Trace, assert_same, differences, make, train
 
 BATCHES = 14

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lightning_cudagraph.capture import writes
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
-from lightning_cudagraph.capture.branches import SentBackError
-from lightning_cudagraph.capture.dataflow import Flow, Kept
 from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.capture.streams.branches import SentBackError
+from lightning_cudagraph.capture.streams.dataflow import Flow, Kept
 
 Op = tuple[str, int, int, int]
 Make = Callable[[int], Backend]

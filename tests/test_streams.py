@@ -16,10 +16,10 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, LayerTimings
-from lightning_cudagraph.capture import stream_choice
-from lightning_cudagraph.capture.dataflow import Flow
 from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.capture.stream_choice import (
+from lightning_cudagraph.capture.streams import stream_choice
+from lightning_cudagraph.capture.streams.dataflow import Flow
+from lightning_cudagraph.capture.streams.stream_choice import (
     UNPROVEN,
     AskedStreams,
     AutoStreams,

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, VerificationError
-from lightning_cudagraph.capture import verify
 from lightning_cudagraph.capture.backend import CudaBackend
-from lightning_cudagraph.capture.compare import distance, names_that_differ, rounding
+from lightning_cudagraph.capture.checks import verify
+from lightning_cudagraph.capture.checks.compare import distance, names_that_differ, rounding
+from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from tests.harness import Net, assert_same, differences, fused_adamw, make, train
 

@@ -13,13 +13,17 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_cudagraph.capture.branches import Branches, SentBackError
 from lightning_cudagraph.capture.driver import event_times, position_of
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.capture.parts import Between, CudaParts
 from lightning_cudagraph.capture.sentry import HostReads, Location, location_of
-from lightning_cudagraph.capture.side_streams import SideStream, keep_all_workspaces, stream_beside
+from lightning_cudagraph.capture.streams.branches import Branches, SentBackError
+from lightning_cudagraph.capture.streams.side_streams import (
+    SideStream,
+    keep_all_workspaces,
+    stream_beside,
+)
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
 __all__ = ["Backend", "CudaBackend", "Event", "Graph"]

@@ -8,20 +8,20 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.agreement import Agreement, of_ranks
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature, flatten_batch
-from lightning_cudagraph.capture.branches import SentBackError
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.carried import CarriedTensors
+from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.capture.compiled import CompiledCode
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
-from lightning_cudagraph.capture.guards import Guards
 from lightning_cudagraph.capture.holds import GradientCopies, Holds
+from lightning_cudagraph.capture.processes.agreement import Agreement, of_ranks
 from lightning_cudagraph.capture.standing import StandingGraphs
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step, StepCounts
-from lightning_cudagraph.capture.stream_choice import StreamChoice
+from lightning_cudagraph.capture.streams.branches import SentBackError
+from lightning_cudagraph.capture.streams.stream_choice import StreamChoice
 from lightning_cudagraph.capture.writes import storage_id
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError, UnsupportedError
 

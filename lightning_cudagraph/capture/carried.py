@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.host_objects import VALUES
+from lightning_cudagraph.capture.audit.host_objects import VALUES
 from lightning_cudagraph.capture.recomputed import recomputed_names
 from lightning_cudagraph.capture.writes import storage_id
 from lightning_cudagraph.errors import CaptureError

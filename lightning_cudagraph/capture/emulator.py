@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.capture.backend import Graph
-from lightning_cudagraph.capture.collectives import is_collective, returned_unrun, wait_for
-from lightning_cudagraph.capture.dataflow import Placed
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.inductor import refused_on_cpu
 from lightning_cudagraph.capture.parts import Between
+from lightning_cudagraph.capture.processes.collectives import is_collective, returned_unrun, wait_for
 from lightning_cudagraph.capture.sentry import HostReads, Sentry, forbid, user_location
-from lightning_cudagraph.capture.tape import Tape
+from lightning_cudagraph.capture.streams.dataflow import Placed
+from lightning_cudagraph.capture.streams.tape import Tape
 from lightning_cudagraph.capture.writes import storage_id, tensors_in
 
 __all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]

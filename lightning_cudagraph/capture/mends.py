@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from lightning_cudagraph.capture.branches import Branches
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.sentry import Sentry, forbid, user_location
+from lightning_cudagraph.capture.streams.branches import Branches
 from lightning_cudagraph.capture.writes import storage_id
 
 __all__ = ["Constants", "HostMemory", "MendingSentry"]

@@ -8,15 +8,15 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.agreement import Agreement
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.carried import CarriedTensors
+from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.holds import GradientCopies
+from lightning_cudagraph.capture.processes.agreement import Agreement
 from lightning_cudagraph.capture.standing import StandingGraphs
 from lightning_cudagraph.capture.steps import Step, StepCounts
-from lightning_cudagraph.capture.verify import Verifier
 from lightning_cudagraph.errors import UnsupportedError, VerificationError
 
 __all__ = ["Replays"]

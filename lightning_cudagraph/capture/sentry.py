@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lightning_cudagraph.capture.audit.known import KnownValues
 from lightning_cudagraph.capture.generators import Generators
-from lightning_cudagraph.capture.heard import call_heard
-from lightning_cudagraph.capture.known import KnownValues
+from lightning_cudagraph.capture.processes.heard import call_heard
 from lightning_cudagraph.capture.writes import Writes
 from lightning_cudagraph.errors import CaptureError
 

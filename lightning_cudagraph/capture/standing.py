@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
-from lightning_cudagraph.capture.guards import Guards
+from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.capture.holds import GradientCopies
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.warm_ups import WarmUps

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cudagraph.capture.host_state import HostState
+from lightning_cudagraph.capture.audit.host_state import HostState
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = [

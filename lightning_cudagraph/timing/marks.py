@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend, Event
-from lightning_cudagraph.capture.heard import listening
+from lightning_cudagraph.capture.processes.heard import listening
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.errors import CUDAGraphError
 from lightning_cudagraph.timing.collective_marks import Collectives

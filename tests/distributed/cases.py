@@ -31,8 +31,8 @@ from lightning_cudagraph import (
     LayerTimings,
     UnsupportedError,
 )
-from lightning_cudagraph.capture.board import Board
 from lightning_cudagraph.capture.engine import StepEngine
+from lightning_cudagraph.capture.processes.board import Board
 from lightning_cudagraph.errors import PeerError, VerificationError
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same, loader, make, train
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cudagraph.capture.board import VALUE_BITS, Board
+from lightning_cudagraph.capture.processes.board import VALUE_BITS, Board
 
 EXCHANGES = 2_000
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_cudagraph.capture.board import machine
+from lightning_cudagraph.capture.processes.board import machine
 from tests.distributed.launch import ROOT, _free_port
 
 TIMEOUT_S = 240.0
@@ -69,7 +69,7 @@ def test_two_machines_train_as_without_the_callback(tmp_path: Path, accelerator:
 
 
 def test_processes_of_one_machine_have_one_name_for_it() -> None:
-    code = "from lightning_cudagraph.capture.board import machine; print(machine())"
+    code = "from lightning_cudagraph.capture.processes.board import machine; print(machine())"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
     assert said.stdout.decode().strip() == machine()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from lightning_cudagraph.capture.ranks import Ranks
+from lightning_cudagraph.capture.processes.ranks import Ranks
 
 
 @pytest.fixture

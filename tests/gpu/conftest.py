@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from lightning_cudagraph.capture.stream_choice import UNPROVEN
+from lightning_cudagraph.capture.streams.stream_choice import UNPROVEN
 
 # What is refused without it is tested here.
 os.environ[UNPROVEN] = "1"

@@ -1,0 +1,190 @@
+"""Python that a capture would freeze or lose.
+
+Host code in a captured step runs once, at the capture, and never again. A value that it read stays
+what it was; an attribute that it set is not set again; a random number that it drew is drawn for
+good; a line that it printed is not printed again. What is called is seen by a hook of the interpreter
+(`host_calls.py`), what was changed is seen by comparing (`host_state.py`), and the index of the batch
+cannot be looked at.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_cudagraph.capture.audit.host_calls import HostCalls, HostRules, allowance, frozen_read
+from lightning_cudagraph.capture.audit.host_lines import NUMPYS_OWN
+from lightning_cudagraph.capture.audit.host_state import Change, HostState
+from lightning_cudagraph.capture.audit.mentions import MentionedNames
+from lightning_cudagraph.capture.sentry import Location, user_location
+from lightning_cudagraph.errors import CaptureError
+
+__all__ = ["FrozenIndex", "StepAudit", "frozen_python_audit"]
+
+_HOST_HOOK = (
+    "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
+    " result to the step in a registered buffer, written with `copy_` or `fill_`"
+)
+
+
+def _refuse(name: str) -> Any:
+    def used(self: FrozenIndex, *args: Any) -> Any:
+        raise frozen_read(self._name, user_location())
+
+    used.__name__ = name
+    return used
+
+
+class FrozenIndex:
+    """Stands for an integer, and may be handed on, but not looked at.
+
+    Not a subclass of `int`: C code, such as that of torch, would read its value without asking.
+
+    Args:
+        name: what the user knows it as.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return int
+
+    __hash__ = object.__hash__
+
+
+_OPERATIONS = """
+    abs add and bool ceil divmod eq float floor floordiv format ge gt index int invert le lshift lt
+    mod mul ne neg or pos pow radd rand rdivmod repr rfloordiv rlshift rmod rmul ror round rpow
+    rrshift rshift rsub rtruediv rxor str sub truediv trunc xor
+"""
+for _name in _OPERATIONS.split():
+    setattr(FrozenIndex, f"__{_name}__", _refuse(f"__{_name}__"))
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class StepAudit:
+    """An audit under way.
+
+    Attributes:
+        mentioned: what the step mentions, filled by the time that the audit is left.
+        check: raises if something has changed so far.
+        after_backward: what comes now is after the backward pass.
+    """
+
+    mentioned: MentionedNames
+    check: Callable[[], None] = _nothing
+    after_backward: bool = False
+
+    def end_backward(self) -> None:
+        """Tell apart what has changed so far, and what changes from now on."""
+        self.check()
+        self.after_backward = True
+
+
+@contextmanager
+def frozen_python_audit(
+    model: nn.Module,
+    trainer: Any,
+    device: torch.device,
+    rules: HostRules,
+    others: Mapping[str, Any] | None = None,
+) -> Iterator[StepAudit]:
+    """Refuse a step that leaves traces on the host which a replay would not leave.
+
+    If it is refused, or fails otherwise, all objects that are watched are put back as they were.
+
+    Args:
+        model: the model whose modules are watched.
+        trainer: what trains it; its own switches and numbers are watched, and nothing below. Or None.
+        device: where the step runs; the generator of that device is the graph's own.
+        rules: what the framework's names mean, and what the user says is harmless.
+        others: objects of the user's that the step is handed, by name; watched with all they hold.
+
+    Yields:
+        The audit, which wants to be told when the backward pass has ended.
+
+    Raises:
+        CaptureError: naming what would be frozen or lost, with the user's line.
+    """
+    storages = {
+        name: (tensor, tensor.detach(), tensor.data_ptr())
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    state = HostState(rules.harmless, on_cpu=device.type == "cpu")
+    calls = HostCalls(rules, state, lambda: audit.after_backward)
+
+    def check() -> None:
+        error = calls.found  # the user's code has caught it, and gone on
+        if error is None and (change := state.changed()) is not None:
+            error = _changed(change, calls.where(change))
+        for name, (tensor, _, address) in storages.items():
+            if error is None and tensor.data_ptr() != address and name not in rules.harmless:
+                where = calls.where(Change("data", "", tensor, False))
+                error = CaptureError(
+                    f"The training step gives `{name}` another storage (`.data = ...`){_at(where)},"
+                    " which a replay would not do.",
+                    "Write into it: `copy_`, `mul_`, under `torch.no_grad()`.",
+                )
+        if error is not None:
+            error.in_optimizer = audit.after_backward
+            raise error
+
+    audit = StepAudit(calls.mentioned, check)
+    try:
+        _watch(state, model, trainer, rules)
+        for name, value in (others or {}).items():
+            state.add_handed(value, name)
+        with calls:
+            yield audit
+        check()
+    except BaseException:
+        state.restore()
+        for tensor, as_it_was, address in storages.values():
+            if tensor.data_ptr() != address:
+                tensor.data = as_it_was
+        raise
+    finally:
+        state.release()
+
+
+def _watch(state: HostState, model: nn.Module, trainer: Any, rules: HostRules) -> None:
+    state.add_generator(torch.default_generator, "torch.default_generator")
+    state.add_generator(random.getstate.__self__, "random")  # type: ignore[attr-defined]
+    state.add_generator(NUMPYS_OWN, "numpy.random")
+    for path, module in model.named_modules():
+        if not rules.stays_on_host(module):
+            state.add_module(module, f"`{path}`" if path else f"the `{type(model).__qualname__}`")
+    if trainer is not None:
+        state.add_trainer(trainer, f"the `{type(trainer).__qualname__}`")
+
+
+def _at(where: Location | None) -> str:
+    return f" at {where}" if where else ""
+
+
+def _changed(change: Change, where: Location | None) -> CaptureError:
+    named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
+    if change.draws:
+        return CaptureError(
+            f"The training step draws from {named}, on the host{_at(where)}: every replay would use the"
+            " numbers of this one step.",
+            "Draw on the device (`torch.rand(..., device=x.device)`), or in the dataloader."
+            + allowance(change.name),
+        )
+    return CaptureError(
+        f"The training step sets or changes {named}{_at(where)}, which a replay would not do: it would"
+        " keep what this one step left there.",
+        f"{_HOST_HOOK}." + allowance(change.name),
+    )

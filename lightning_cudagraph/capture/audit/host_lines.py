@@ -1,0 +1,78 @@
+"""Which line of the user's code sets an attribute, found in the code itself."""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import os
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+from lightning_cudagraph.capture.audit.host_state import Change
+from lightning_cudagraph.capture.sentry import Location
+
+__all__ = ["NUMPYS_OWN", "line_that_sets", "stores"]
+
+# Behind the functions of `numpy.random`.
+NUMPYS_OWN: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
+_ITEM = "[]"
+
+
+def line_that_sets(change: Change, codes: Iterable[CodeType]) -> Location | None:
+    """The first line that sets the attribute, or else changes an item of it, or else mentions it.
+
+    Args:
+        change: what was changed.
+        codes: the user's code that has run, in the order of its first runs.
+
+    Returns:
+        The line, or None if there is none.
+    """
+    name = "random" if change.holder is NUMPYS_OWN else change.attribute
+    items: list[tuple[CodeType, int]] = []
+    mentions: list[tuple[CodeType, int]] = []
+    for code in codes:
+        sets = set(stores(code))
+        for mentioned, line in _names(code):
+            if mentioned != name:
+                continue
+            if (name, line) in sets and not change.draws:
+                return _location(code, line)
+            (items if (_ITEM, line) in sets else mentions).append((code, line))
+    found = items or mentions
+    return _location(*found[0]) if found else None
+
+
+def stores(code: CodeType) -> Iterator[tuple[str, int]]:
+    """The names that code sets or deletes, other than its own variables, with lines; `[]` for items."""
+    for instruction, line in _instructions(code):
+        if instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
+            yield _ITEM, line
+        elif instruction.opname.startswith(("STORE_", "DELETE_")) and _is_name(instruction):
+            yield instruction.argval, line
+
+
+def _names(code: CodeType) -> Iterator[tuple[str, int]]:
+    for instruction, line in _instructions(code):
+        if _is_name(instruction):
+            yield instruction.argval, line
+
+
+def _is_name(instruction: dis.Instruction) -> bool:
+    # Not a variable of its own, and not a text.
+    is_other = instruction.opname.startswith(("STORE_FAST", "DELETE_FAST", "LOAD_CONST"))
+    return isinstance(instruction.argval, str) and not is_other
+
+
+def _instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:
+    lines = {at: line for start, end, line in code.co_lines() if line for at in range(start, end)}
+    for instruction in dis.get_instructions(code):
+        yield instruction, lines.get(instruction.offset, code.co_firstlineno)
+
+
+def _location(code: CodeType, line: int) -> Location:
+    path = os.path.abspath(code.co_filename)
+    return Location(path, line, linecache.getline(path, line).strip())

@@ -1,0 +1,325 @@
+"""A replay held against an eager step from the same state, on the same batch.
+
+What a capture freezes without anybody noticing shows here: the eager step runs the user's Python again,
+and if it comes to other numbers than the replay, the graph is not the step any more. The first replay
+checks the capture itself. Later ones, on another batch and with another learning rate than those of the
+capture, catch what was baked in.
+
+What counts as the same: every bit; or, if two replays from one state differ from one another (kernels
+with atomics do), being about as far from them. Two eager steps would be no measure: host code that
+counts its calls makes them differ too. Or, rarely, rounding: the kernels of a graph can be others than
+those of an eager step (a library that chooses an algorithm by the memory it is given), but they are the
+same in every replay. So a difference in the last places is taken for rounding only if the first check of
+the graph showed one too, which is that of the first replay, when nothing on the host had had the time to
+change; or if torch.compile has compiled something since, which an eager step may call. A frozen value
+that drifts slowly from there on is no rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.checks.compare import (
+    distance,
+    names_that_differ,
+    rounding,
+    verification_error,
+)
+from lightning_cudagraph.capture.compiled import compilations
+from lightning_cudagraph.capture.memory import host_free_bytes
+from lightning_cudagraph.capture.processes.agreement import Agreement
+from lightning_cudagraph.errors import VerificationError
+
+__all__ = ["Verifier"]
+
+_Values = dict[str, Tensor]
+
+# Kernels with atomics differ from run to run. A replay passes then if it is no further from an eager
+# step than this many times the distance between two replays.
+_SPREAD = 10.0
+# Before the step, after it eagerly, and, if that differs, after a first replay.
+_COPIES = 3
+
+
+def _no_rates() -> tuple[Any, ...]:
+    return ()
+
+
+@dataclass
+class _History:
+    """What the checks of one graph have seen.
+
+    Attributes:
+        captured_rates: the learning rates at the capture.
+        checks: how many there have been.
+        had_other_rates: one of them was with other learning rates than those of the capture.
+        rounds_differently: the first of them found differences in the last places.
+        compilations: how often torch.compile had compiled something before them. What was compiled since
+            (for another size, say) may be what an eager step calls now, and differ in the last places.
+    """
+
+    captured_rates: tuple[Any, ...]
+    compilations: int
+    checks: int = 0
+    had_other_rates: bool = False
+    rounds_differently: bool = False
+
+
+@dataclass
+class _Outcome:
+    """What one way of doing the step came to."""
+
+    values: _Values
+    rng_state: Tensor
+
+
+@dataclass
+class Verifier:
+    """Decides which replays are checked, and checks them.
+
+    Attributes:
+        backend: where steps run.
+        replays: how many of the first replays of a graph are checked. The first one has the batch of
+            the capture; a single check is therefore that of the second one.
+        every_n_steps: beyond those, check one replay in so many; None for none.
+        rates: the learning rates. If none of the checks of a graph has been with others than those of
+            its capture, the first replay that is gets one more check.
+        agreement: with the other processes of the run, which check the same replays.
+        checked: replays that were checked.
+        notes: what the user should know of the checks.
+    """
+
+    backend: Backend
+    replays: int
+    every_n_steps: int | None
+    rates: Callable[[], tuple[Any, ...]] = _no_rates
+    agreement: Agreement | None = None
+    checked: int = 0
+    notes: list[str] = field(default_factory=list)
+    _histories: WeakKeyDictionary[object, _History] = field(default_factory=WeakKeyDictionary)
+    _ran_out: bool = False
+
+    def due(self, graph: object, replay_idx: int, is_unproved: bool = False) -> bool:
+        """Whether a replay is to be checked.
+
+        Args:
+            graph: which graph is replayed. To be asked about each of its replays, from the first on.
+            replay_idx: how many replays of it came before this one.
+            is_unproved: it is the first of one of several captures, which may come later than the
+                first replays.
+        """
+        if self._ran_out:
+            return False
+        history = self._history(graph)
+        if is_unproved and self.replays > 1:
+            return True
+        first = 1 if self.replays == 1 else 0
+        if first <= replay_idx < first + self.replays:
+            return True
+        if self.every_n_steps is not None and replay_idx % self.every_n_steps == 0:
+            return True
+        return (
+            self.replays > 0 and not history.had_other_rates and self._rates() != history.captured_rates
+        )
+
+    def check(
+        self,
+        graph: object,
+        live: _Values,
+        eagerly: Callable[[], _Values],
+        replay: Callable[[], tuple[Any, _Values]],
+        keep: bool = True,
+    ) -> Any:
+        """Do a step both ways from the same state, and keep what the replay came to.
+
+        Where there is no memory for it, only the replay is done, and a note says so.
+
+        Args:
+            graph: which graph is replayed.
+            live: all tensors that the step changes, by name, in the order of the step.
+            eagerly: the step without a graph and without a trace on the host; returns its outputs.
+            replay: the step by replay; returns what the caller wants back, and its outputs.
+            keep: False: go back to the state before the step, for who takes the step afterwards.
+
+        Returns:
+            The first of what `replay` returned. The state is that after the replay, or before it.
+
+        Raises:
+            VerificationError: if the replay differs. The state is that before the step.
+        """
+        history = self._history(graph)
+        history.had_other_rates |= self._rates() != history.captured_rates
+        copy = self._copier(live)
+        if self._somewhere(copy is None) or copy is None:
+            return replay()[0] if keep else None
+        try:
+            return self._checked(history, live, copy, eagerly, replay, keep)
+        except torch.OutOfMemoryError as error:
+            if self.agreement is not None:
+                raise  # the others are in the middle of the check
+            ran_out = str(error).splitlines()[0] if str(error) else "no details"
+        # Out of the handler, whose error holds the memory. Each try would cost as much as this one.
+        self._ran_out = True
+        self._note(f"not verified: a check ran out of memory ({ran_out})")
+        return replay()[0] if keep else None
+
+    def _checked(
+        self,
+        history: _History,
+        live: _Values,
+        copy: Callable[[Tensor], Tensor],
+        eagerly: Callable[[], _Values],
+        replay: Callable[[], tuple[Any, _Values]],
+        keep: bool,
+    ) -> Any:
+        before = _Outcome(_copied(live, copy), self.backend.rng_state())
+        try:
+            expected = self._outcome(eagerly(), live, copy)
+            self._put(live, before)
+            result, outputs = replay()
+            found = {**outputs, **live}
+            same_names = found.keys() == expected.values.keys()
+            differing = names_that_differ(found, expected.values) if same_names else []
+            same_random_state = torch.equal(expected.rng_state, self.backend.rng_state())
+            failure: VerificationError | None = None
+            if self._somewhere(bool(differing) and same_random_state):
+                first = _copied(found, copy)
+                self._put(live, before)
+                result, outputs = replay()  # the last word: what it leaves behind is what stays
+                found = {**outputs, **live}
+                again = names_that_differ(found, expected.values) if same_names else []
+                if same_random_state and (differing or again):
+                    note = self._excuse(history, again, before, expected, first, found)
+                    if note is None:
+                        failure = verification_error(again, expected.values, found, {*outputs})
+                    else:
+                        self._note(note)
+            if not same_names:
+                failure = _other_names(expected.values, found)
+            elif not same_random_state:
+                failure = verification_error(differing, expected.values, found, {*outputs})
+            self._raise_together(failure)
+        except BaseException:
+            self._put(live, before)
+            raise
+        if not keep:
+            self._put(live, before)
+        self.checked += 1
+        history.checks += 1
+        return result
+
+    def _somewhere(self, is_here: bool) -> bool:
+        """Whether something is so in any process of the run."""
+        return is_here if self.agreement is None else any(self.agreement.tell(is_here))
+
+    def _raise_together(self, failure: VerificationError | None) -> None:
+        """Raise if the check has failed in any process of the run."""
+        mine = None if failure is None else (failure.reason, failure.remedy)
+        told = [] if self.agreement is None else self.agreement.tell(mine)
+        if failure is not None:
+            raise failure
+        for rank, of_rank in enumerate(told):
+            if of_rank is not None:
+                reason, remedy = of_rank
+                raise VerificationError(f"On rank {rank}: {reason}", remedy)
+
+    def _excuse(
+        self,
+        history: _History,
+        differing: list[str],
+        before: _Outcome,
+        expected: _Outcome,
+        first: _Values,
+        found: _Values,
+    ) -> str | None:
+        """Why a second replay may differ where it does, for the report; None if it may not."""
+        unsteady = names_that_differ(found, first)
+        is_first = history.checks == 0 or compilations() != history.compilations
+        if not (unsteady or is_first or history.rounds_differently):
+            return None
+        for name in differing:
+            one, other = expected.values[name], found[name]
+            if one.shape != other.shape or one.dtype != other.dtype:
+                return None
+            allowed = rounding(one, before.values.get(name))
+            if name in unsteady:
+                allowed = max(allowed, _SPREAD * distance(first[name], other))
+            if not distance(one, other) <= allowed:  # not so for a NaN either
+                return None
+        if unsteady:
+            return (
+                f"two replays from one state differ (first in {unsteady[0]}), so that they could not be"
+                " verified bit for bit"
+            )
+        history.rounds_differently = True
+        return (
+            f"replays differ from eager steps in the last places, first in {differing[0]}: another"
+            " kernel or algorithm was chosen"
+        )
+
+    def _history(self, graph: object) -> _History:
+        if graph not in self._histories:
+            self._histories[graph] = _History(self._rates(), compilations())
+        return self._histories[graph]
+
+    def _rates(self) -> tuple[Any, ...]:
+        # A learning rate that is a tensor is read by the graph itself, and by the host at a high price.
+        return tuple(rate for rate in self.rates() if not isinstance(rate, Tensor))
+
+    def _copier(self, live: _Values) -> Callable[[Tensor], Tensor] | None:
+        """How to keep copies of the state: on the device, on the host if there is no room, or not."""
+        sizes_bytes = [tensor.nbytes for tensor in live.values()]
+        copies_bytes = _COPIES * sum(sizes_bytes)
+        # The eager step needs about what a capture of it has taken.
+        step_bytes = self.backend.largest_graph_bytes()
+        free_bytes = self.backend.free_bytes()
+        if copies_bytes + step_bytes < free_bytes:
+            return lambda tensor: tensor.detach().clone()
+        # Parked, they are brought back and compared one by one, or a few small ones together.
+        if (
+            step_bytes + 3 * max(sizes_bytes, default=0) < free_bytes
+            and copies_bytes < host_free_bytes()
+        ):
+            return lambda tensor: tensor.detach().to("cpu", copy=True)
+        self._note(
+            f"not verified: a check needs {(copies_bytes + step_bytes) / 2**20:.0f} MiB, which neither"
+            " the device nor the host has free"
+        )
+        return None
+
+    def _outcome(self, outputs: _Values, live: _Values, copy: Callable[[Tensor], Tensor]) -> _Outcome:
+        return _Outcome(_copied({**outputs, **live}, copy), self.backend.rng_state())
+
+    def _put(self, live: _Values, outcome: _Outcome) -> None:
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(outcome.values[name])
+        self.backend.set_rng_state(outcome.rng_state)
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _copied(values: _Values, copy: Callable[[Tensor], Tensor]) -> _Values:
+    return {name: copy(value) for name, value in values.items()}
+
+
+def _other_names(expected: _Values, found: _Values) -> VerificationError:
+    return VerificationError(
+        "A replay of the captured step comes to other values than the eager step: only eagerly there is"
+        f" {_listed(expected.keys() - found.keys())}, and only in the captured step"
+        f" {_listed(found.keys() - expected.keys())}.",
+        "Log the same names, and train the same parameters, in every step.",
+    )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"

@@ -1,0 +1,1 @@
+"""The streams of a capture: which op goes on which, by what it reads and writes."""

@@ -1,0 +1,289 @@
+"""On how many streams the ops of a step are captured."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.graph import CapturedStep
+from lightning_cudagraph.capture.streams.branches import SentBackError
+from lightning_cudagraph.errors import CaptureError, UnsupportedError
+
+__all__ = [
+    "DEFAULT_STREAMS",
+    "MAX_STREAMS",
+    "UNPROVEN",
+    "AskedStreams",
+    "AutoStreams",
+    "StreamChoice",
+    "Streams",
+    "are_streams",
+    "streams_for",
+    "wrong_bound",
+]
+
+# What the user says.
+AskedStreams = Literal["auto"] | int
+
+DEFAULT_STREAMS: AskedStreams = 1
+MAX_STREAMS = 16
+# Tried after one, as long as twice as many are worth it: gain so much, as a share of the time.
+_MORE_STREAMS = (2, 4, 8)
+# On CUDA, thousands of replays on several streams came out bit for bit as on one, but fits of the
+# benchmarks with `streams="auto"` ended in illegal memory accesses (H200, torch 2.11). A likely cause is
+# mended: cuBLASLt's workspaces lay in the pool of a trial, and were freed with it, or under all graphs
+# at the end of another fit. That this was all has not been shown on a GPU.
+UNPROVEN = "LIGHTNING_CUDAGRAPH_UNPROVEN_STREAMS"
+_LEAST_GAIN = 0.03
+# Captures on several streams may take so much more memory than one on one stream, if the user does not
+# say how much: what is larger, of a share of that, and of a size that nobody misses on a GPU of today.
+_MORE_SHARE = 0.15
+_MORE_BYTES = 1 << 30
+# A trial: so many replays at first, and then rounds of some more, of which the fastest counts.
+_FIRST_REPLAYS = 2
+_ROUNDS = 3
+_ROUND_S = 0.03
+_ROUND_REPLAYS = 10
+# So many kinds of what all streams wait for are named.
+_SHOWN = 4
+
+
+def are_streams(value: object) -> bool:
+    """Whether something is a number of streams, or what chooses one."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return value == "auto" or (is_whole and 1 <= value <= MAX_STREAMS)  # type: ignore[operator]
+
+
+def wrong_bound(streams: object, memory_bytes: object) -> str:
+    """What is expected of a bound on the memory of several streams, if it is not that, or nothing."""
+    if memory_bytes is None:
+        return ""
+    if type(memory_bytes) is not int or memory_bytes < 0:
+        return "a number of bytes, an int of at least 0, or None"
+    if streams != "auto":
+        return 'None, because only `streams="auto"` can choose fewer'
+    return ""
+
+
+@dataclass(frozen=True)
+class AutoStreams:
+    """The fastest of a few numbers of streams.
+
+    Attributes:
+        memory_bytes: how much more memory a capture may take than one on one stream; None for a bound
+            that depends on what that takes.
+    """
+
+    memory_bytes: int | None = None
+
+    def allowed_bytes(self, one_bytes: int) -> int:
+        """How much more a capture may take than one on one stream, which takes so much."""
+        if self.memory_bytes is not None:
+            return self.memory_bytes
+        return max(_MORE_BYTES, int(_MORE_SHARE * one_bytes))
+
+
+Streams = int | AutoStreams
+
+
+def streams_for(asked: AskedStreams | None, memory_bytes: int | None) -> Streams:
+    """What the arguments of the user mean."""
+    streams = DEFAULT_STREAMS if asked is None else asked
+    return AutoStreams(memory_bytes) if streams == "auto" else streams
+
+
+@dataclass
+class _Trial:
+    """What came of a capture on some streams.
+
+    Attributes:
+        streams: how many.
+        replay_ms: how long a replay took, in milliseconds.
+        taken_bytes: device memory that it took, workspaces included.
+        workspace_bytes: that of the workspaces.
+    """
+
+    streams: int
+    replay_ms: float
+    taken_bytes: int
+    workspace_bytes: int
+
+
+def _over(more_bytes: int, allowed_bytes: int) -> str:
+    """Why a capture that takes so much more memory is not used, or nothing."""
+    if more_bytes <= allowed_bytes:
+        return ""
+    return f"{more_bytes / 2**20:.0f} MiB more, and {allowed_bytes / 2**20:.0f} are allowed"
+
+
+def _said(best: _Trial, trials: list[_Trial], left_out: list[str]) -> str:
+    """What was chosen, what it gains and costs, and why not more."""
+    one = trials[0]
+    replays = ", ".join(f"{trial.streams}: {trial.replay_ms:.3f}" for trial in trials)
+    why_not = "".join(f"; not on {reason}" for reason in left_out)
+    if best is one:
+        no_gain = f"no other gains {_LEAST_GAIN:.0%} " if len(trials) > 1 else ""
+        return f"captured on 1 stream: {no_gain}(ms a replay, {replays}){why_not}"
+    more_mib = max(0.0, (best.taken_bytes - one.taken_bytes) / 2**20)
+    factor = one.replay_ms / best.replay_ms
+    return (
+        f"captured on {best.streams} streams, {factor:.2f} times as fast as on one"
+        f" (ms a replay, {replays}), for {more_mib:.0f} MiB more{why_not}"
+    )
+
+
+class StreamChoice:
+    """The streams of the captures of one kind of step.
+
+    Args:
+        backend: where they are captured.
+        wanted: a number, or the fastest of a few.
+        why_one: why there is nothing to choose from, or nothing.
+
+    Raises:
+        UnsupportedError: for anything but one stream on CUDA, where that is not proven.
+    """
+
+    def __init__(self, backend: Backend, wanted: Streams, why_one: str = "") -> None:
+        asked = "auto" if isinstance(wanted, AutoStreams) else wanted
+        if wanted != 1 and backend.device.type == "cuda" and os.environ.get(UNPROVEN) != "1":
+            raise UnsupportedError(
+                f"`streams={asked!r}` is not proven on CUDA: fits on several streams have ended in"
+                " illegal memory accesses.",
+                f"Leave `streams` out, or set the environment variable {UNPROVEN}=1 to try.",
+            )
+        self._backend = backend
+        self._auto = wanted if isinstance(wanted, AutoStreams) else AutoStreams()
+        self._streams = wanted if isinstance(wanted, int) else None
+        self._said: list[str] = []
+        self._barriers: dict[str, int] = {}
+        if self._streams is None and why_one:
+            self._streams = 1
+            self._said.append(f"captured on one stream: {why_one}")
+        elif self._streams is not None and self._streams > 1:
+            self._said.append(f"captured on {self._streams} streams")
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know."""
+        notes = list(self._said)
+        if self._barriers:
+            what = ", ".join(f"{name} ({n})" for name, n in Counter(self._barriers).most_common(_SHOWN))
+            notes.append(f"all streams wait, before and after, for {what}")
+        return notes
+
+    def captured(self) -> None:
+        """A capture of the step has succeeded."""
+        self._barriers = self._backend.barriers
+
+    def settle(
+        self,
+        capture: Callable[[], CapturedStep[Any]],
+        state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
+    ) -> None:
+        """Before a capture: have the backend use the streams of this choice, which is made at first.
+
+        Args:
+            capture: captures the step, without timing events.
+            state: all tensors that the replays of a capture change, by name.
+        """
+        if self._streams is None:
+            self._streams = self._fastest(capture, state)
+        self._backend.streams = self._streams
+
+    def send_back(self, reason: str) -> bool:
+        """The step could not be captured so: from now on, on one stream.
+
+        Returns:
+            Whether that makes a difference.
+        """
+        if self._streams == 1:
+            return False
+        self._streams = 1
+        self._said.append(f"captured on one stream: {reason}")
+        return True
+
+    def _fastest(
+        self,
+        capture: Callable[[], CapturedStep[Any]],
+        state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
+    ) -> int:
+        with self._backend.apart():
+            one = self._try(1, capture, state)
+            if one is None:
+                self._said.append("captured on one stream: there was no memory to try others")
+                return 1
+            best, trials = one, [one]
+            left_out: list[str] = []
+            allowed_bytes = self._auto.allowed_bytes(one.taken_bytes)
+            for streams in _MORE_STREAMS:
+                # Workspaces stay where they are when a trial is over, and so are not made for one.
+                if over := _over((streams - 1) * one.workspace_bytes, allowed_bytes):
+                    left_out.append(f"{streams}: {over}")
+                    break
+                try:
+                    trial = self._try(streams, capture, state)
+                except (SentBackError, CaptureError) as error:
+                    left_out.append(f"{streams}: {error}")
+                    break
+                if trial is None:
+                    left_out.append(f"{streams}: there was no memory to try it")
+                    break
+                if over := _over(trial.taken_bytes - one.taken_bytes, allowed_bytes):
+                    left_out.append(f"{streams}: {over}")
+                    break
+                trials.append(trial)
+                if trial.replay_ms > (1 - _LEAST_GAIN) * best.replay_ms:
+                    break  # still more would only take more workspaces
+                best = trial
+        self._said.append(_said(best, trials, left_out))
+        return best.streams
+
+    def _try(
+        self,
+        streams: int,
+        capture: Callable[[], CapturedStep[Any]],
+        state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
+    ) -> _Trial | None:
+        self._backend.streams = streams
+        before_bytes = self._backend.graph_bytes()
+        captured = capture()
+        try:
+            taken_bytes = self._backend.graph_bytes() - before_bytes
+            live = state(captured)
+            if sum(tensor.nbytes for tensor in live.values()) > self._backend.free_bytes():
+                return None
+            rng_state = self._backend.rng_state()
+            copies = {name: tensor.detach().clone() for name, tensor in live.items()}
+            try:
+                replay_ms = self._replay_ms(captured)
+            finally:
+                with torch.no_grad():
+                    for name, tensor in live.items():
+                        tensor.copy_(copies[name])
+                self._backend.set_rng_state(rng_state)
+            workspace_bytes = self._backend.workspace_bytes()
+            return _Trial(streams, replay_ms, taken_bytes + workspace_bytes, workspace_bytes)
+        finally:
+            captured.release()
+
+    def _replay_ms(self, captured: CapturedStep[Any]) -> float:
+        first_s = min(self._seconds(captured, 1) for _ in range(_FIRST_REPLAYS))
+        replays = max(1, min(_ROUND_REPLAYS, int(_ROUND_S / max(first_s, 1e-6))))
+        return 1e3 * min(self._seconds(captured, replays) for _ in range(_ROUNDS)) / replays
+
+    def _seconds(self, captured: CapturedStep[Any], replays: int) -> float:
+        self._backend.synchronize()
+        started_s = time.perf_counter()
+        for _ in range(replays):
+            captured.rerun()
+        self._backend.synchronize()
+        return time.perf_counter() - started_s

@@ -1,0 +1,188 @@
+"""The processes that call one captured function together.
+
+A graph with collectives in it is launched by all processes or by none. So before each call they say what
+they would do by themselves, and which arguments they were called with: all do the same to calls that are
+alike, and where arguments differ in shape, all call the function itself.
+
+A function that works on no `DistributedDataParallel` is each process's own; it may be called by some of
+them alone, and may hold no collectives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_cudagraph.capture.processes.agreement import Intent
+from lightning_cudagraph.capture.processes.ranks import Ranks
+from lightning_cudagraph.capture.sentry import forbid, user_location
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+
+__all__ = ["CollectiveRules", "StepProcesses", "are_several", "digest_of", "is_in_group"]
+
+T = TypeVar("T")
+
+# Of the digest of what a call is made with, which is exchanged in the place of a batch's number.
+_DIGEST_BITS = 40
+_TIMEOUT = timedelta(minutes=30)
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+# The host waits in them.
+_HOST_WAITS = ("c10d::barrier", "c10d::monitored_barrier_")
+
+
+def is_in_group() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def are_several() -> bool:
+    """Whether this process is one of several."""
+    return is_in_group() and dist.get_world_size() > 1
+
+
+class StepProcesses:
+    """An `Agreement` on the calls of one function. Every process makes one, and calls it as often."""
+
+    def __init__(self) -> None:
+        self._digest = 0
+        self._differ = False  # the arguments of the call at hand
+        self._ranks = Ranks(lambda: (0, 0, self._digest), self._met, _abort)
+        self._at_exit: Any = None
+
+    def compare(self, asked: Mapping[str, Any], refused: UnsupportedError | None) -> None:
+        """At the first call: let no process begin what another one does not.
+
+        Args:
+            asked: what was asked for in this process, by name.
+            refused: why this process would go on without graphs.
+
+        Raises:
+            ConfigurationError: if the processes were asked for different things.
+            UnsupportedError: if one of them would go on without graphs.
+        """
+        refusal = None if refused is None else (refused.reason, refused.remedy)
+        mine = {name: repr(value) for name, value in asked.items()}
+        said = self._ranks.exchanged((mine, refusal))
+        first, _ = said[0]
+        for rank, (theirs, _) in enumerate(said):
+            for name, value in first.items():
+                if theirs.get(name) != value:
+                    raise ConfigurationError(
+                        f"The processes differ in `GraphedStep({name}=...)`: {value} on rank 0,"
+                        f" {theirs.get(name)} on rank {rank}. A graph that averages gradients is"
+                        " replayed by all processes together, so all need the same."
+                    )
+        if refused is not None:
+            raise refused
+        for rank, (_, told) in enumerate(said):
+            if told is not None:
+                reason, remedy = told
+                raise UnsupportedError(f"On rank {rank}: {reason}", remedy)
+
+    def start(self, device: torch.device, close: weakref.WeakMethod[Any]) -> None:
+        """Meet before each call from now on.
+
+        Args:
+            device: where the function runs.
+            close: lets go of the graphs. Called at the end of Python if nobody has before, because
+                process groups are not torn down under graphs.
+        """
+        self._ranks.start(_TIMEOUT, watches=device.type == "cuda")
+
+        def at_exit() -> None:
+            if (method := close()) is not None:
+                method()
+
+        self._at_exit = at_exit
+        atexit.register(at_exit)
+
+    def begin(self, digest: int) -> None:
+        """A call comes.
+
+        Args:
+            digest: of what graphs for it take for granted.
+        """
+        self._digest = digest
+
+    def meet(self, intent: Intent) -> tuple[Intent, Intent]:
+        """Say what this process would do; see `Agreement`."""
+        lowest, highest = self._ranks.meet(intent)
+        if self._differ:
+            # Nobody replays or captures, and nobody gives up what it has.
+            return Intent.EAGER, Intent.WARM_UP
+        return lowest, highest
+
+    def tell(self, mine: T) -> list[T]:
+        """Exchange objects; see `Agreement`."""
+        return self._ranks.tell(mine)
+
+    def fail(self, error: BaseException) -> None:
+        """A call ends with an error: take the other processes along."""
+        self._ranks.fail(error)
+
+    def close(self) -> None:
+        """Meet no more."""
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+        self._ranks.close()
+
+    def _met(self, lowest: tuple[int, ...], highest: tuple[int, ...]) -> None:
+        self._differ = lowest[2] != highest[2]
+
+
+def digest_of(kind: str) -> int:
+    """A number for what a call is made with, which is the same in all processes if that is."""
+    digest = hashlib.blake2s(kind.encode()).digest()
+    return int.from_bytes(digest, "little") % (1 << _DIGEST_BITS)
+
+
+def _abort() -> None:
+    world: Any = dist.group.WORLD
+    if world is not None and hasattr(world, "abort"):
+        world.abort()
+
+
+class CollectiveRules(TorchDispatchMode):
+    """Refuses collectives that a graph of this function cannot hold.
+
+    Args:
+        are_agreed: whether all processes replay it together.
+    """
+
+    def __init__(self, are_agreed: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._are_agreed = are_agreed
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in _NAMESPACES:
+            name = func._schema.name
+            if name in _HOST_WAITS:
+                forbid(
+                    f"a barrier (`{name}`), in which the host waits for other processes",
+                    "Call it before or after the step.",
+                    user_location(),
+                )
+            if not self._are_agreed:
+                forbid(
+                    f"a collective (`{name}`) in a function that works on no `DistributedDataParallel`:"
+                    " a graph with collectives is replayed by all processes or by none, and each would"
+                    " decide by itself",
+                    "If the step does work on one, pass it: `GraphedStep(step, modules=model)`; or call"
+                    " the collective outside of the step.",
+                    user_location(),
+                )
+        return func(*args, **(kwargs or {}))

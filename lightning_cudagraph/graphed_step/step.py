@@ -1,0 +1,407 @@
+"""`GraphedStep`: the engine for loops of one's own, for manual optimization, and for Fabric."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType, TracebackType
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_iter
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.sentry import is_capturing
+from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.capture.streams import stream_choice
+from lightning_cudagraph.capture.streams.stream_choice import MAX_STREAMS, AskedStreams, are_streams
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
+from lightning_cudagraph.graphed_step.replicas import StepReplicas
+from lightning_cudagraph.graphed_step.run import StepRun, StepSettings, backend_for
+from lightning_cudagraph.graphed_step.surroundings import surroundings_of
+from lightning_cudagraph.timing.pace import StepPace
+from lightning_cudagraph.timing.report import fit_report
+from lightning_cudagraph.timing.windows import WindowSummary
+
+__all__ = ["GraphedStep"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_inside = threading.local()
+
+# What a remedy of the callback's is to the user of a step. Longer ones first.
+_BEFORE, _AFTER = "before you call the step", "after the call of the step"
+_OPTIMIZER_OUTSIDE = "call the optimizer after the step, outside of it"
+_WORDS = {
+    "in a hook that runs on the host at every step, such as `on_train_batch_start`": _BEFORE,
+    "in `on_train_batch_end`, which runs on the host after every step": _AFTER,
+    "in `on_train_batch_start` or `on_train_batch_end`": "before or after the call of the step",
+    "in `on_train_batch_start` or in `optimizer_step`": "outside of the step",
+    "in `on_train_batch_start`": _BEFORE,
+    "in `on_train_batch_end`": _AFTER,
+    'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
+        _OPTIMIZER_OUTSIDE
+    ),
+    'pass `scope="forward_backward"`': _OPTIMIZER_OUTSIDE,
+    "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": "Use",
+    "What `training_step` returned or logged": "What the step returned",
+    "What `training_step` returned and logged": "What the step returned",
+    "CUDAGraphCallback(": "GraphedStep(",
+    "The training step": "The step",
+    "the training step": "the step",
+    "To train on without a graph": "To go on without a graph",
+}
+
+
+class GraphedStep(Generic[P, R]):
+    """Calls a function of yours through one CUDA graph: a training step, or a part of one.
+
+    The function does whatever a step of yours does: forward, backward, `zero_grad`, the steps of one
+    optimizer or of several, or only some of these. Its first calls are ordinary ones, on a side stream.
+    Then it is captured; every later call copies the tensors among its arguments into the graph's static
+    buffers and replays it. Parameters, optimizer state, gradients, buffers and random numbers come out
+    as they would from calls of the function itself; what is known not to is refused with the reason, or
+    called eagerly. On a CPU an emulator takes the place of the GPU.
+
+    In several processes it may work on a `DistributedDataParallel`, made by hand or by Fabric. Then all
+    processes call it as often, and decide together what becomes of each call; the all-reduce is in the
+    graph. Warm-up goes on until gradients have been averaged eleven times. `no_sync()` may be entered
+    around the call, or inside. Use `with`, or `close` it before the process group is destroyed: NCCL
+    waits for graphs.
+
+    What it returns comes back as copies that no later call changes, without autograd's graph, from every
+    call. Schedulers, logging, printing and everything else on the host stay outside of the function.
+
+    Args:
+        function: the step. Its arguments are tensors, in any nesting of lists, tuples, mappings and
+            dataclasses, and numbers or texts that do not change from call to call.
+        modules: all modules that it works on: one, a list, or a dictionary of them. Those that it is a
+            method of, closes over, or uses as globals are found without.
+        optimizers: all optimizers that it steps: one, a list, or a dictionary.
+        scaler: the gradient scaler that it uses for fp16, or None.
+        warmup_steps: ordinary calls before the capture.
+        verify_replays: how many of the first replays of a graph are checked, bit for bit, against an
+            eager call from the same state; 0 for none.
+        verify_every_n_steps: beyond those, check one replay in so many; None for none.
+        on_unsupported: ``"raise"`` an error when something cannot be captured, or call the function
+            eagerly from then on (``"eager"``) and say why in the report.
+        harmless: host code in the function that may stay frozen, or not be repeated by replays: the
+            names that the error for it gives.
+        backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` insist
+            on one of them. ``"off"``: every call is a plain one.
+        max_graphs: how many signatures of arguments get a graph; calls with others are eager.
+        streams: on how many streams of the capture ops are put that do not need one another; ``"auto"``
+            for the fastest of 1, 2, 4 and 8. None: 1. On CUDA, others are refused so far: they are not
+            proven there.
+        streams_memory_bytes: with ``streams="auto"``, how much more device memory than one stream more
+            of them may take, for a graph and workspaces; if it is over that, fewer are used. None: 15 %
+            of what one takes, or 1 GiB if that is more.
+
+    Raises:
+        ConfigurationError: if an argument is not one of the above.
+
+    Example::
+
+        def train_step(x, y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with GraphedStep(train_step, modules=model, optimizers=optimizer) as step:
+            for x, y in loader:
+                loss = step(x, y)
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        modules: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module] = (),
+        optimizers: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] = (),
+        *,
+        scaler: GradScaler | None = None,
+        warmup_steps: int = 3,
+        verify_replays: int = 2,
+        verify_every_n_steps: int | None = None,
+        on_unsupported: Literal["raise", "eager"] = "raise",
+        harmless: Sequence[str] = (),
+        backend: Literal["auto", "cuda", "emulator", "off"] = "auto",
+        max_graphs: int = 8,
+        streams: AskedStreams | None = None,
+        streams_memory_bytes: int | None = None,
+    ) -> None:
+        if not callable(function):
+            raise _wrong("function", function, "a function of tensors")
+        for name, value, at_least in (
+            ("warmup_steps", warmup_steps, 1),
+            ("verify_replays", verify_replays, 0),
+            ("verify_every_n_steps", 1 if verify_every_n_steps is None else verify_every_n_steps, 1),
+            ("max_graphs", max_graphs, 1),
+        ):
+            if type(value) is not int or value < at_least:
+                raise _wrong(name, value, f"an int of at least {at_least}")
+        for name, text, allowed in (
+            ("on_unsupported", on_unsupported, ("raise", "eager")),
+            ("backend", backend, ("auto", "cuda", "emulator", "off")),
+        ):
+            if text not in allowed:
+                raise _wrong(name, text, f"one of {', '.join(map(repr, allowed))}")
+        if streams is not None and not are_streams(streams):
+            raise _wrong("streams", streams, f'an int from 1 to {MAX_STREAMS}, "auto" or None')
+        if expected := stream_choice.wrong_bound(streams, streams_memory_bytes):
+            raise _wrong("streams_memory_bytes", streams_memory_bytes, expected)
+        if isinstance(harmless, str) or not all(isinstance(name, str) for name in harmless):
+            raise _wrong("harmless", harmless, "a list of names")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise _wrong("scaler", scaler, "a `torch.amp.GradScaler` or None")
+        self._function: Callable[P, R] | None = function
+        self._modules = _by_name("modules", modules, nn.Module)
+        self._optimizers = _by_name("optimizers", optimizers, Optimizer)
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._backend_name = backend
+        self._settings = StepSettings(
+            warmup_steps,
+            on_unsupported == "raise",
+            verify_replays,
+            verify_every_n_steps,
+            frozenset(harmless),
+            max_graphs,
+            stream_choice.streams_for(streams, streams_memory_bytes),
+        )
+        self._run: StepRun | None = None
+        self._refused: str | None = None  # why all calls are eager
+        self._counts = StepCounts()  # of the time before `close`, as the report
+        self._report = "lightning_cudagraph: no call yet"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the function and what belongs to it, so that copies and pickles work at any time."""
+        emptied: dict[str, Any] = {
+            "_function": None,
+            "_modules": {},
+            "_optimizers": {},
+            "_scaler": None,
+            "_run": None,
+        }
+        return {**self.__dict__, **emptied}
+
+    @property
+    def counts(self) -> StepCounts:
+        """What became of the calls."""
+        return self._counts if self._run is None else self._run.counts
+
+    @property
+    def report(self) -> str:
+        """What became of the calls, in words."""
+        if self._run is None:
+            return self._report
+        description, notes = self._run.backend.description, self._run.notes
+        return fit_report(description, self.counts, StepPace(), WindowSummary([]), notes)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function: eagerly, or by replay.
+
+        Raises:
+            UnsupportedError: if it cannot be captured. Nothing of the call has happened then.
+        """
+        function = self._bound()
+        nested = getattr(_inside, "step", None) is not None or is_capturing()
+        if self._backend_name == "off" or self._refused or nested:
+            # Inside another step, or that of the callback, this one is a part of it.
+            return function(*args, **kwargs)
+        _inside.step = self
+        try:
+            if self._run is None:
+                self._run = self._started(args, kwargs)
+            result: R = self._run.call(args, kwargs)
+        except UnsupportedError as error:
+            error.rephrase(_WORDS)
+            if self._run is not None or self._settings.raise_unsupported:
+                self._fail(error)
+                raise
+            self._refused = error.reason
+            self._report = f"lightning_cudagraph: all calls eager. {error.reason}"
+        except BaseException as error:
+            self._fail(error)
+            raise
+        else:
+            return result
+        finally:
+            _inside.step = None
+        return function(*args, **kwargs)
+
+    def eager(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function itself, without a graph."""
+        return self._bound()(*args, **kwargs)
+
+    def close(self) -> None:
+        """Let go of the graphs and their memory, and give the optimizers back as they were made.
+
+        The next call begins anew, with warm-up.
+        """
+        if self._run is None:
+            return
+        self._counts, self._report = self.counts, self.report
+        run, self._run = self._run, None
+        run.close()
+
+    def __enter__(self) -> GraphedStep[P, R]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._fail(error)
+        self.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Something ends with an error: so do the other processes, if there are any."""
+        if self._run is not None and self._run.fail(error):
+            self.close()  # a call that comes all the same begins anew, with those that still come
+
+    def _bound(self) -> Callable[P, R]:
+        if self._function is None:
+            raise ConfigurationError(
+                "This `GraphedStep` is a copy, or was unpickled: the function, modules and optimizers"
+                " belong to the original, and it has none. Make a new one:"
+                " `GraphedStep(step, modules=..., optimizers=...)`."
+            )
+        return self._function
+
+    def _started(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
+        function = self._bound()
+        with contextlib.suppress(ValueError):  # written in C
+            inspect.signature(function).bind(*args, **kwargs)
+        found = {**_found_in(function), **self._modules}
+        owners = [getattr(function, "__self__", None), *found.values(), *self._optimizers.values()]
+        surroundings = surroundings_of(owners)
+        optimizers = {
+            name: surroundings.optimizer_in(optimizer) for name, optimizer in self._optimizers.items()
+        }
+        model = _as_one(found)
+        device = _device_of(model, optimizers, (args, kwargs))
+        is_wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+        processes = StepProcesses() if is_wrapped and are_several() else None
+        run: StepRun | None = None
+        refused: UnsupportedError | None = None
+        try:
+            run = StepRun(
+                function,
+                model,
+                optimizers,
+                self._scaler or surroundings.scaler(),
+                self._backend(device),
+                surroundings,
+                self._settings,
+                StepReplicas(model),
+                processes,
+            )
+        except UnsupportedError as error:
+            refused = error
+        try:
+            if processes is not None:
+                processes.compare(self._asked(), refused)
+                processes.start(device, weakref.WeakMethod(self.close))
+        except BaseException:
+            if run is not None:
+                run.close()
+            raise
+        if refused is not None:
+            raise refused
+        assert run is not None
+        return run
+
+    def _asked(self) -> dict[str, Any]:
+        """What all processes must have been given alike, in one order."""
+        settings = vars(self._settings)
+        return {n: sorted(v) if isinstance(v, frozenset) else v for n, v in settings.items()}
+
+    def _backend(self, device: torch.device) -> Backend:
+        kinds = {"cuda": "cuda", "emulator": "cpu"}
+        if kinds.get(self._backend_name, device.type) != device.type:
+            raise _wrong(
+                "backend", self._backend_name, f'one for {device}, where the step runs, such as "auto"'
+            )
+        return backend_for(device)
+
+
+class _Modules(nn.Module):
+    """All modules of a step."""
+
+
+def _as_one(modules: Mapping[str, nn.Module]) -> nn.Module:
+    """A module that holds all of these, each once."""
+    inside = {id(i) for m in modules.values() for i in m.modules() if i is not m}
+    outer = {id(m): m for m in modules.values() if id(m) not in inside}
+    if len(outer) == 1:
+        (module,) = outer.values()
+        return module
+    together = _Modules()
+    for name, module in modules.items():
+        if outer.pop(id(module), None) is not None:
+            together.add_module(name.replace(".", "_"), module)
+    return together
+
+
+def _found_in(function: Any) -> dict[str, nn.Module]:
+    """The modules that a function can be seen to work on, by the names that it has for them."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    found: dict[str, Any] = {"self": owner}
+    if owner is not None and not isinstance(owner, nn.Module):
+        found |= getattr(owner, "__dict__", {})
+    function = getattr(function, "__func__", function)
+    if isinstance(function, FunctionType):
+        with contextlib.suppress(ValueError):  # a variable around it has no value yet
+            variables = inspect.getclosurevars(function)
+            found |= {**variables.globals, **variables.nonlocals}
+    return {name: value for name, value in found.items() if isinstance(value, nn.Module)}
+
+
+def _device_of(model: nn.Module, optimizers: Mapping[str, Optimizer], arguments: Any) -> torch.device:
+    for parameter in model.parameters():
+        return parameter.device
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                return parameter.device  # type: ignore[no-any-return]
+    for leaf in tree_iter(arguments):
+        if isinstance(leaf, Tensor):
+            return leaf.device
+    raise UnsupportedError(
+        "The step has neither a module with parameters nor a tensor among its arguments, so that nothing"
+        " says on which device it runs.",
+        "Pass its modules: `GraphedStep(step, modules=...)`.",
+    )
+
+
+def _by_name(what: str, given: Any, kind: type) -> dict[str, Any]:
+    if isinstance(given, kind):
+        return {what.removesuffix("s"): given}
+    try:
+        found = (
+            dict(given)
+            if isinstance(given, Mapping)
+            else {f"{what}[{index}]": value for index, value in enumerate(given)}
+        )
+    except TypeError:
+        found = {what: given}
+    for name, value in found.items():
+        if not isinstance(value, kind):
+            expected = f"`{kind.__qualname__}`s, and `{name}` is a `{type(value).__qualname__}`"
+            raise _wrong(what, given, f"one, a list or a dictionary of {expected}")
+    return found
+
+
+def _wrong(name: str, value: Any, expected: str) -> ConfigurationError:
+    shown = value if isinstance(value, (str, int, float, type(None))) else type(value).__qualname__
+    return ConfigurationError(f"`GraphedStep({name}={shown!r})`: expected {expected}.")

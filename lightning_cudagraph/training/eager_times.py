@@ -1,0 +1,183 @@
+"""The marks of a captured step, put into the eager steps of a run.
+
+Where the parts of a step begin and end is told by Lightning's hooks. Modules, gradient scaler and
+strategy have hooks and stand-ins of ours during a timed step only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.capture.stand_ins import in_place, replace_method
+from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.support import make_backend
+from lightning_cudagraph.timing.layers import LayerChoice
+from lightning_cudagraph.timing.marks import StepMarks
+from lightning_cudagraph.training.marked_steps import timed_stages
+from lightning_cudagraph.training.run_times import RunTimes, batch_of_step
+from lightning_cudagraph.training.transfer import TRANSFER
+
+__all__ = ["EagerTimes"]
+
+
+class EagerTimes:
+    """The clock of a `fit` without graphs.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it trains.
+        choice: what is timed.
+
+    Raises:
+        ConfigurationError: if the choice names a layer that is not there.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, choice: LayerChoice) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._choice = choice
+        self._backend = _clock_of(trainer)
+        self._times = RunTimes(trainer, module, self._backend, choice)
+        self._clock = self._times.clock
+        self._marks: StepMarks | None = None
+        # What is in place during a timed step.
+        self._step = ExitStack()
+        self._untimed: dict[str, str] = {}
+        self._patches = ExitStack()
+        self._move = trainer.strategy.batch_to_device
+        replace_method(trainer.strategy, "batch_to_device", self._batch_to_device, self._patches)
+
+    def batch_starts(self) -> None:
+        """A batch of training begins."""
+        self._abandon()
+        if not self._is_due(0):
+            return
+        trainer, module = self._trainer, self._module
+        # Without the optimizer if the gradients of more batches come to these.
+        steps = not (module.automatic_optimization and trainer.fit_loop._should_accumulate())
+        marks = self._marks = self._times.eager_marks(steps)
+        strategy = trainer.strategy
+        original = strategy.optimizer_step
+        self._step.enter_context(
+            in_place(strategy, "optimizer_step", lambda *args, **kw: self._steps(original, *args, **kw))
+        )
+        self._step.enter_context(marks.recording())
+        self._step.enter_context(timed_stages(marks, trainer, module))
+
+    def forward_ended(self, loss: Any) -> None:
+        """The backward pass from a loss begins."""
+        if self._marks is not None:
+            self._marks.forward_ended(loss)
+
+    def backward_ended(self) -> None:
+        """A backward pass has ended."""
+        if self._marks is None:
+            return
+        self._marks.backward_ended()
+        if not self._module.automatic_optimization:
+            self._marks.forward_began()  # what comes next is told by what it turns out to be
+
+    def batch_ended(self) -> None:
+        """A batch of training has ended."""
+        marks = self._marks
+        self._end_marks()
+        self._marks = None
+        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._clock.ended(marks, step, self._is_due(1), *batch_of_step(self._trainer))
+        if marks is not None:
+            self._untimed = marks.untimed
+
+    def pause(self) -> None:
+        """Something that is not a training step comes now (validation, a checkpoint), even in a step."""
+        self._times.pause()
+
+    def epoch_changes(self) -> None:
+        """An epoch begins or ends."""
+        self._abandon()  # a batch that a hook has skipped has no end
+        self._times.pause()
+
+    def finish(self) -> str:
+        """Read what is left to read, and write the report."""
+        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        return self._times.eager_report(self._untimed, step)
+
+    def close(self) -> None:
+        """Put everything back, and write what is left."""
+        with ExitStack() as stack:  # every part, also where one of them fails
+            stack.callback(self._times.close)
+            stack.callback(self._patches.close)
+            stack.callback(self._abandon)
+
+    def _is_due(self, batches_ahead: int) -> bool:
+        """Whether a batch is timed.
+
+        Args:
+            batches_ahead: 0 for the one that Lightning counts as the latest, 1 for the next one.
+        """
+        if self._module.automatic_optimization:
+            return self._clock.is_due(self._trainer.global_step)
+        # The optimizers may step any number of times; batches are counted instead.
+        return self._clock.is_due(self._trainer.fit_loop.total_batch_idx + batches_ahead)
+
+    def _steps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of `Strategy.optimizer_step`, during a timed step."""
+        marks = self._marks
+        if marks is None:
+            return original(*args, **kwargs)
+        if not self._module.automatic_optimization:
+            with marks.stage("optimizer"):
+                return original(*args, **kwargs)
+        with _forwards_told(args, marks):
+            result = original(*args, **kwargs)
+        self._end_marks()
+        return result
+
+    def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of `Strategy.batch_to_device`."""
+        by_loop = self._trainer.training and self._module._current_fx_name == TRANSFER
+        if not (by_loop and self._is_due(1)):
+            return self._move(batch, *args, **kwargs)
+        with self._clock.copying():
+            return self._move(batch, *args, **kwargs)
+
+    def _end_marks(self) -> None:
+        self._step.close()
+
+    def _abandon(self) -> None:
+        """Leave a step that has not come to its end."""
+        self._step.__exit__(GeneratorExit, GeneratorExit(), None)
+        self._marks = None
+
+
+@contextmanager
+def _forwards_told(args: Sequence[Any], marks: StepMarks) -> Iterator[None]:
+    """Tell the marks of each forward pass: LBFGS calls the closure several times in a step."""
+    closure = next((arg for arg in args if isinstance(arg, Closure)), None)
+    if closure is None:
+        yield
+        return
+    before = closure._step_fn
+
+    def told() -> ClosureResult:
+        marks.forward_began()
+        return before()
+
+    closure._step_fn = told
+    try:
+        yield
+    finally:
+        closure._step_fn = before
+
+
+def _clock_of(trainer: pl.Trainer) -> Backend:
+    try:
+        return make_backend("auto", trainer.strategy.root_device)
+    except UnsupportedError:  # neither CUDA nor a CPU: times of the host
+        return EmulatorBackend()

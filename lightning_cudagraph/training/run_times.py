@@ -1,0 +1,257 @@
+"""All that is measured of one run, and where it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.processes.ranks import own_store
+from lightning_cudagraph.capture.steps import Place, StepCounts
+from lightning_cudagraph.replicas import has_replicas
+from lightning_cudagraph.timing.clock import FitClock, Sink
+from lightning_cudagraph.timing.dashboard import Dashboard
+from lightning_cudagraph.timing.layers import LayerChoice, select_layers, untimed_notes
+from lightning_cudagraph.timing.marks import StepMarks
+from lightning_cudagraph.timing.pace import StepPace
+from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
+from lightning_cudagraph.timing.rank_times import RankTable, RankTimes
+from lightning_cudagraph.timing.report import eager_report, fit_report
+from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
+from lightning_cudagraph.timing.trace import TraceWriter
+from lightning_cudagraph.timing.whole_steps import WholeSteps
+from lightning_cudagraph.timing.windows import ReadingWindow
+
+__all__ = ["RunTimes", "batch_of_step", "step_number"]
+
+# Of several processes; all of them make the same.
+_runs = 0
+
+
+def batch_of_step(trainer: pl.Trainer) -> tuple[int, bool]:
+    """The place of the batch at hand among those whose gradients one step of the optimizer takes.
+
+    Args:
+        trainer: the trainer.
+
+    Returns:
+        Its number, the first being 0, and whether it is the last.
+    """
+    n_batches = trainer.accumulate_grad_batches
+    if n_batches == 1:
+        return 0, True
+    loop = trainer.fit_loop.epoch_loop
+    return loop.batch_idx % n_batches, not loop._should_accumulate()
+
+
+def step_number(trainer: pl.Trainer) -> int:
+    """The step at hand as the trainer's loggers count it."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+class RunTimes:
+    """The clocks of one run, and what shows their readings.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it trains.
+        backend: where the steps run.
+        choice: what is timed; None for nothing but the pace.
+
+    Attributes:
+        layers: the layers that are timed, by name.
+        pace: how long steps take as the host sees them.
+        clock: that of the steps that are shown.
+        eager_clock: that of eager steps beside them, which are shown in comparison.
+        eager: the readings of these.
+
+    Raises:
+        ConfigurationError: if the choice names a layer that is not there.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        choice: LayerChoice | None,
+    ) -> None:
+        self.layers: dict[str, nn.Module] = {} if choice is None else select_layers(module, choice)
+        self.pace = StepPace()
+        self._trainer = trainer
+        self._backend = backend
+        self._every_n_steps = 0 if choice is None else choice.every_n_steps
+        self._takes_in_turn = backend.graphs_per_step > 1
+        window_steps = LayerChoice.window_steps if choice is None else choice.window_steps
+        self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps)
+        self.eager = ReadingWindow(window_steps)
+        loop = trainer.fit_loop.epoch_loop
+        others = other_loggers_writer(trainer.loggers, window_steps, lambda: loop._batches_that_stepped)
+        model = type(module).__qualname__
+        self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
+        # Closed from the last to the first: what writes for others comes before these.
+        of_steps: list[Sink] = [others, self._dashboard]
+        self._trace_path: Path | None = None
+        if choice is not None and choice.trace_steps > 0:
+            self._trace_path = _trace_path(trainer)
+            rank = trainer.global_rank
+            title = f"{model}, rank {rank}" if trainer.world_size > 1 else model
+            of_steps.append(TraceWriter(self._trace_path, choice.trace_steps, title, rank))
+        self._others = others
+        self._ranks: RankTimes | None = None
+        self._ranks_shown: RankTable | None = None
+        if choice is not None and trainer.world_size > 1 and dist.is_initialized():
+            self._ranks = _rank_times(window_steps * self._every_n_steps, self._show_ranks)
+            of_steps.append(self._ranks)
+        self.clock = FitClock(backend, [self._tensorboard, WholeSteps(of_steps)], self._every_n_steps)
+        self.eager_clock = FitClock(
+            backend, [WholeSteps([self.eager], apart=True)], min(self._every_n_steps, 1)
+        )
+
+    def takes(self, place: Place, accumulate_grad_batches: int) -> tuple[bool, ...]:
+        """The captures of a step that are needed, by whether they have events.
+
+        Args:
+            place: its place in the window of batches whose gradients are accumulated.
+            accumulate_grad_batches: the length of this window.
+        """
+        if self._every_n_steps == 0:
+            return (False,)
+        # Replayed twice in a row if every step is timed, or in the middle of a window, all of which is.
+        in_the_middle = not (place.drops or place.steps) and accumulate_grad_batches > 3
+        in_turn = self._takes_in_turn and (self._every_n_steps == 1 or in_the_middle)
+        timed = (True, True) if in_turn else (True,)
+        return timed if self._every_n_steps == 1 else (False, *timed)
+
+    def eager_marks(self, has_optimizer: bool) -> StepMarks:
+        """Marks for an eager step.
+
+        Args:
+            has_optimizer: the step ends with that of the optimizer, and not with the backward pass.
+        """
+        return StepMarks(
+            self._backend,
+            self.layers,
+            has_optimizer,
+            with_collectives=has_replicas(self._trainer.strategy),
+        )
+
+    def pause(self) -> None:
+        """Something that is not a training step comes now (validation, a checkpoint)."""
+        self.pace.pause()
+        self.clock.pause()
+        self.eager_clock.pause()
+        self._tell_ranks()
+
+    def _show_ranks(self, table: RankTable) -> None:
+        """The first process has the times of all for a window."""
+        step = table.rows[0].last_step
+        self._tensorboard.add_scalars(table.scalars, step)
+        self._others.add_beside(table.scalars)
+        self._ranks_shown = table
+
+    def _tell_ranks(self) -> None:
+        """In a pause: the last of these windows in words."""
+        table, self._ranks_shown = self._ranks_shown, None
+        if table is not None and self._tensorboard.is_shown:
+            self._tensorboard.add_text("cudagraph/ranks", ranks_text(table), table.rows[0].last_step)
+
+    def happened(self, text: str, step_number: int) -> None:
+        """Note what became of the graphs, beside their times.
+
+        Args:
+            text: a sentence.
+            step_number: the step at hand as the trainer's loggers count it.
+        """
+        self._tensorboard.add_event(text, step_number)
+
+    def report(
+        self,
+        description: str,
+        counts: StepCounts,
+        notes: list[str],
+        evaluation: StepCounts | None,
+        step_number: int,
+    ) -> str:
+        """Read what is left to read, and write the report.
+
+        Args:
+            description: what the graphs ran on.
+            counts: what became of the steps.
+            notes: what the user should know besides.
+            evaluation: what became of the batches of validation, if they had graphs.
+            step_number: the last step as the trainer's loggers count it.
+        """
+        self.clock.finish()
+        self.eager_clock.finish()
+        graph, eager = self._dashboard.window.summary(), self.eager.summary()
+        ranks = self._ranks_lines()
+        notes = [*notes, *self._notes()]
+        text = fit_report(description, counts, self.pace, graph, notes, evaluation, eager, ranks)
+        self._tensorboard.add_text("cudagraph/report", text, step_number)
+        return text
+
+    def eager_report(self, untimed: Mapping[str, str], step_number: int) -> str:
+        """Read what is left to read, and write the report of a run without graphs.
+
+        Args:
+            untimed: what is not timed, in words, and why.
+            step_number: the last step as the trainer's loggers count it.
+        """
+        self.clock.finish()
+        ranks = self._ranks_lines()
+        notes = [*untimed_notes(untimed), *self._notes()]
+        text = eager_report(self._dashboard.window.summary(), notes, ranks)
+        self._tensorboard.add_text("layer_timings/report", text, step_number)
+        return text
+
+    def _ranks_lines(self) -> list[str]:
+        """At the end: what there is to say of the processes, in the first of them."""
+        table = None if self._ranks is None else self._ranks.finish()
+        self._tell_ranks()
+        return [] if table is None else ranks_lines(table)
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if self._ranks is not None and self._ranks.trouble:
+            notes.append(f"the times of other processes are not known: {self._ranks.trouble}")
+        if self._every_n_steps > 1:
+            notes.append(f"one step of the optimizer in {self._every_n_steps} is timed")
+        if self._trace_path is not None and len(self._dashboard.window):
+            notes.append(
+                f"the last timed steps are in {str(self._trace_path)!r}: open it at"
+                " https://ui.perfetto.dev"
+            )
+        return notes
+
+    def close(self) -> None:
+        """Write what is left; events that have not been read are left alone."""
+        with ExitStack() as stack:  # both, also where one of them fails
+            stack.callback(self.eager_clock.close)
+            stack.callback(self.clock.close)
+
+
+def _rank_times(window_steps: int, on_table: Callable[[RankTable], None]) -> RankTimes:
+    global _runs
+    _runs += 1
+    store = own_store(f"times/{_runs}")
+    return RankTimes(store, dist.get_rank(), dist.get_world_size(), window_steps, on_table)
+
+
+def _device_name(trainer: pl.Trainer) -> str:
+    device = trainer.strategy.root_device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def _trace_path(trainer: pl.Trainer) -> Path:
+    folder = trainer.log_dir or trainer.default_root_dir
+    if "://" in folder:
+        folder = "."  # a store elsewhere, which takes no ordinary files
+    rank = trainer.global_rank
+    return Path(folder) / ("layer_trace.json" if rank == 0 else f"layer_trace_rank{rank}.json")
