@@ -26,8 +26,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -52,8 +50,6 @@ from lightning_cudagraph.errors import ConfigurationError, PeerError, Unsupporte
 
 __all__ = ["Distributed", "check_nccl", "settle_nccl", "wrapped_on_side_stream"]
 
-# How long the device may take for what is launched, before it is taken to wait for other processes.
-_DRAIN_S = 5.0
 _GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 _EXPANDABLE = "expandable_segments"
 # What Lightning's own handler says is said in its name.
@@ -135,7 +131,7 @@ class Distributed:
         self._sigterm = False
         self._all_end = False  # with a SIGTERM, and all know it
         if trainer.world_size > 1 and dist.is_initialized():
-            self._ranks = Ranks(self._flags, self._met, self._abort)
+            self._ranks = Ranks(self._flags, self._met)
 
     @property
     def agreement(self) -> Agreement | None:
@@ -179,9 +175,8 @@ class Distributed:
         if self._ranks is None:
             return
         trainer = self._trainer
-        is_on_gpu = trainer.strategy.root_device.type == "cuda"
         timeout = getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)
-        self._ranks.start(timeout, watches=is_on_gpu)
+        self._ranks.start(timeout, trainer.strategy.root_device)
         loop = trainer.fit_loop.epoch_loop
         replace_method(loop, "_broadcast_sigterm_tensor", lambda: None, self._patches)
         self._take_sigterm()
@@ -192,26 +187,6 @@ class Distributed:
         if self._ranks is None or (self._all_end and isinstance(error, SIGTERMException)):
             return
         self._ranks.fail(error)
-        if self._is_stuck():
-            # In a thread, because NCCL waits in turn for the graphs, which are let go of meanwhile.
-            threading.Thread(target=self._abort, name="cudagraph-abort", daemon=True).start()
-
-    def _is_stuck(self) -> bool:
-        """Whether what this process has launched waits for what others will not launch any more."""
-        device = self._trainer.strategy.root_device
-        if device.type != "cuda":
-            return False
-        launched = torch.cuda.Event()
-        try:
-            launched.record(torch.cuda.current_stream(device))
-            deadline_s = time.monotonic() + _DRAIN_S
-            while not launched.query():
-                if time.monotonic() > deadline_s:
-                    return True
-                threading.Event().wait(0.01)
-        except RuntimeError:
-            pass  # the device is lost, and waits for nothing
-        return False
 
     def pause(self) -> None:
         """Behind a batch of an evaluation, where nobody meets: end with the others, if all are to end.
@@ -271,11 +246,6 @@ class Distributed:
         """All have agreed to: Lightning ends the run behind this batch, or this epoch."""
         self._all_end = True
         self._trainer._signal_connector.received_sigterm = True
-
-    def _abort(self) -> None:
-        world: Any = dist.group.WORLD
-        if world is not None and hasattr(world, "abort"):
-            world.abort()
 
     def _take_sigterm(self) -> None:
         """Stand in for the handler of Lightning, which would broadcast in the middle of anything."""

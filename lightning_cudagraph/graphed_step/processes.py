@@ -54,7 +54,7 @@ class StepProcesses:
     def __init__(self) -> None:
         self._digest = 0
         self._differ = False  # the arguments of the call at hand
-        self._ranks = Ranks(lambda: (0, 0, self._digest), self._met, _abort)
+        self._ranks = Ranks(lambda: (0, 0, self._digest), self._met)
         self._at_exit: Any = None
 
     def compare(self, asked: Mapping[str, Any], refused: UnsupportedError | None) -> None:
@@ -95,7 +95,7 @@ class StepProcesses:
             close: lets go of the graphs. Called at the end of Python if nobody has before, because
                 process groups are not torn down under graphs.
         """
-        self._ranks.start(_TIMEOUT, watches=device.type == "cuda")
+        self._ranks.start(_TIMEOUT, device)
 
         def at_exit() -> None:
             if (method := close()) is not None:
@@ -142,12 +142,6 @@ def digest_of(kind: str) -> int:
     """A number for what a call is made with, which is the same in all processes if that is."""
     digest = hashlib.blake2s(kind.encode()).digest()
     return int.from_bytes(digest, "little") % (1 << _DIGEST_BITS)
-
-
-def _abort() -> None:
-    world: Any = dist.group.WORLD
-    if world is not None and hasattr(world, "abort"):
-        world.abort()
 
 
 class CollectiveRules(TorchDispatchMode):

@@ -15,7 +15,7 @@ def two() -> Iterator[tuple[Ranks, Ranks]]:
     """Two processes, as far as they know."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        both = tuple(Ranks(lambda: (0, 0, 0), lambda lowest, highest: None, lambda: None) for _ in "ab")
+        both = tuple(Ranks(lambda: (0, 0, 0), lambda lowest, highest: None) for _ in "ab")
         for rank, ranks in enumerate(both):
             ranks.rank, ranks.size, ranks._store = rank, 2, both[0]._store
         yield both

@@ -51,6 +51,8 @@ _NOTICE_AFTER_S = 20.0
 # then on, until it ends by force.
 _ABORT_AFTER_S = 3.0
 _GRACE_S = 15.0
+# How long the device may take for what is launched, before it is taken to wait for other processes.
+_DRAIN_S = 5.0
 # How long a process that fails, and has the store, waits for the others to read why.
 _READ_TIMEOUT_S = 3.0
 
@@ -74,21 +76,19 @@ class Ranks:
         flags: what is exchanged along with each plan: whether a SIGTERM has come, whether the batch is
             the last one of its epoch, and its number.
         on_flags: told the lowest and the highest of each of them.
-        abort: called in a thread when another process has failed, to end what waits for it.
     """
 
     def __init__(
         self,
         flags: Callable[[], tuple[int, int, int]],
         on_flags: Callable[[tuple[int, ...], tuple[int, ...]], None],
-        abort: Callable[[], None],
     ) -> None:
         global _runs
         _runs += 1
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._flags = flags
         self._on_flags = on_flags
-        self._abort = abort
+        self._device = torch.device("cpu")
         self._store = own_store(str(_runs))
         self._told = 0
         self._failed: str | None = None
@@ -103,12 +103,13 @@ class Ranks:
         self._closed = threading.Event()
         self._watch: threading.Thread | None = None
 
-    def start(self, timeout: timedelta, watches: bool) -> None:
+    def start(self, timeout: timedelta, device: torch.device) -> None:
         """Make ready to meet.
 
         Args:
             timeout: how long processes may wait for one another.
-            watches: look for failures of others in a thread, because this process can wait for its GPU.
+            device: what this process trains on. If it is a GPU, which a process can wait for, a thread
+                looks for failures of others.
         """
         self._timeout_s = timeout.total_seconds()
         self._board = self._shared_board()
@@ -119,7 +120,8 @@ class Ranks:
             self._options = options
             self._word = torch.zeros(2 * _FIELDS, dtype=torch.int64)
             self._numbers = self._word.numpy()
-        if watches:
+        self._device = device
+        if device.type == "cuda":
             self._watch = threading.Thread(target=self._look_out, name="cudagraph-ranks", daemon=True)
             self._watch.start()
 
@@ -294,9 +296,14 @@ class Ranks:
         return said
 
     def fail(self, error: BaseException) -> None:
-        """This process ends with an error: let the others know."""
-        if self._closed.is_set() or isinstance(error, PeerError):
-            return
+        """This process ends with an error: let the others know, and wait for nothing that they leave."""
+        if not (self._closed.is_set() or isinstance(error, PeerError)):
+            self._tell_why(error)
+        if self._is_stuck():
+            # In a thread, because NCCL waits in turn for the graphs, which are let go of meanwhile.
+            threading.Thread(target=_abort, name="cudagraph-abort", daemon=True).start()
+
+    def _tell_why(self, error: BaseException) -> None:
         text = f"rank {self.rank}: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # the store can be gone, with the process that had it
             if self._found():
@@ -312,6 +319,22 @@ class Ranks:
                 deadline_s = time.monotonic() + _READ_TIMEOUT_S
                 while time.monotonic() < deadline_s and not self._store.check(others):
                     self._closed.wait(0.05)
+
+    def _is_stuck(self) -> bool:
+        """Whether what this process has launched waits for what others will not launch any more."""
+        if self._device.type != "cuda":
+            return False
+        launched = torch.cuda.Event()
+        try:
+            launched.record(torch.cuda.current_stream(self._device))
+            deadline_s = time.monotonic() + _DRAIN_S
+            while not launched.query():
+                if time.monotonic() > deadline_s:
+                    return True
+                threading.Event().wait(0.01)
+        except RuntimeError:
+            pass  # the device is lost, and waits for nothing
+        return False
 
     def close(self) -> None:
         """Meet no more."""
@@ -374,7 +397,7 @@ class Ranks:
         self._say_why()
         if self._closed.wait(_ABORT_AFTER_S):
             return
-        self._abort()
+        _abort()
         if not self._closed.wait(_GRACE_S):
             print(f"lightning_cudagraph: rank {self.rank} ends by force", file=sys.stderr, flush=True)
             os._exit(1)
@@ -388,3 +411,10 @@ class Ranks:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _abort() -> None:
+    """End what waits for other processes on the device."""
+    world: Any = dist.group.WORLD
+    if world is not None and hasattr(world, "abort"):
+        world.abort()
