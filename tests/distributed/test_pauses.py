@@ -18,6 +18,7 @@ def two() -> Iterator[tuple[Ranks, Ranks]]:
         both = tuple(Ranks(lambda: (0, 0, 0), lambda lowest, highest: None) for _ in "ab")
         for rank, ranks in enumerate(both):
             ranks.rank, ranks.size, ranks._store = rank, 2, both[0]._store
+            ranks._failures._store = ranks._store
         yield both
         for ranks in both:
             ranks.close()
@@ -52,6 +53,7 @@ def test_a_store_that_is_gone_is_no_failure(two: tuple[Ranks, Ranks]) -> None:
             raise RuntimeError("Connection reset by peer")
 
     first, _ = two
-    first._store = Gone()
+    first._store = first._failures._store = Gone()
+    assert not first.pause("", False)
     assert not first.pause("here", False)
     assert not first.pause("here", True)
