@@ -249,7 +249,12 @@ class Ranks:
         next_s = min(_NOTICE_AFTER_S, timeout_s or _NOTICE_AFTER_S)
         try:
             while not self._store.check(keys):
-                self._failures.nap(_POLL_S)
+                try:
+                    self._failures.nap(_POLL_S)
+                except PeerError:
+                    if self._store.check(keys):
+                        break  # it has failed with what all have said, as this process will by itself
+                    raise
                 if timeout_s is not None and time.monotonic() - started_s > next_s:
                     missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
                     text = (
