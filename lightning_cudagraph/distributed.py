@@ -147,28 +147,14 @@ class Distributed:
 
         Raises:
             ConfigurationError: if the processes were asked for different things.
-            UnsupportedError: if another process would run without graphs.
+            UnsupportedError: if this process, or another one, would run without graphs.
         """
         if self._ranks is None:
             return
         asked = {f"argument `{name}`": repr(value) for name, value in arguments.items()}
         asked["number of training batches"] = str(self._trainer.num_training_batches)
         asked["`Trainer(accumulate_grad_batches=...)`"] = str(self._trainer.accumulate_grad_batches)
-        refusal = None if refused is None else (refused.reason, refused.remedy)
-        said = self._ranks.exchanged((asked, refusal))
-        first, _ = said[0]
-        for rank, (theirs, _) in enumerate(said):
-            for name, value in first.items():
-                if theirs[name] != value:
-                    raise ConfigurationError(
-                        f"The processes of this run differ in their {name}: {value} on rank 0,"
-                        f" {theirs[name]} on rank {rank}. A graph that averages gradients is replayed by"
-                        " all processes together, so all need the same."
-                    )
-        for rank, (_, told) in enumerate(said):
-            if told is not None and refused is None:
-                reason, remedy = told
-                raise UnsupportedError(f"On rank {rank}: {reason}", remedy)
+        self._ranks.compare(asked, refused)
 
     def install(self) -> None:
         """Meet before each step from now on."""

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_cudagraph.capture.processes.agreement import Intent
 from lightning_cudagraph.capture.processes.ranks import Ranks
 from lightning_cudagraph.capture.sentry import forbid, user_location
-from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = ["CollectiveRules", "StepProcesses", "are_several", "digest_of", "is_in_group"]
 
@@ -68,24 +68,8 @@ class StepProcesses:
             ConfigurationError: if the processes were asked for different things.
             UnsupportedError: if one of them would go on without graphs.
         """
-        refusal = None if refused is None else (refused.reason, refused.remedy)
-        mine = {name: repr(value) for name, value in asked.items()}
-        said = self._ranks.exchanged((mine, refusal))
-        first, _ = said[0]
-        for rank, (theirs, _) in enumerate(said):
-            for name, value in first.items():
-                if theirs.get(name) != value:
-                    raise ConfigurationError(
-                        f"The processes differ in `GraphedStep({name}=...)`: {value} on rank 0,"
-                        f" {theirs.get(name)} on rank {rank}. A graph that averages gradients is"
-                        " replayed by all processes together, so all need the same."
-                    )
-        if refused is not None:
-            raise refused
-        for rank, (_, told) in enumerate(said):
-            if told is not None:
-                reason, remedy = told
-                raise UnsupportedError(f"On rank {rank}: {reason}", remedy)
+        words = {f"`GraphedStep({name}=...)`": repr(value) for name, value in asked.items()}
+        self._ranks.compare(words, refused)
 
     def start(self, device: torch.device, close: weakref.WeakMethod[Any]) -> None:
         """Meet before each call from now on.

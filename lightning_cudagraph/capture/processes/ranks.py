@@ -16,7 +16,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,7 +27,12 @@ from torch.distributed import distributed_c10d
 from lightning_cudagraph.capture.processes.agreement import Intent
 from lightning_cudagraph.capture.processes.board import Board, machine
 from lightning_cudagraph.capture.processes.failures import LOOK_EVERY, Failures
-from lightning_cudagraph.errors import CUDAGraphError, PeerError
+from lightning_cudagraph.errors import (
+    ConfigurationError,
+    CUDAGraphError,
+    PeerError,
+    UnsupportedError,
+)
 
 __all__ = ["Ranks", "own_store"]
 
@@ -274,6 +279,35 @@ class Ranks:
         with contextlib.suppress(NotImplementedError):
             self._store.delete_key(f"{self._told - 1}/{self.rank}")
         return said
+
+    def compare(self, asked: Mapping[str, str], refused: UnsupportedError | None = None) -> None:
+        """At the start: let no process begin what another one does not.
+
+        Args:
+            asked: what was asked for in this process, in words, by what it is called.
+            refused: why this process would run without graphs.
+
+        Raises:
+            ConfigurationError: if the processes were asked for different things.
+            UnsupportedError: if this process, or another one, would run without graphs.
+        """
+        refusal = None if refused is None else (refused.reason, refused.remedy)
+        said = self.exchanged((asked, refusal))
+        first, _ = said[0]
+        for rank, (theirs, _) in enumerate(said):
+            for name, value in first.items():
+                if (other := theirs.get(name, "nothing")) != value:
+                    raise ConfigurationError(
+                        f"The processes of this run differ in their {name}: {value} on rank 0,"
+                        f" {other} on rank {rank}. A graph that averages gradients is replayed by all"
+                        " processes together, so all need the same."
+                    )
+        if refused is not None:
+            raise refused
+        for rank, (_, told) in enumerate(said):
+            if told is not None:
+                reason, remedy = told
+                raise UnsupportedError(f"On rank {rank}: {reason}", remedy)
 
     def fail(self, error: BaseException) -> None:
         """This process ends with an error: let the others know, and wait for nothing that they leave."""
