@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import queue
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -427,3 +428,54 @@ def test_verification_can_be_repeated(accelerator: str) -> None:
 
     step = assert_equal_runs(lambda: Often(device_of(accelerator)), 9)
     assert "4 replay(s) verified" in step.report
+
+
+def _in_a_group(optimizer: Any) -> int:
+    group = optimizer.param_groups[0]
+    group["calls"] = group.get("calls", 0) + 1
+    return int(group["calls"])
+
+
+def _in_a_list(optimizer: Any) -> int:
+    calls = optimizer.param_groups[0].setdefault("calls", [0])
+    calls[0] += 1
+    return int(calls[0])
+
+
+def _in_an_attribute(optimizer: Any) -> int:
+    optimizer.calls = getattr(optimizer, "calls", 0) + 1
+    return int(optimizer.calls)
+
+
+@pytest.mark.parametrize("count", [_in_a_group, _in_a_list, _in_an_attribute])
+def test_a_step_that_counts_its_calls_with_an_optimizer(
+    accelerator: str, count: Callable[[Any], int]
+) -> None:
+    """Every seventh loss is another: no check of the first replays would see it."""
+    device = device_of(accelerator)
+
+    def run(graphed: bool, **kwargs: Any) -> tuple[list[Tensor], GraphedStep[..., Any]]:
+        torch.manual_seed(1)
+        model = nn.Linear(6, 2).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            if count(optimizer) % 7 == 0:
+                loss = loss * 3
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        graph = GraphedStep(step, model, optimizer, **kwargs)
+        batches = torch.randn(14, 8, 6, generator=torch.Generator().manual_seed(2)).to(device)
+        with graph:
+            return [(graph if graphed else step)(x).detach().clone() for x in batches], graph
+
+    (plain, _), (graphed, graph) = run(False), run(True, on_unsupported="eager")
+    assert not differences(plain, graphed)
+    assert not graph.counts.replayed
+    assert "or a value that it keeps there, while it runs" in graph.report
+    with pytest.raises(CaptureError, match="or a value that it keeps there, while it runs"):
+        run(True)

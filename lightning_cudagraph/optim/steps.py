@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_cudagraph.capture.compiled import is_held, is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_in_compiled_code
+from lightning_cudagraph.optim.forms import HostSide, moving_values
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 
@@ -176,10 +177,13 @@ class OptimizerSteps:
             capturing: a capture is under way.
 
         Raises:
-            CaptureError: in a capture, if the function moves a learning rate or an option, or leaves
-                the scaler in the middle of a step.
+            CaptureError: in a capture, if the function moves a learning rate, an option, or a value that
+                it keeps with an optimizer, or leaves the scaler in the middle of a step.
         """
         settings, rates = self.frozen_values(), self.learning_rates()
+        sides = [HostSide(prepared.optimizer) for prepared in self._prepared] if capturing else []
+        kept = self._kept_on_host() if capturing else []
+        moved = True  # as far as is known, if it raises
         groups = [g for prepared in self._prepared for g in prepared.optimizer.param_groups]
         options = [dict(group) for group in groups]
         ours = {id(prepared.optimizer): prepared for prepared in self._prepared}
@@ -209,16 +213,21 @@ class OptimizerSteps:
             try:
                 yield
                 moved = self.learning_rates() != rates or self.frozen_values() != settings
+                moved = moved or (capturing and self._kept_on_host() != kept)
             finally:
                 if capturing:
                     for group, before in zip(groups, options, strict=True):
                         group.update(before)
+                for side in sides:
+                    if moved:
+                        side.restore()
+                    side.release()
         if not capturing:
             return
         if moved:
             raise CaptureError(
-                "The step sets a learning rate, or another option of an optimizer, while it runs, which"
-                " a replay would not do.",
+                "The step sets a learning rate, or another option of an optimizer, or a value that it"
+                " keeps there, while it runs, which a replay would not do.",
                 "Set it before or after the call of the step; call schedulers there too.",
             )
         if self.scaler is not None and self.scaler.pending():
@@ -227,6 +236,10 @@ class OptimizerSteps:
                 " `scaler.update()`, so that the scaler would wait for it on the host.",
                 "Call `scaler.step(optimizer)` and `scaler.update()` in the step, or all three outside.",
             )
+
+    def _kept_on_host(self) -> list[dict[str, Any]]:
+        """The plain values that optimizers keep on the host: also those that the user has put there."""
+        return [moving_values(prepared.optimizer) for prepared in self._prepared]
 
     @contextmanager
     def undone(self) -> Iterator[None]:
