@@ -95,7 +95,7 @@ def fit_report(
     if pace.eager_ms is not None and pace.replayed_ms is not None:
         lines.append(
             f"  step      {pace.eager_ms:.2f} ms eager (in warm-up), {pace.replayed_ms:.2f} ms"
-            f" replayed: {pace.eager_ms / pace.replayed_ms:.2f} times as fast"
+            f" replayed: {pace.eager_ms / pace.replayed_ms:.2f} times as fast as there"
         )
     lines += _parts_line("graph", graph)
     if graph.n_readings:
