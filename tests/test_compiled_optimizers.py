@@ -176,6 +176,28 @@ def test_a_state_that_is_loaded(accelerator: str) -> None:
     assert graph.counts.captures == 2
 
 
+def uncompiled(optimizer: Any) -> Callable[[], Any]:
+    return lambda: optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "replays"), [(in_place, 8), (uncompiled, 4)], ids=["no longer", "later"]
+)
+def test_a_step_that_is_compiled_later_or_no_longer(accelerator: str, how: How, replays: int) -> None:
+    """Other kernels: the graph is dropped. What is compiled later is compiled beside what is changed."""
+
+    def between(loop: Loop, index: int) -> None:
+        if index != 6:
+            return
+        if how is uncompiled:
+            in_place(loop.optimizer)
+        else:
+            loop.optimizer.step = loop.optimizer.step._torchdynamo_orig_callable
+
+    graph = assert_replayed(accelerator, FIT["SGD-momentum"], how, replays=8, between=between)
+    assert graph.counts.captures == 2
+
+
 def test_a_learning_rate_that_becomes_a_float(accelerator: str) -> None:
     """The step is not changed for a graph then, either."""
 

@@ -192,6 +192,9 @@ class PreparedOptimizer(EagerOptimizer):
 
     def _sync_groups(self) -> None:
         current = self.optimizer.param_groups
+        if (compiled := is_compiled(self.optimizer.step)) != self._is_compiled:
+            self._is_compiled = compiled
+            self._groups = []
         if len(current) != len(self._groups) or not all(
             prepared.fits(group) for prepared, group in zip(self._groups, current, strict=True)
         ):
@@ -239,7 +242,10 @@ class PreparedOptimizer(EagerOptimizer):
 
     def hyperparameters(self) -> dict[str, Any]:
         self._sync_groups()
-        found: dict[str, Any] = {"the number of param groups of the optimizer": len(self._groups)}
+        found: dict[str, Any] = {
+            "the number of param groups of the optimizer": len(self._groups),
+            "whether the optimizer's step is compiled": is_compiled(self.optimizer.step),
+        }
         for prepared in self._groups:
             found.update(prepared.frozen())
         if self._form.inspected:
@@ -250,6 +256,7 @@ class PreparedOptimizer(EagerOptimizer):
         values: list[Any] = [prepared.frozen_values() for prepared in self._groups]
         values.append(tuple(map(id, self.optimizer.param_groups)))  # added, or replaced
         values.append((id(self.optimizer.state), len(self.optimizer.state)))
+        values.append(is_compiled(self.optimizer.step))
         if self._form.inspected:
             values.append(tuple(moving_values(self.optimizer).values()))
         return tuple(values)
@@ -270,10 +277,7 @@ class PreparedOptimizer(EagerOptimizer):
         compiled = is_compiled(self.optimizer.step)
         if compiled:
             refuse_changes(self.optimizer, self._form, self._device)
-        if compiled != self._is_compiled:
-            self._is_compiled = compiled
-            self._groups = []
-            self._prepare_groups()
+        self._sync_groups()
         refuse_step_hooks(self.optimizer)
         reason = host_state_of(self.optimizer, self._device)
         if reason is not None:
