@@ -70,7 +70,7 @@ def is_left_out() -> bool:
 def _contexts() -> list[Any]:
     """What `torch.compile` has returned, as far as it is alive: each has the hooks of its calls.
 
-    To look through all objects of Python takes a tenth of a second. So it is done only if there may be
+    To look through all objects of Python takes 50 ms and more. So it is done only if there may be
     others than the last time: one of those has gone, the class has another number of references, of
     which each object has one, or something has been compiled.
     """

@@ -38,7 +38,7 @@ def tensors_in(*values: Any) -> list[Tensor]:
     """The tensors among arguments of an op, or what it returns: single, or in lists.
 
     As pytrees find them. Those call a few functions for each leaf, on which the audit of a capture looks
-    in turn; that made a tenth of a capture.
+    in turn: fits of a small model on the emulator took 84 to 100 ms, and 64 to 77 since.
     """
     found: list[Tensor] = []
     for value in values:
