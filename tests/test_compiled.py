@@ -13,8 +13,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_cudagraph import (
     CaptureError,
@@ -40,6 +43,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:TensorFloat32 tensor cores",
     "ignore:The .grad attribute of a Tensor that is not a leaf",
     "ignore:Dynamo does not know how to trace the builtin",
+    "ignore:\\s*Online softmax is disabled on the fly",
 )
 
 
@@ -117,6 +121,36 @@ def test_compiled_parts(
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
     assert "a capture without torch.compile showed the Python" in callback.report
+
+
+def _memory_of_its_own(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """As in code of Inductor's: memory is taken where no dispatch sees it, and ops write into it."""
+
+    def run(*args: Any) -> Any:
+        results = []
+        for result in module(*args):
+            if isinstance(result, Tensor) and result.is_floating_point():
+                with _disable_current_modes():
+                    taken = torch.empty_like(result)
+                result = torch.mul(result, 1.0, out=taken)
+            results.append(result)
+        return results
+
+    return make_boxed_func(run)
+
+
+class OwnMemory(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head: Any = torch.compile(self.head, backend=aot_autograd(fw_compiler=_memory_of_its_own))
+
+
+def test_memory_that_compiled_code_takes_is_no_state(tmp_path: Path, accelerator: str) -> None:
+    plain = fit(OwnMemory, tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(timings=None)
+    graph = fit(OwnMemory, tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
 
 
 def test_a_ragged_batch_is_compiled_beside_the_graph(tmp_path: Path, accelerator: str) -> None:

@@ -375,11 +375,13 @@ def test_a_fault_in_the_states_is_found(
 
     for backend in (EmulatorBackend, CudaBackend):
 
-        def capture(self: Any, body: Any, plain: Any = backend.capture) -> Any:
+        def capture(
+            self: Any, body: Any, *args: Any, plain: Any = backend.capture, **kwargs: Any
+        ) -> Any:
             nonlocal capturing
             capturing = True
             try:
-                return plain(self, body)
+                return plain(self, body, *args, **kwargs)
             finally:
                 capturing = False
 

@@ -81,6 +81,8 @@ class Step:
             elif kind == "list":
                 c = tensors[number % len(tensors)]
                 c = tensors[2] if c is self.x else c
+                # One kernel takes a list in no order: what it writes must not overlap.
+                c = c.clone() if _overlap(a, c) else c
                 torch._foreach_mul_([a, c], 0.5)
                 torch._foreach_add_([a[:n], c[: len(c) // 2]], [b[:n].sin(), c[: len(c) // 2].cos()])
             elif kind == "view":
@@ -101,6 +103,13 @@ class Step:
                 tensors.append(torch.fft.rfft(a).abs())
             del a, b  # memory of what was dropped is given to others
         return [*self.older, *self.statistics, *tensors[_OLDER + 1 :]]
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    (begin, end), (its_begin, its_end) = (
+        (t.data_ptr(), t[-1:].data_ptr() + t.element_size()) for t in (one, other)
+    )
+    return begin < its_end and its_begin < end
 
 
 def _bits(tensors: list[Tensor]) -> list[Tensor]:

@@ -67,9 +67,14 @@ class Writes:
 
     Attributes:
         older: one tensor for each such memory.
+
+    Args:
+        are_wanted: False: nothing is noted, nor kept alive. Compiled code takes its memory past all
+            dispatch, so that what an op writes there would seem older than the capture.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, are_wanted: bool = True) -> None:
+        self._are_wanted = are_wanted
         self._made: set[int] = set()
         self._older: dict[int, Tensor] = {}
 
@@ -79,6 +84,8 @@ class Writes:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Take one op, after it has run."""
+        if not self._are_wanted:
+            return
         inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
         for tensor in written_by(func, args, kwargs):
             key = storage_id(tensor)
