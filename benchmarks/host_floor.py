@@ -28,6 +28,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from torch import Tensor, nn
 
 from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, environment, fits_in_turn, pinned
@@ -107,7 +108,10 @@ def fit(
         RuntimeError: if steps were not replayed.
     """
     callback = make_callback()
-    callbacks = [] if callback is None else [callback]
+    callbacks: list[Callback] = [] if callback is None else [callback]
+    if around.bar:
+        # By default it is that of Rich where that is installed, which draws one bar at a time.
+        callbacks.append(TQDMProgressBar())
     with quiet_trainer(callbacks, around.tensorboard, enable_progress_bar=around.bar) as trainer:
         trainer.fit(Line(values, around.shown), batches)
     counts = None if callback is None else callback.counts
