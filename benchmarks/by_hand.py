@@ -39,6 +39,10 @@ class GraphedByHand:
         self._static: Any = None
         self._optimizer, self._schedule = _configured(self.module)
         self._stream = torch.cuda.Stream()
+        # Of its own, as in torch's own examples: cuBLAS then takes its workspaces inside the capture,
+        # from memory of the graph's. Those of warm-up are freed when a Trainer begins or ends anywhere
+        # in the process, and a graph that used them ended in illegal memory accesses (H200).
+        self._capture_stream = torch.cuda.Stream()
         self._graph = torch.cuda.CUDAGraph()
 
     def step(self) -> None:
@@ -54,7 +58,7 @@ class GraphedByHand:
         self._optimizer.step()
 
     def warm_up(self, batch: Any) -> None:
-        """An ordinary step on a batch, on the stream of the capture."""
+        """An ordinary step on a batch, on a side stream."""
         self._take(batch)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -69,7 +73,7 @@ class GraphedByHand:
             step: what is run in the capture; the step itself by default.
         """
         self._optimizer.zero_grad()
-        with torch.cuda.graph(self._graph, stream=self._stream):
+        with torch.cuda.graph(self._graph, stream=self._capture_stream):
             (step or self.step)()
 
     def replay(self) -> None:

@@ -419,6 +419,37 @@ def test_other_kernels_are_told_from_faults() -> None:
         verifier.check(graph, step.state(), step.eagerly, lambda: step.replay(loss_units=30.0))
 
 
+@pytest.mark.parametrize("seldom", [1, 3, 9, 14])
+def test_kernels_that_seldom_differ_are_told_from_faults(seldom: int) -> None:
+    """Atomics that seldom meet: the eager step is off in the last place, and one replay of many."""
+    step = _Rounding()
+    verifier, graph = _verifier(step), _Graph()
+    verifier.check(graph, step.state(), step.eagerly, step.replay)
+    before = step.weight.clone()
+    units = iter([1.0] * seldom + [0.0] + [1.0] * 20)
+    verifier.check(graph, step.state(), step.eagerly, lambda: step.replay(loss_units=next(units)))
+    assert torch.equal(step.weight, before + step.update)
+    # The one that comes to the eager step's numbers is the last: what it leaves behind is right as well.
+    assert next(units) == 1.0
+    assert "two replays from one state differ (first in the loss)" in verifier.notes[0]
+
+
+def test_what_is_far_off_is_not_replayed_over_and_over() -> None:
+    step = _Rounding()
+    verifier, graph = _verifier(step), _Graph()
+    verifier.check(graph, step.state(), step.eagerly, step.replay)
+    replays = 0
+
+    def replay() -> Any:
+        nonlocal replays
+        replays += 1
+        return step.replay(loss_units=100.0)
+
+    with pytest.raises(VerificationError, match="first in the loss"):
+        verifier.check(graph, step.state(), step.eagerly, replay)
+    assert replays == 2
+
+
 def test_a_value_that_drifts_is_no_rounding() -> None:
     step = _Rounding()
     verifier, graph = _verifier(step), _Graph()
