@@ -37,7 +37,7 @@ from lightning_cudagraph import (
     UnsupportedError,
     VerificationError,
 )
-from lightning_cudagraph.capture.backend import _explained
+from lightning_cudagraph.capture.refusals import meaning_of
 from lightning_cudagraph.evaluation import GraphedEvaluation
 from tests.harness import Net, Trace, differences, loader, make, train
 from tests.rows import row
@@ -519,7 +519,7 @@ def test_out_of_memory(tmp_path: Path, accelerator: str, monkeypatch: pytest.Mon
     """The remedy is one for evaluation, which has one graph with or without timings."""
 
     def exhausted(*args: Any) -> Any:
-        raise _explained(torch.OutOfMemoryError("CUDA out of memory."), None)
+        raise meaning_of(torch.OutOfMemoryError("CUDA out of memory."))
 
     monkeypatch.setattr(GraphedEvaluation, "_record", exhausted)
     message = r"capture of the validation step ran out of memory: .* Use smaller batches\."

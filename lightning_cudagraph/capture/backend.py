@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from lightning_cudagraph.capture.driver import event_times, position_of
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.capture.parts import Between, CudaParts
-from lightning_cudagraph.capture.sentry import HostReads, Location, location_of
+from lightning_cudagraph.capture.refusals import clear_frames, meaning_of
+from lightning_cudagraph.capture.sentry import HostReads
 from lightning_cudagraph.capture.streams.branches import Branches, SentBackError
 from lightning_cudagraph.capture.streams.side_streams import (
     SideStream,
@@ -25,7 +25,7 @@ from lightning_cudagraph.capture.streams.side_streams import (
     stream_beside,
 )
 from lightning_cudagraph.capture.writes import Writes
-from lightning_cudagraph.errors import CaptureError, CUDAGraphError
+from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["Backend", "CudaBackend", "Event", "Graph"]
 
@@ -297,11 +297,11 @@ class CudaBackend:
             self._repair(rng_state)
         graph.reset()
         if failure is not None:
-            explained = _explained(failure, location_of(failure))
+            explained = meaning_of(failure)
             if isinstance(failure, Exception):
                 # Training may go on, but the frames of the failure hold autograd's graph of the step,
                 # and with it nodes of the broken capture, which the next step would meet again.
-                _clear_frames(failure)
+                clear_frames(failure)
             raise explained
         raise CaptureError(
             f"CUDA gave up the capture of the training step: {str(broken).splitlines()[0]}.",
@@ -470,33 +470,3 @@ class CudaBackend:
 
     def largest_graph_bytes(self) -> int:
         return max((live.taken_bytes for live in self._live), default=0)
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold, and of those it came from."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _explained(error: BaseException, where: Location | None) -> BaseException:
-    """`error`, or what it means if CUDA or torch raised it because a capture was under way."""
-    text = str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return CaptureError(
-            f"The capture of the training step ran out of memory: {text.splitlines()[0]}",
-            "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use"
-            " smaller batches.",
-        )
-    refused = any(word in text.lower() for word in ("captur", "cudagraph", "cuda graph"))
-    said = isinstance(error, (CUDAGraphError, SentBackError))
-    if said or not (isinstance(error, RuntimeError) and refused):
-        return error
-    return CaptureError(
-        f"CUDA refused to capture the training step{f', at {where}' if where else ''}:"
-        f" {text.splitlines()[0]}.",
-        "Keep copies between host and GPU, and waits for the GPU, out of the step: make constants on"
-        " the device, or keep them in buffers (`register_buffer`).",
-    )

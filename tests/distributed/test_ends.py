@@ -22,7 +22,11 @@ FOR_EVER = "trains_for_ever"
 @pytest.mark.parametrize("case", ["an_error_in_a_step_on_rank_1", "an_error_behind_a_signal"])
 def test_an_error_in_a_step_of_one_process_ends_all(tmp_path: Path, accelerator: str, case: str) -> None:
     ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
-    assert [process.status for process in ended] == [1, 1], ended
+    # Behind a signal, the host of the other one can be through with the last step, which waits on the
+    # GPU. It ends as the signal asked: Lightning's exception for it ends Python as `sys.exit()` does.
+    through = accelerator == "gpu" and case == "an_error_behind_a_signal"
+    assert ended[0].status in ((0, 1) if through else (1,)), ended
+    assert ended[1].status == 1, ended
     assert "ValueError: no more cheese" in ended[1].cases[case]
     # In a collective of the step, the connection is what it misses; then the reason is told beside it.
     told = ended[0].cases.get(case, "") + ended[0].said

@@ -40,7 +40,8 @@ def torchrun(
     port = _free_port()
     started = []
     for node in range(agents):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         if gpus:
             first = node * local_size
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + local_size)))
