@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-from lightning_cudagraph.capture.streams.stream_choice import UNPROVEN
-
-# What is refused without it is tested here.
-os.environ[UNPROVEN] = "1"
 
 
 @pytest.fixture(autouse=True)

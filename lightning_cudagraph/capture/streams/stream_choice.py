@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,12 +14,11 @@ from torch import Tensor
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.streams.branches import SentBackError
-from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.errors import CaptureError
 
 __all__ = [
     "DEFAULT_STREAMS",
     "MAX_STREAMS",
-    "UNPROVEN",
     "AskedStreams",
     "AutoStreams",
     "StreamChoice",
@@ -35,13 +33,11 @@ AskedStreams = Literal["auto"] | int
 
 DEFAULT_STREAMS: AskedStreams = 1
 MAX_STREAMS = 16
-# Tried after one, as long as twice as many are worth it: gain so much, as a share of the time.
+# Tried after one, as long as twice as many gain so much, as a share of the time. (The benchmarks' GPT, on
+# an H200: 2.202 ms a replay on one stream, 1.951 on two, 1.907 on four.)
 _MORE_STREAMS = (2, 4, 8)
-# On CUDA, thousands of replays on several streams came out bit for bit as on one, but fits of the
-# benchmarks with `streams="auto"` ended in illegal memory accesses (H200, torch 2.11). A likely cause is
-# mended: cuBLASLt's workspaces lay in the pool of a trial, and were freed with it, or under all graphs
-# at the end of another fit. That this was all has not been shown on a GPU.
-UNPROVEN = "LIGHTNING_CUDAGRAPH_UNPROVEN_STREAMS"
+_WORTH_TWICE = 0.01
+# More than one must gain so much, as a share of the time.
 _LEAST_GAIN = 0.03
 # Captures on several streams may take so much more memory than one on one stream, if the user does not
 # say how much: what is larger, of a share of that, and of a size that nobody misses on a GPU of today.
@@ -147,19 +143,9 @@ class StreamChoice:
         backend: where they are captured.
         wanted: a number, or the fastest of a few.
         why_one: why there is nothing to choose from, or nothing.
-
-    Raises:
-        UnsupportedError: for anything but one stream on CUDA, where that is not proven.
     """
 
     def __init__(self, backend: Backend, wanted: Streams, why_one: str = "") -> None:
-        asked = "auto" if isinstance(wanted, AutoStreams) else wanted
-        if wanted != 1 and backend.device.type == "cuda" and os.environ.get(UNPROVEN) != "1":
-            raise UnsupportedError(
-                f"`streams={asked!r}` is not proven on CUDA: fits on several streams have ended in"
-                " illegal memory accesses.",
-                f"Leave `streams` out, or set the environment variable {UNPROVEN}=1 to try.",
-            )
         self._backend = backend
         self._auto = wanted if isinstance(wanted, AutoStreams) else AutoStreams()
         self._streams = wanted if isinstance(wanted, int) else None
@@ -241,9 +227,11 @@ class StreamChoice:
                     left_out.append(f"{streams}: {over}")
                     break
                 trials.append(trial)
-                if trial.replay_ms > (1 - _LEAST_GAIN) * best.replay_ms:
+                if trial.replay_ms > (1 - _WORTH_TWICE) * best.replay_ms:
                     break  # still more would only take more workspaces
                 best = trial
+        if best.replay_ms > (1 - _LEAST_GAIN) * one.replay_ms:
+            best = one
         self._said.append(_said(best, trials, left_out))
         return best.streams
 
