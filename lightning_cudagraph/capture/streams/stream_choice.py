@@ -33,7 +33,7 @@ AskedStreams = Literal["auto"] | int
 
 DEFAULT_STREAMS: AskedStreams = 1
 MAX_STREAMS = 16
-# Tried after one, as long as twice as many gain so much, as a share of the time. (The benchmarks' GPT, on
+# Tried after one, as long as twice as many gain so much, as a share of the time. (The benchmarks' GPT on
 # an H200: 2.202 ms a replay on one stream, 1.951 on two, 1.907 on four.)
 _MORE_STREAMS = (2, 4, 8)
 _WORTH_TWICE = 0.01
