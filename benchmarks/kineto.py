@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = [
     "CAPTURE",
     "MARK",
     "Activity",
+    "Between",
     "Captured",
     "Launch",
     "Profiled",
@@ -192,6 +194,24 @@ class Replayed:
         return self.activities[-1].end_us - self.activities[0].start_us
 
 
+@dataclass(frozen=True)
+class Between:
+    """What the device does from the end of one launch of a graph to the beginning of the next.
+
+    Attributes:
+        total_us: how long it is, in microseconds.
+        activities: of these, what is in no graph, in the order in which it began.
+    """
+
+    total_us: float
+    activities: tuple[Activity, ...]
+
+    @property
+    def idle_us(self) -> float:
+        """Microseconds in which the device does nothing."""
+        return self.total_us - sum(each.end_us - each.start_us for each in self.activities)
+
+
 def _is_call(event: dict[str, Any]) -> bool:
     return event.get("ph") == "X" and event.get("cat") in _HOST_CALLS
 
@@ -267,16 +287,32 @@ class Trace:
 
     def replays(self) -> list[Replayed]:
         """The launches of graphs in it, in their order."""
+        return self._of_graphs()[0]
+
+    def between_replays(self) -> list[Between]:
+        """What lies between each two launches of graphs, which run one after the other."""
+        replays, others = self._of_graphs()
+        found = []
+        for one, next_one in pairwise(replays):
+            ended_us = max(activity.end_us for activity in one.activities)
+            begins_us = next_one.activities[0].start_us
+            inside = tuple(each for each in others if ended_us <= each.start_us < begins_us)
+            found.append(Between(begins_us - ended_us, inside))
+        return found
+
+    def _of_graphs(self) -> tuple[list[Replayed], list[Activity]]:
+        """The launches of graphs in it, in their order, and what runs outside of them."""
         graphs = [
             _correlation(event)
             for event in self._events
             if _is_call(event) and event["name"].startswith(_GRAPH_LAUNCHES)
         ]
         of_graph: dict[int, list[Activity]] = {correlation: [] for correlation in graphs}
+        others = []
         for correlation, activity in self._activities():
-            if correlation in of_graph:
-                of_graph[correlation].append(activity)
-        return [Replayed(tuple(activities)) for activities in of_graph.values() if activities]
+            of_graph.get(correlation, others).append(activity)
+        replays = [Replayed(tuple(activities)) for activities in of_graph.values() if activities]
+        return replays, others
 
     def kernels_of_ops(self) -> dict[str, set[str]]:
         """The names of what ops run on the device where they are launched one by one."""

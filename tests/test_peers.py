@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.__main__ import main
+from benchmarks.between_replays import TracedBatches, rows_of
 from benchmarks.fits import Blocks
 from benchmarks.goals import RATIOS, goal_of
 from benchmarks.limits import Limits, Op, OpLog, limits_of, longest_chain_us
@@ -113,6 +115,29 @@ def test_limits_come_from_traces() -> None:
         limits_of(side_by_side[:1], capture, Trace(replay_trace(3)))
     with pytest.raises(RuntimeError, match="not those of 0 replays"):
         limits_of(side_by_side, capture, Trace([]))
+
+
+def test_what_lies_between_replays() -> None:
+    between = Trace(replay_trace(3)).between_replays()
+    # A step begins every 1000 us with a copy that ends after 25, and its kernels run from 40 to 154.
+    assert [(each.total_us, len(each.activities)) for each in between] == [(886.0, 1), (886.0, 1)]
+    assert [each.idle_us for each in between] == [881.0, 881.0]
+    rows = rows_of("GPT", between, Counter({"cudaGraphLaunch": 3}))
+    assert rows == [
+        "| GPT | from replay to replay | | 886.0 |",
+        "| | of that idle | | 881.0 |",
+        "| | Memcpy HtoD | 1.00 | 5.0 |",
+        "| | host: cudaGraphLaunch | 1.50 | |",
+    ]
+    assert rows_of("GPT", [], Counter()) == ["| GPT | no replays | | |"]
+
+
+# of torch: the profiler profiles a second time in one process
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_steps_in_the_middle_are_traced(accelerator: str) -> None:
+    batches = TracedBatches(MLP, tiny=True, warm_steps=8, traced_steps=4)
+    peers(ONE_STREAM)[0].fit(MLP, True, batches)  # type: ignore[arg-type]
+    assert len(batches.trace.between_replays()) == (3 if accelerator == "gpu" else 0)
 
 
 # of torch: `make_graphed_callables` captures on a stream of its own, and the profiler profiles twice
