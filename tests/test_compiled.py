@@ -153,6 +153,38 @@ def test_memory_that_compiled_code_takes_is_no_state(tmp_path: Path, accelerator
     assert graph.counts.replayed == 18
 
 
+class CountsWhereCompiled(Net):
+    """In a tensor that no module registers; a look at the Python alone would not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["count"] = torch.ones(())
+        self.fast = torch.compile(self.both, backend="aot_eager")
+
+    def on_fit_start(self) -> None:
+        vars(self)["count"] = self.count.to(self.device)
+
+    def both(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            self.count.add_(1.0)
+        return self.head(self.features(x)) * (1 + 0.001 * self.count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fast(x)
+
+
+@pytest.mark.parametrize("verify_replays", [0, 2])
+def test_what_is_written_only_where_compiled(
+    tmp_path: Path, accelerator: str, verify_replays: int
+) -> None:
+    plain = fit(CountsWhereCompiled, tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(timings=None, verify_replays=verify_replays)
+    graph = fit(CountsWhereCompiled, tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert float(plain.module.count) == float(graph.module.count) > 20
+    assert graph.counts.replayed == 18
+
+
 def test_a_ragged_batch_is_compiled_beside_the_graph(tmp_path: Path, accelerator: str) -> None:
     """What Dynamo makes of its size may serve the other batches from then on; checks know of that."""
     data = loader()

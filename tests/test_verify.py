@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -419,19 +421,122 @@ def test_other_kernels_are_told_from_faults() -> None:
         verifier.check(graph, step.state(), step.eagerly, lambda: step.replay(loss_units=30.0))
 
 
-@pytest.mark.parametrize("seldom", [1, 3, 9, 14])
+class _Replayed:
+    """A step whose replays are off by some units in the last place, each by its own.
+
+    Args:
+        loss: the units of its loss, replay by replay; the last of them for all that follow.
+        other: of another output.
+    """
+
+    def __init__(self, loss: list[float], other: float = 0.0) -> None:
+        self.step = _Rounding()
+        self.loss = loss
+        self.other = other
+        self.replays = 0
+
+    def eagerly(self) -> dict[str, Tensor]:
+        return {**self.step.eagerly(), "other": torch.tensor(1.0)}
+
+    def replay(self) -> Any:
+        units = self.loss[min(self.replays, len(self.loss) - 1)]
+        self.replays += 1
+        _, outputs = self.step.replay(loss_units=units)
+        return None, {**outputs, "other": torch.tensor(1.0 + self.other * EPSILON)}
+
+    def checked_by(self, verifier: Verifier, graph: _Graph) -> int:
+        """How many replays a check takes."""
+        before = self.replays
+        verifier.check(graph, self.step.state(), self.eagerly, self.replay)
+        return self.replays - before
+
+
+@pytest.mark.parametrize("seldom", [2, 3, 9, 15])
 def test_kernels_that_seldom_differ_are_told_from_faults(seldom: int) -> None:
     """Atomics that seldom meet: the eager step is off in the last place, and one replay of many."""
-    step = _Rounding()
-    verifier, graph = _verifier(step), _Graph()
-    verifier.check(graph, step.state(), step.eagerly, step.replay)
-    before = step.weight.clone()
-    units = iter([1.0] * seldom + [0.0] + [1.0] * 20)
-    verifier.check(graph, step.state(), step.eagerly, lambda: step.replay(loss_units=next(units)))
-    assert torch.equal(step.weight, before + step.update)
+    verifier, graph = _verifier(None), _Graph()
+    assert _Replayed([0.0]).checked_by(verifier, graph) == 1
+    seldom_off = _Replayed([1.0] * seldom + [0.0, 1.0])
     # The one that comes to the eager step's numbers is the last: what it leaves behind is right as well.
-    assert next(units) == 1.0
+    assert seldom_off.checked_by(verifier, graph) == seldom + 1
+    assert torch.equal(seldom_off.step.weight, torch.full((4,), 1.5))
     assert "two replays from one state differ (first in the loss)" in verifier.notes[0]
+
+
+def test_sixteen_replays_are_enough() -> None:
+    verifier, graph = _verifier(None), _Graph()
+    _Replayed([0.0]).checked_by(verifier, graph)
+    never_seen = _Replayed([1.0] * 16 + [0.0])
+    with pytest.raises(VerificationError, match="as little as other kernels could explain"):
+        never_seen.checked_by(verifier, graph)
+    assert never_seen.replays == 16
+
+
+@pytest.mark.parametrize("seldom", [1, 5, 14])
+def test_a_drift_does_not_hide_in_what_differs_elsewhere(seldom: int) -> None:
+    verifier, graph = _verifier(None), _Graph()
+    _Replayed([0.0]).checked_by(verifier, graph)
+    with pytest.raises(VerificationError, match=r"first in (the loss|other)"):
+        _Replayed([0.0] * seldom + [1.0, 0.0], other=3.0).checked_by(verifier, graph)
+
+
+def test_other_kernels_take_no_more_replays_than_before() -> None:
+    """Also where they differ from one another in a few of the replays."""
+    verifier, graph = _verifier(None), _Graph()
+    other_kernel = _Replayed([1.0] * 8 + [2.0, 1.0])
+    assert [other_kernel.checked_by(verifier, graph) for _ in range(6)] == [2] * 6
+
+
+class _OfAll:
+    """An agreement of threads in the place of processes."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.told: list[Any] = [None] * size
+
+    def of(self, rank: int) -> Any:
+        def tell(mine: Any) -> list[Any]:
+            self.told[rank] = mine
+            self.barrier.wait()
+            told = list(self.told)
+            self.barrier.wait()
+            return told
+
+        return SimpleNamespace(tell=tell)
+
+
+class _ByThreads(EmulatorBackend):
+    """Threads share their random numbers, processes do not."""
+
+    def rng_state(self) -> Tensor:
+        return torch.zeros(1)
+
+    def set_rng_state(self, state: Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("early", [0.0, 2.0], ids=["as eagerly", "in another way"])
+def test_processes_wait_for_one_another_and_keep_what_they_have_seen(early: float) -> None:
+    """The replays of one differ at once, those of the other seldom."""
+    together = _OfAll(2)
+    units = [[1.0, early, 1.0], [1.0] * 8 + [0.0, 1.0]]
+    found: list[Any] = [None, None]
+
+    def check(rank: int) -> None:
+        verifier, graph = _verifier(None), _Graph()
+        verifier.backend, verifier.agreement = _ByThreads(), together.of(rank)
+        try:
+            _Replayed([0.0]).checked_by(verifier, graph)
+            found[rank] = _Replayed(units[rank]).checked_by(verifier, graph)
+        except BaseException as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=check, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [9, 9]
 
 
 def test_what_is_far_off_is_not_replayed_over_and_over() -> None:

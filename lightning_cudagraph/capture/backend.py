@@ -24,7 +24,7 @@ from lightning_cudagraph.capture.streams.side_streams import (
     keep_all_workspaces,
     stream_beside,
 )
-from lightning_cudagraph.capture.writes import Writes
+from lightning_cudagraph.capture.writes import Writes, storages_held
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["Backend", "CudaBackend", "Event", "Graph"]
@@ -87,12 +87,12 @@ class Backend(Protocol):
     def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
         """Run what is inside on the one side stream of warm-up and capture, in order with the rest."""
 
-    def capture(self, body: Callable[[], T], notes_writes: bool = True) -> tuple[Graph, T]:
+    def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         """Capture what `body` does, without its taking effect.
 
         Args:
             body: the work, run once.
-            notes_writes: whether `written` is asked about the graph later.
+            is_compiled: it calls compiled code, which takes memory past all dispatch.
 
         Returns:
             The graph, and what `body` returned: its tensors are static, and hold values of the step
@@ -246,7 +246,7 @@ class CudaBackend:
         finally:
             current.wait_stream(self._side_stream)
 
-    def capture(self, body: Callable[[], T], notes_writes: bool = True) -> tuple[Graph, T]:
+    def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         torch.cuda.synchronize(self.device)
         # A cycle collected in the middle of a capture may free what CUDA may not free then.
         gc.collect()
@@ -265,7 +265,7 @@ class CudaBackend:
         branches = Branches([side.stream for side in sides], graph) if len(sides) > 1 else None
         self._branches = branches
         sentry = MendingSentry(self.generators, memory, branches)
-        sentry.writes = Writes(notes_writes)
+        sentry.writes = Writes(storages_held() if is_compiled else None)
         failure: BaseException | None = None
         broken: Exception | None = None
         result: Any = None

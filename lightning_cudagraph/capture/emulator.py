@@ -33,7 +33,7 @@ from lightning_cudagraph.capture.processes.collectives import is_collective, ret
 from lightning_cudagraph.capture.sentry import HostReads, Sentry, forbid, user_location
 from lightning_cudagraph.capture.streams.dataflow import Placed
 from lightning_cudagraph.capture.streams.tape import Tape
-from lightning_cudagraph.capture.writes import Writes, storage_id, tensors_in
+from lightning_cudagraph.capture.writes import Writes, storage_id, storages_held, tensors_in
 
 __all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
 
@@ -313,14 +313,14 @@ class EmulatorBackend:
     def on_side_stream(self) -> Iterator[None]:
         yield
 
-    def capture(self, body: Callable[[], T], notes_writes: bool = True) -> tuple[Graph, T]:
+    def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         graph = EmulatedGraph(self.streams)
         undo = _Undo(self.generators)
         self._recording = graph
         graph.capture_begin()
         try:
             recorder = _Recorder(graph, undo, self.generators)
-            recorder.writes = Writes(notes_writes)
+            recorder.writes = Writes(storages_held() if is_compiled else None)
             with refused_on_cpu(), HostReads("cpu"), recorder:
                 result = body()
             graph.written = recorder.writes.older

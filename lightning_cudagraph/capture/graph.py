@@ -120,7 +120,7 @@ class CapturedStep(Generic[T]):
                     compiled.written = self._examined(compiled, record, makes)
                     for parameter, grad in there:
                         parameter.grad = grad
-                # Its kernels write where no op says so, and its ops into memory that no op made.
+                # Kernels of compiled code write where no op says so.
                 self.written += compiled.written
             for timed in takes:
                 # Without a gradient to add to, the backward pass makes new ones in the graph's pool,
@@ -140,7 +140,7 @@ class CapturedStep(Generic[T]):
                     lambda: compiled.held(
                         lambda: _moved(record(loan.batch, cut, timed), place)  # noqa: B023
                     ),
-                    notes_writes=not compiled.is_called,
+                    is_compiled=compiled.is_called,
                 )
                 # Some are added to, or read, and then dropped: found where they are, and left elsewhere.
                 replaced = [parameter for parameter, grad in there if parameter.grad is not grad]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import traceback
 
 import torch
+from torch.autograd import graph
 from torch.nn.parallel import distributed
 
-from lightning_cudagraph.capture.sentry import location_of
+from lightning_cudagraph.capture.sentry import is_user_code, location_of
 from lightning_cudagraph.capture.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
@@ -29,8 +30,9 @@ def meaning_of(error: BaseException) -> BaseException:
     """An error that ended a capture; or what it means, if CUDA or torch raised it because of that."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
+        details = text.splitlines()[0] if text else "no details"
         return CaptureError(
-            f"The capture of the training step ran out of memory: {text.splitlines()[0]}",
+            f"The capture of the training step ran out of memory: {details}",
             "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use"
             " smaller batches.",
         )
@@ -43,7 +45,8 @@ def meaning_of(error: BaseException) -> BaseException:
         "Keep copies between host and GPU, and waits for the GPU, out of the step: make constants on"
         " the device, or keep them in buffers (`register_buffer`)."
     )
-    if "legacy stream" in text:
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if "legacy stream" in text and graph.__file__ in files:
         # What adds to a gradient runs on the stream that was current when torch made it. A wrapper has
         # that made when it is made itself, and keeps it.
         reason = (
@@ -54,7 +57,9 @@ def meaning_of(error: BaseException) -> BaseException:
             "Make it on a stream of its own, as Lightning and Fabric do: `with"
             " torch.cuda.stream(torch.cuda.Stream()): model = DistributedDataParallel(model)`."
         )
-    elif _is_in_a_wrapper(error):
+    elif distributed.__file__ in files and not any(
+        is_user_code(file) for file in files[files.index(distributed.__file__) :]
+    ):
         reason = ", inside of a `DistributedDataParallel`"
         remedy = (
             "Pass the wrapper to `GraphedStep(modules=...)`, so that what it does on the host is kept"
@@ -66,8 +71,3 @@ def meaning_of(error: BaseException) -> BaseException:
         f" {text.splitlines()[0]}.",
         remedy,
     )
-
-
-def _is_in_a_wrapper(error: BaseException) -> bool:
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_filename == distributed.__file__ for frame, _ in frames)

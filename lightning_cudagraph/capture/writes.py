@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["UNDECLARED_WRITES", "Writes", "storage_id", "tensors_in", "whole", "written_by"]
+__all__ = [
+    "UNDECLARED_WRITES",
+    "Writes",
+    "storage_id",
+    "storages_held",
+    "tensors_in",
+    "whole",
+    "written_by",
+]
 
 # Schemas lie: what these ops write without saying so, by the names of their arguments. The test of
 # `accesses` compares what each op declares with what it does, and finds those that are missing here.
@@ -62,6 +74,17 @@ def whole(tensor: Tensor) -> Tensor:
     return flat.set_(tensor.untyped_storage())
 
 
+def storages_held() -> dict[int, StorageWeakRef]:
+    """The memory that tensors of Python lie in, by number; none is used again while this is kept."""
+    found: dict[int, StorageWeakRef] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in (each for each in gc.get_objects() if issubclass(type(each), Tensor)):
+            # Those that have no memory of their own (sparse ones, wrappers) say so by raising.
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                found.setdefault(storage_id(tensor), StorageWeakRef(tensor.untyped_storage()))
+    return found
+
+
 class Writes:
     """The tensors that the ops of one capture write into, and that are older than it.
 
@@ -69,12 +92,12 @@ class Writes:
         older: one tensor for each such memory.
 
     Args:
-        are_wanted: False: nothing is noted, nor kept alive. Compiled code takes its memory past all
-            dispatch, so that what an op writes there would seem older than the capture.
+        held: the numbers of all older memory, where not all that is made shows: compiled code takes
+            memory past all dispatch, and what an op writes there would seem to be older.
     """
 
-    def __init__(self, are_wanted: bool = True) -> None:
-        self._are_wanted = are_wanted
+    def __init__(self, held: Container[int] | None = None) -> None:
+        self._held = held
         self._made: set[int] = set()
         self._older: dict[int, Tensor] = {}
 
@@ -84,12 +107,12 @@ class Writes:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Take one op, after it has run."""
-        if not self._are_wanted:
-            return
         inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
         for tensor in written_by(func, args, kwargs):
             key = storage_id(tensor)
-            if key not in self._made and key not in self._older:
+            if key in self._made or (self._held is not None and key not in self._held):
+                continue
+            if key not in self._older:
                 self._older[key] = tensor.detach()
         made = {storage_id(t) for t in tensors_in(result)}
         self._made |= made - inputs - self._older.keys()

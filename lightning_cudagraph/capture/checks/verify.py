@@ -6,19 +6,19 @@ checks the capture itself. Later ones, on another batch and with another learnin
 capture, catch what was baked in.
 
 What counts as the same: every bit; or, if two replays from one state differ from one another (kernels
-with atomics do, some of them seldom: up to 16 replays are compared), being about as far from them. Two
-eager steps would be no measure: host code that counts its calls makes them differ too. Or, rarely,
-rounding: the kernels of a graph can be others than those of an eager step (a library that chooses an
-algorithm by the memory it is given), but they are the same in every replay. So a difference in the last
-places is taken for rounding only if the first check of the graph showed one too, which is that of the
-first replay, when nothing on the host had had the time to change; or if torch.compile has compiled
-something since, which an eager step may call. A frozen value that drifts slowly from there on is no
-rounding.
+with atomics do, some of them seldom, so that up to 16 replays are compared), being about as far from
+them. Two eager steps would be no measure: host code that counts its calls makes them differ too. Or,
+rarely, rounding: the kernels of a graph can be others than those of an eager step (a library that
+chooses an algorithm by the memory it is given), but they are the same in every replay. So a difference
+in the last places is taken for rounding only if the first check of the graph showed one too, which is
+that of the first replay, when nothing on the host had had the time to change; or if torch.compile has
+compiled something since, which an eager step may call. A frozen value that drifts slowly from there on
+is no rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -195,19 +195,20 @@ class Verifier:
             same_random_state = torch.equal(expected.rng_state, self.backend.rng_state())
             failure: VerificationError | None = None
             if self._somewhere(bool(differing) and same_random_state):
-                first = _copied(found, copy)
+                is_lenient = self._is_lenient(history)
+                seen = _Replays(before.values, expected.values, {*outputs}, _copied(found, copy))
                 for _ in range(1, _REPLAYS_TO_COMPARE):
                     self._put(live, before)
                     result, outputs = replay()  # the last word: what it leaves behind is what stays
                     found = {**outputs, **live}
                     again = names_that_differ(found, expected.values) if same_names else []
-                    unsteady = names_that_differ(found, first) if same_names else []
-                    is_open = bool(again) and same_random_state and not unsteady
-                    is_open = is_open and _is_rounding(again, before, expected, first, found)
+                    if same_names:
+                        seen.add(found)
+                    is_open = same_random_state and not is_lenient and seen.may_be_unsteady(again, found)
                     if not self._somewhere(is_open):
                         break
                 if same_random_state and (differing or again):
-                    note = self._excuse(history, again, unsteady, before, expected, first, found)
+                    note = _excuse(history, is_lenient, again, seen, found)
                     if note is None:
                         failure = verification_error(again, expected.values, found, {*outputs})
                     else:
@@ -241,32 +242,11 @@ class Verifier:
                 reason, remedy = of_rank
                 raise VerificationError(f"On rank {rank}: {reason}", remedy)
 
-    def _excuse(
-        self,
-        history: _History,
-        differing: list[str],
-        unsteady: list[str],
-        before: _Outcome,
-        expected: _Outcome,
-        first: _Values,
-        found: _Values,
-    ) -> str | None:
-        """Why the last replay may differ where it does, for the report; None if it may not."""
+    @staticmethod
+    def _is_lenient(history: _History) -> bool:
+        """Whether an eager step may differ in the last places, because it runs other kernels."""
         is_first = history.checks == 0 or compilations() != history.compilations
-        if not (unsteady or is_first or history.rounds_differently):
-            return None
-        if not _is_rounding(differing, before, expected, first, found, unsteady):
-            return None
-        if unsteady:
-            return (
-                f"two replays from one state differ (first in {unsteady[0]}), so that they could not be"
-                " verified bit for bit"
-            )
-        history.rounds_differently = True
-        return (
-            f"replays differ from eager steps in the last places, first in {differing[0]}: another"
-            " kernel or algorithm was chosen"
-        )
+        return is_first or history.rounds_differently
 
     def _history(self, graph: object) -> _History:
         if graph not in self._histories:
@@ -312,25 +292,74 @@ class Verifier:
             self.notes.append(text)
 
 
-def _is_rounding(
-    differing: list[str],
-    before: _Outcome,
-    expected: _Outcome,
-    first: _Values,
-    found: _Values,
-    unsteady: Collection[str] = (),
-) -> bool:
-    """Whether all differences are in the last places, or like those between two replays."""
-    for name in differing:
-        one, other = expected.values[name], found[name]
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        allowed = rounding(one, before.values.get(name))
-        if name in unsteady:
-            allowed = max(allowed, _SPREAD * distance(first[name], other))
-        if not distance(one, other) <= allowed:  # not so for a NaN either
-            return False
-    return True
+@dataclass
+class _Replays:
+    """Some replays of a step from one state, held against an eager step from it.
+
+    Attributes:
+        before: the state.
+        expected: what the eager step came to.
+        outputs: the names of what the step returned and logged.
+        first: what the first replay came to.
+        spread: of all that came out otherwise in another replay, how far apart it was at most.
+    """
+
+    before: _Values
+    expected: _Values
+    outputs: set[str]
+    first: _Values
+    spread: dict[str, float] = field(default_factory=dict)
+
+    def add(self, found: _Values) -> None:
+        """Take what one more of them came to."""
+        for name in names_that_differ(found, self.first):
+            apart = distance(self.first[name], found[name])
+            self.spread[name] = max(self.spread.get(name, 0.0), apart)
+
+    def are_unsteady(self, differing: list[str]) -> bool:
+        """Whether replays differ as well, and in all outputs in which the eager step does.
+
+        What these lead to (gradients, weights) may have come out the same in all replays nevertheless,
+        where other atomics met in them than in the eager step.
+        """
+        return bool(self.spread) and all(
+            name in self.spread for name in differing if name in self.outputs
+        )
+
+    def may_be_unsteady(self, differing: list[str], found: _Values) -> bool:
+        """Whether more replays could still show that they are."""
+        return bool(differing) and not self.are_unsteady(differing) and self.allow(differing, found)
+
+    def allow(self, differing: list[str], found: _Values) -> bool:
+        """Whether all differences are in the last places, or like those between replays."""
+        for name in differing:
+            one, other = self.expected[name], found[name]
+            if one.shape != other.shape or one.dtype != other.dtype:
+                return False
+            allowed = rounding(one, self.before.get(name))
+            if name in self.spread:
+                allowed = max(allowed, _SPREAD * self.spread[name])
+            if not distance(one, other) <= allowed:  # not so for a NaN either
+                return False
+        return True
+
+
+def _excuse(
+    history: _History, is_lenient: bool, differing: list[str], seen: _Replays, found: _Values
+) -> str | None:
+    """Why the last replay may differ where it does, for the report; None if it may not."""
+    if not (is_lenient or seen.are_unsteady(differing)) or not seen.allow(differing, found):
+        return None
+    if seen.spread:
+        return (
+            f"two replays from one state differ (first in {next(iter(seen.spread))}), so that they could"
+            " not be verified bit for bit"
+        )
+    history.rounds_differently = True
+    return (
+        f"replays differ from eager steps in the last places, first in {differing[0]}: another"
+        " kernel or algorithm was chosen"
+    )
 
 
 def _copied(values: _Values, copy: Callable[[Tensor], Tensor]) -> _Values:
