@@ -107,9 +107,10 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] =
 }
 
 
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.filterwarnings(SIZE)
-def test_forms_of_a_batch(tmp_path: Path, accelerator: str, name: str) -> None:
+def test_forms_of_a_batch(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
     pack, unpack = FORMS[name]
     done = row(
         tmp_path,
@@ -117,6 +118,7 @@ def test_forms_of_a_batch(tmp_path: Path, accelerator: str, name: str) -> None:
         lambda: Unpacks(unpack),
         on(lambda: batches([pack(x, y) for x, y in numbers()])),
         max_epochs=2,
+        watched=watched,
     )
     became(done.graph, replayed=2 * 9 - WARMUP)
 
@@ -204,13 +206,14 @@ def _both(batch: Any) -> tuple[Tensor, Tensor]:
     return (x, y) if other is None else (x + other[0], y)
 
 
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings(SIZE)
-def test_combined_loaders(tmp_path: Path, accelerator: str, mode: Any) -> None:
+def test_combined_loaders(tmp_path: Path, accelerator: str, mode: Any, watched: bool) -> None:
     def data() -> Any:
         return CombinedLoader({"a": batches(numbers(9)), "b": batches(numbers(7, seed=1))}, mode)
 
-    done = row(tmp_path, accelerator, lambda: Unpacks(_both), on(data))
+    done = row(tmp_path, accelerator, lambda: Unpacks(_both), on(data), watched=watched)
     length = MODES[mode]
     assert done.graph.final["global_step"] == 3 * length
     # Where a loader is exhausted, `max_size` gives None for its batch.
@@ -285,11 +288,18 @@ STREAMS: dict[str, tuple[type[_Stream], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
-def test_iterable_datasets(tmp_path: Path, accelerator: str, name: str) -> None:
+def test_iterable_datasets(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
     cls, lengths = STREAMS[name]
-    done = row(tmp_path, accelerator, Net, on(lambda: DataLoader(cls(lengths), batch_size=None)))
+    done = row(
+        tmp_path,
+        accelerator,
+        Net,
+        on(lambda: DataLoader(cls(lengths), batch_size=None)),
+        watched=watched,
+    )
     steps = sum(lengths[epoch % len(lengths)] for epoch in range(3))
     assert done.graph.final["global_step"] == steps
     became(done.graph, replayed=steps - WARMUP)
@@ -365,9 +375,10 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers(tmp_path: Path, accelerator: str, name: str) -> None:
-    done = row(tmp_path, accelerator, Net, on(SAMPLERS[name]))
+def test_samplers(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
+    done = row(tmp_path, accelerator, Net, on(SAMPLERS[name]), watched=watched)
     became(done.graph, replayed=done.graph.final["global_step"] - WARMUP)
 
 

@@ -92,6 +92,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.filterwarnings(
     "ignore:You requested to overfit",
@@ -99,9 +100,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {
     "ignore:You are trying to `self.log",
     "ignore:Initializing optimizer states",
 )
-def test_options(tmp_path: Path, accelerator: str, name: str) -> None:
+def test_options(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
     kwargs, replayed, ragged = OPTIONS[name]
-    done = row(tmp_path, accelerator, **kwargs)
+    done = row(tmp_path, accelerator, **kwargs, watched=watched)
     became(
         done.graph,
         replayed=replayed,
@@ -456,10 +457,11 @@ COURSES: dict[str, tuple[type[Net], dict[str, Any], int, int]] = {
 }
 
 
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", COURSES)
-def test_courses(tmp_path: Path, accelerator: str, name: str) -> None:
+def test_courses(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
     cls, kwargs, replayed, ragged = COURSES[name]
-    done = row(tmp_path, accelerator, cls, **kwargs)
+    done = row(tmp_path, accelerator, cls, **kwargs, watched=watched)
     became(done.graph, replayed=replayed, eager={RAGGED: ragged} if ragged else None)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import graph
 from torch.nn.parallel import distributed
 
-from lightning_cudagraph.capture.sentry import is_user_code, location_of
+from lightning_cudagraph.capture.sentry import is_users, location_of
 from lightning_cudagraph.capture.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
@@ -45,7 +45,8 @@ def meaning_of(error: BaseException) -> BaseException:
         "Keep copies between host and GPU, and waits for the GPU, out of the step: make constants on"
         " the device, or keep them in buffers (`register_buffer`)."
     )
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [frame.f_code.co_filename for frame in frames]
     if "legacy stream" in text and graph.__file__ in files:
         # What adds to a gradient runs on the stream that was current when torch made it. A wrapper has
         # that made when it is made itself, and keeps it.
@@ -58,7 +59,7 @@ def meaning_of(error: BaseException) -> BaseException:
             " torch.cuda.stream(torch.cuda.Stream()): model = DistributedDataParallel(model)`."
         )
     elif distributed.__file__ in files and not any(
-        is_user_code(file) for file in files[files.index(distributed.__file__) :]
+        is_users(frame.f_code, frame.f_globals) for frame in frames[files.index(distributed.__file__) :]
     ):
         reason = ", inside of a `DistributedDataParallel`"
         remedy = (

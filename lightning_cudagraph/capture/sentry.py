@@ -16,9 +16,9 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +35,11 @@ from lightning_cudagraph.errors import CaptureError
 
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STDLIB_DIR = sysconfig.get_paths()["stdlib"] + os.sep
+# What code is called that has no file because tools have made it: Python itself, torch.fx, attrs, numpy.
+_MADE_BY_TOOLS = (
+    *("<frozen ", "<eval_with_key>", "<torch_package", "<attrs ", "<decorator-gen"),
+    "<__array_function__",
+)
 _LIBRARIES = (
     "torch",
     "lightning",
@@ -139,12 +144,12 @@ def _library_dirs() -> tuple[str, ...]:
     return tuple(dirs)
 
 
-_Frame = tuple[str, int, str]  # file, line, function
+_Frame = tuple[CodeType, dict[str, Any], int]  # the code, its globals, the line
 
 
 def _frames_outwards(frame: FrameType | None) -> Iterator[_Frame]:
     while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        yield frame.f_code, frame.f_globals, frame.f_lineno
         frame = frame.f_back
 
 
@@ -160,36 +165,64 @@ def is_user_code(path: str) -> bool:
     return not path.startswith(("<", _PACKAGE_DIR + os.sep)) and not _is_library(path)
 
 
+def is_users(code: CodeType, namespace: Mapping[str, Any]) -> bool:
+    """Whether code with these globals is the user's.
+
+    Code without a file was typed in (a prompt, a notebook, `python -c`, a script on the standard input),
+    or made by a program, such as the methods of dataclasses: it is whose the module is that it belongs
+    to. What belongs to none is taken for a program's, such as what launches Triton's kernels.
+    """
+    file = code.co_filename
+    if not file.startswith("<"):
+        return is_user_code(os.path.abspath(file))
+    name = str(namespace.get("__name__", ""))
+    if file.startswith(_MADE_BY_TOOLS) or not name or name.startswith("namedtuple_"):
+        return False
+    origin = getattr(sys.modules.get(name), "__file__", None)
+    return origin is None or is_user_code(os.path.abspath(origin))
+
+
+def _location(code: CodeType, line: int) -> Location:
+    file = code.co_filename
+    path = file if file.startswith("<") else os.path.abspath(file)
+    return Location(path, line, linecache.getline(path, line).strip())
+
+
 def user_frame(frame: FrameType | None) -> Location | None:
     """The line that `frame` is at, if it is the user's."""
-    if frame is None or frame.f_code.co_filename.startswith("<"):
+    if frame is None or not is_users(frame.f_code, frame.f_globals):
         return None
-    if not is_user_code(path := os.path.abspath(frame.f_code.co_filename)):
-        return None
-    return Location(path, frame.f_lineno, linecache.getline(path, frame.f_lineno).strip())
+    return _location(frame.f_code, frame.f_lineno)
 
 
 def _locate(frames: Iterable[_Frame]) -> Location | None:
     """The innermost of `frames` that belongs to neither torch, Lightning nor this package.
 
-    The search ends at the first frame of this package that has other code inside it: that is where
+    With a file, if there is one: what a dataclass makes says less than the line that called it. The
+    search ends at the first frame of this package that has other code inside it: that is where
     the captured step was called from, and what lies further out is the script that called `fit`.
     Modes do not count: torch calls them in the middle of everything.
     """
     own = _PACKAGE_DIR + os.sep
     left_own_frames = False
-    for filename, line, function in frames:
-        if filename.startswith("<") or function in ("__torch_dispatch__", "__torch_function__"):
+    without_file: Location | None = None
+    for code, namespace, line in frames:
+        if code.co_name in ("__torch_dispatch__", "__torch_function__"):
             continue
-        path = os.path.abspath(filename)
+        if code.co_filename.startswith("<"):
+            if without_file is None and is_users(code, namespace):
+                without_file = _location(code, line)
+                left_own_frames = True
+            continue
+        path = os.path.abspath(code.co_filename)
         if path.startswith(own):
             if left_own_frames:
-                return None
+                break
             continue
         left_own_frames = True
         if not _is_library(path):
-            return Location(path, line, linecache.getline(path, line).strip())
-    return None
+            return _location(code, line)
+    return without_file
 
 
 def user_location() -> Location | None:
@@ -202,8 +235,8 @@ def location_of(error: BaseException) -> Location | None:
     frames: list[_Frame] = []
     traceback = error.__traceback__
     while traceback is not None:
-        code = traceback.tb_frame.f_code
-        frames.append((code.co_filename, traceback.tb_lineno, code.co_name))
+        frame = traceback.tb_frame
+        frames.append((frame.f_code, frame.f_globals, traceback.tb_lineno))
         traceback = traceback.tb_next
     return _locate(reversed(frames))
 

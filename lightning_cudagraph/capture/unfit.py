@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_cudagraph.errors import UnsupportedError
 
-__all__ = ["refuse_unfit_modules"]
+__all__ = ["refuse_nameless", "refuse_unfit_modules"]
 
 # By name: their package takes long to import.
 _SHARDED = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "`fully_shard`"}
@@ -29,6 +29,10 @@ def refuse_unfit_modules(model: nn.Module, averaged: bool = False) -> None:
         UnsupportedError: naming the module.
     """
     _refuse_sharded(model)
+    for kind in {base for child in model.modules() for base in type(child).__mro__}:
+        # What Python puts there for a class whose code runs without a name.
+        if vars(kind).get("__module__") == "builtins":
+            refuse_nameless(f"The class `{kind.__qualname__}`")
     for name, child in model.named_modules():
         named = f"The module `{name}`" if name else f"The `{type(child).__qualname__}`"
         if isinstance(child, torch.jit.ScriptModule):
@@ -50,6 +54,19 @@ def refuse_unfit_modules(model: nn.Module, averaged: bool = False) -> None:
                 " depends on values.",
                 "Pass `sparse=False`.",
             )
+
+
+def refuse_nameless(what: str) -> None:
+    """Refuse code that belongs to no module, and cannot be told from what programs make for themselves.
+
+    Raises:
+        UnsupportedError: naming it.
+    """
+    raise UnsupportedError(
+        f"{what} is made by code that runs without a name (`exec` with globals in which there is no"
+        " `__name__`), so that what it does cannot be looked at.",
+        'Give it one: `exec(code, {"__name__": "my_steps"})`.',
+    )
 
 
 def _refuse_sharded(model: nn.Module) -> None:

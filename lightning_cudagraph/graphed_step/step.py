@@ -22,6 +22,7 @@ from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.streams import stream_choice
 from lightning_cudagraph.capture.streams.stream_choice import MAX_STREAMS, AskedStreams, are_streams
+from lightning_cudagraph.capture.unfit import refuse_nameless
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
@@ -280,6 +281,8 @@ class GraphedStep(Generic[P, R]):
 
     def _started(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
         function = self._bound()
+        if "__name__" not in getattr(inspect.unwrap(function), "__globals__", {"__name__": ""}):
+            refuse_nameless(f"The function `{getattr(function, '__qualname__', function)}`")
         with contextlib.suppress(ValueError):  # written in C
             inspect.signature(function).bind(*args, **kwargs)
         found = {**_found_in(function), **self._modules}

@@ -19,7 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
-from lightning_cudagraph.capture.sentry import Location, is_user_code, user_frame
+from lightning_cudagraph.capture.sentry import Location, is_users, user_frame
 
 __all__ = ["MetricReads", "metric_reads"]
 
@@ -99,8 +99,9 @@ def _asker(metric: Metric, frame: FrameType | None) -> FrameType | None:
         code = frame.f_code
         receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         file = code.co_filename
+        is_asker = is_users(code, frame.f_globals)
         passes_on = file.startswith("<") or (file.startswith(_STDLIB) and _PACKAGES not in file)
-        if receiver is not metric and not passes_on:
-            return frame if is_user_code(file) else None
+        if receiver is not metric and (is_asker or not passes_on):
+            return frame if is_asker else None
         frame = frame.f_back
     return None

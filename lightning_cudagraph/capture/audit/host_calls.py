@@ -31,7 +31,7 @@ from lightning_cudagraph.capture.audit.host_draws import is_iterator
 from lightning_cudagraph.capture.audit.host_lines import line_that_sets, stores
 from lightning_cudagraph.capture.audit.host_state import Change, HostState
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
-from lightning_cudagraph.capture.sentry import Location, is_user_code, user_frame
+from lightning_cudagraph.capture.sentry import Location, is_user_code, is_users, user_frame
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["HostCalls", "HostRules", "allowance", "frozen_read"]
@@ -364,11 +364,12 @@ class HostCalls:
 
     def _whose_code(self, frame: FrameType) -> _Whose:
         file = frame.f_code.co_filename
+        if file.startswith("<"):  # code of several modules can be called so
+            return _Whose.USERS if is_users(frame.f_code, frame.f_globals) else _Whose.PASSES_ON
         whose = self._whose.get(file)
         if whose is None:
             if (
                 file in self._rules.passing_on
-                or file.startswith("<")
                 or (file.startswith(_STDLIB_DIR) and _SITE not in file)
                 or file.partition(_SITE)[2].partition(os.sep)[0] in _WRITERS
             ):

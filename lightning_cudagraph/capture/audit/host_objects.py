@@ -110,7 +110,8 @@ def _is_users_file(module: str) -> bool:
     if top in _NOT_USERS or top in _FRAMEWORKS:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    return is_user_code(file) if file else module == "__main__"
+    # Without a file: of a prompt or a notebook, or of code that was run under some name.
+    return is_user_code(file) if file else module == "__main__" or module not in sys.modules
 
 
 def is_users_class(cls: type) -> bool:

@@ -32,7 +32,7 @@ from lightning_cudagraph.capture.audit.host_objects import (
     slot_access,
     slots_of,
 )
-from lightning_cudagraph.capture.sentry import is_user_code
+from lightning_cudagraph.capture.sentry import is_users
 
 __all__ = ["Change", "HostState"]
 
@@ -304,7 +304,7 @@ class HostState:
         return parts
 
     def _look_into_function(self, value: Any, path: str, of: str) -> list[tuple[Any, str]] | None:
-        if not is_user_code(value.__code__.co_filename):
+        if not is_users(value.__code__, value.__globals__):
             return None
         self._add_namespace(value.__dict__, path, of)
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

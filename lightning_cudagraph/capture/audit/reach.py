@@ -30,7 +30,7 @@ from lightning_cudagraph.capture.audit.host_objects import (
     slots_of,
 )
 from lightning_cudagraph.capture.recomputed import recomputed_names
-from lightning_cudagraph.capture.sentry import is_user_code
+from lightning_cudagraph.capture.sentry import is_users
 
 __all__ = ["Container", "Reach", "as_bytes"]
 
@@ -219,7 +219,7 @@ class Reach:
         elif kind is partial:
             yield from ((value.func, path), (value.args, path), (value.keywords, path))
         elif kind is FunctionType:
-            if is_user_code(value.__code__.co_filename):
+            if is_users(value.__code__, value.__globals__):
                 defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
                 yield from ((part, path) for part in defaults)
         elif issubclass(kind, (tuple, frozenset)):
@@ -254,7 +254,7 @@ class Reach:
     def _attributes(self, value: Any, path: str, where: str, depth: int) -> Iterator[tuple[Any, str]]:
         kind = type(value)
         if kind is FunctionType:
-            if is_user_code(value.__code__.co_filename):
+            if is_users(value.__code__, value.__globals__):
                 self.add_namespace(value.__dict__, self.users, where, f"{path}.", depth)
             return
         known = is_plain_object(kind) or is_users_part(kind)

@@ -1,0 +1,3 @@
+"""Steps whose code has no file, on CUDA."""
+
+from tests.test_typed_in import *  # noqa: F403
