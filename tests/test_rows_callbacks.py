@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -25,6 +26,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     model_checkpoint,
 )
+from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback
@@ -289,3 +291,39 @@ def test_finetuning_in_the_arithmetic_of_a_graph(tmp_path: Path, accelerator: st
     assert_same(eager, graph)
     assert graph.counts.replayed == 22
     assert not any(group["capturable"] for group in graph.final["optimizer"]["param_groups"])
+
+
+class _Tuned(Net):
+    """With what a tuner sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 1e-2
+        self.batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(loader().dataset, batch_size=self.batch_size)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=True)
+
+
+def test_a_tuner_looks_for_a_learning_rate(tmp_path: Path, accelerator: str) -> None:
+    def fit(trainer: pl.Trainer, module: _Tuned, train: Any, validation: Any, **kwargs: Any) -> None:
+        Tuner(trainer).lr_find(module, train, validation, num_training=20, early_stop_threshold=None)
+        trainer.fit(module, train, validation, **kwargs)
+
+    done = row(tmp_path, accelerator, _Tuned, fit=fit)
+    assert done.plain.module.lr == done.graph.module.lr != 1e-2
+    assert done.graph.counts.replayed > 0
+
+
+def test_a_tuner_looks_for_a_batch_size(tmp_path: Path, accelerator: str) -> None:
+    def fit(trainer: pl.Trainer, module: _Tuned, train: Any, validation: Any, **kwargs: Any) -> None:
+        tuner = Tuner(trainer)
+        tuner.scale_batch_size(module, None, validation, steps_per_trial=2, init_val=4, max_trials=2)
+        trainer.fit(module, val_dataloaders=validation, **kwargs)
+
+    done = row(tmp_path, accelerator, _Tuned, fit=fit)
+    assert done.plain.module.batch_size == done.graph.module.batch_size != 2
+    assert done.graph.counts.replayed > 0
