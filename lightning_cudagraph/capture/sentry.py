@@ -182,7 +182,8 @@ def is_users(code: CodeType, namespace: Mapping[str, Any]) -> bool:
     return origin is None or is_user_code(os.path.abspath(origin))
 
 
-def _location(code: CodeType, line: int) -> Location:
+def location_in(code: CodeType, line: int) -> Location:
+    """A line of some code."""
     file = code.co_filename
     path = file if file.startswith("<") else os.path.abspath(file)
     return Location(path, line, linecache.getline(path, line).strip())
@@ -192,7 +193,7 @@ def user_frame(frame: FrameType | None) -> Location | None:
     """The line that `frame` is at, if it is the user's."""
     if frame is None or not is_users(frame.f_code, frame.f_globals):
         return None
-    return _location(frame.f_code, frame.f_lineno)
+    return location_in(frame.f_code, frame.f_lineno)
 
 
 def _locate(frames: Iterable[_Frame]) -> Location | None:
@@ -211,7 +212,7 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
             continue
         if code.co_filename.startswith("<"):
             if without_file is None and is_users(code, namespace):
-                without_file = _location(code, line)
+                without_file = location_in(code, line)
                 left_own_frames = True
             continue
         path = os.path.abspath(code.co_filename)
@@ -221,7 +222,7 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
             continue
         left_own_frames = True
         if not _is_library(path):
-            return _location(code, line)
+            return location_in(code, line)
     return without_file
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dis
-import linecache
-import os
 from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightning_cudagraph.capture.audit.host_state import Change
-from lightning_cudagraph.capture.sentry import Location
+from lightning_cudagraph.capture.sentry import Location, location_in
 
 __all__ = ["NUMPYS_OWN", "line_that_sets", "stores"]
 
@@ -40,10 +38,10 @@ def line_that_sets(change: Change, codes: Iterable[CodeType]) -> Location | None
             if mentioned != name:
                 continue
             if (name, line) in sets and not change.draws:
-                return _location(code, line)
+                return location_in(code, line)
             (items if (_ITEM, line) in sets else mentions).append((code, line))
     found = items or mentions
-    return _location(*found[0]) if found else None
+    return location_in(*found[0]) if found else None
 
 
 def stores(code: CodeType) -> Iterator[tuple[str, int]]:
@@ -71,8 +69,3 @@ def _instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:
     lines = {at: line for start, end, line in code.co_lines() if line for at in range(start, end)}
     for instruction in dis.get_instructions(code):
         yield instruction, lines.get(instruction.offset, code.co_firstlineno)
-
-
-def _location(code: CodeType, line: int) -> Location:
-    path = os.path.abspath(code.co_filename)
-    return Location(path, line, linecache.getline(path, line).strip())
