@@ -206,14 +206,13 @@ def _both(batch: Any) -> tuple[Tensor, Tensor]:
     return (x, y) if other is None else (x + other[0], y)
 
 
-@pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings(SIZE)
-def test_combined_loaders(tmp_path: Path, accelerator: str, mode: Any, watched: bool) -> None:
+def test_combined_loaders(tmp_path: Path, accelerator: str, mode: Any) -> None:
     def data() -> Any:
         return CombinedLoader({"a": batches(numbers(9)), "b": batches(numbers(7, seed=1))}, mode)
 
-    done = row(tmp_path, accelerator, lambda: Unpacks(_both), on(data), watched=watched)
+    done = row(tmp_path, accelerator, lambda: Unpacks(_both), on(data))
     length = MODES[mode]
     assert done.graph.final["global_step"] == 3 * length
     # Where a loader is exhausted, `max_size` gives None for its batch.
@@ -375,10 +374,9 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
-    done = row(tmp_path, accelerator, Net, on(SAMPLERS[name]), watched=watched)
+def test_samplers(tmp_path: Path, accelerator: str, name: str) -> None:
+    done = row(tmp_path, accelerator, Net, on(SAMPLERS[name]))
     became(done.graph, replayed=done.graph.final["global_step"] - WARMUP)
 
 

@@ -68,20 +68,21 @@ class Counts(Net):
         self.n += 1
         return super(Counts, self).training_step(batch, batch_idx)
 """
-FILES = ("<stdin>", "<string>", "<ipython-input-3-abc>", "<console>")
+# What the code is called, and the module that it says it is.
+CALLED = {"<stdin>": "__main__", "<string>": "of_nobody", "<ipython-input-3-abc>": "__main__"}
 
 
-@pytest.fixture(params=FILES)
+@pytest.fixture(params=CALLED)
 def file(request: pytest.FixtureRequest) -> Iterator[str]:
     linecache.cache[request.param] = (len(SOURCE), None, SOURCE.splitlines(True), request.param)
     yield str(request.param)
     del linecache.cache[request.param]
 
 
-@pytest.fixture(params=["__main__", "of_nobody"])
-def names(request: pytest.FixtureRequest, file: str) -> dict[str, Any]:
-    """What the source defines, run as code of that name."""
-    names: dict[str, Any] = {"__name__": request.param}
+@pytest.fixture
+def names(file: str) -> dict[str, Any]:
+    """What the source defines, run as code that is called so."""
+    names: dict[str, Any] = {"__name__": CALLED[file]}
     exec(compile(SOURCE, file, "exec"), names)
     return names
 
