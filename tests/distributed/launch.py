@@ -7,8 +7,10 @@ from some that have imported everything; CUDA does not go on in a fork.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -42,10 +44,16 @@ class Ended:
     ended_s: float
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port that nobody listens on.
+
+    Not one that the system would give: those are given to every connection that is made meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def launch(
@@ -70,7 +78,7 @@ def launch(
         limit_s: when a process that is still in the same case writes where it is, and ends.
         environment: variables for all of them.
     """
-    port = _free_port()
+    port = free_port()
     processes: list[Process] = []
     for rank in range(size):
         env = {

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from lightning_cudagraph.capture.processes.board import machine
-from tests.distributed.launch import ROOT, _free_port
+from tests.distributed.launch import ROOT, free_port
 
 TIMEOUT_S = 240.0
 
@@ -37,7 +37,7 @@ def torchrun(
         agents: how many there are; each is a machine of its own to its processes.
         gpus: let each agent see GPUs of its own.
     """
-    port = _free_port()
+    port = free_port()
     started = []
     for node in range(agents):
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
