@@ -69,7 +69,7 @@ def fit(workload: Workload, timings: LayerTimings | None, batches: BlockedBatche
         RuntimeError: if steps were not replayed.
     """
     torch.manual_seed(1)
-    callback = CUDAGraphCallback(timings=timings)
+    callback = CUDAGraphCallback(timings=timings, streams=1)
     with trainer_for(workload, [callback]) as trainer:
         trainer.fit(workload.make(tiny), batches)
     counts = callback.counts

@@ -252,7 +252,7 @@ def readings_kept() -> Iterator[list[Reading]]:
 def watch(workload: Workload, replays: int, tiny: bool) -> Watched:
     """Train with all modules timed, and with the profiler on for some of the steps."""
     torch.manual_seed(1)
-    callback = CUDAGraphCallback(timings=LayerTimings(modules=["*"]))
+    callback = CUDAGraphCallback(timings=LayerTimings(modules=["*"]), streams=1)
     batches = WatchedBatches([pinned(workload.batch(tiny)) for _ in range(8)], replays, callback)
     with (
         trainer_for(workload, [callback]) as trainer,

@@ -444,6 +444,24 @@ def test_harmless_names_are_not_compared(tmp_path: Path, accelerator: str) -> No
     assert not graph.counts.recaptures
 
 
+class NamedLikeOurs(Net):
+    """What the host changes in every step has names that the code which captures steps uses, too."""
+
+    label = place = cost = waits = moved = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.label = self.place = self.cost = self.waits = self.moved = batch_idx
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_names_of_what_captures_are_not_the_steps(
+    tmp_path: Path, accelerator: str, streams: int
+) -> None:
+    plain, graph = _pair(NamedLikeOurs, tmp_path, accelerator, streams=streams)
+    assert_same(plain, graph)
+    assert not graph.counts.recaptures
+
+
 class Collects(Callback):
     """Its method is a hook inside the step."""
 

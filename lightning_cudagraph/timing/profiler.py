@@ -14,6 +14,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
+from lightning_cudagraph.capture.streams.stream_choice import is_trial
 from lightning_cudagraph.errors import TimerError
 from lightning_cudagraph.timing.blocks import TimedBlock
 from lightning_cudagraph.timing.graph_hooks import GraphHooks, GraphListener
@@ -63,7 +64,8 @@ class Profiler(Generic[Context]):
     blocks that stay in the code cost next to nothing.
 
     Not reported: replays, while a capture is under way in any thread, which waiting could break; graphs
-    whose capture has begun before the profiler was made.
+    whose capture has begun before the profiler was made; replays by which `CUDAGraphCallback` and
+    `GraphedStep` try on how many streams a step is fastest, whose effects they take back.
 
     Args:
         dump_fn: takes the context of a block and its time in milliseconds. It is called in the thread
@@ -197,7 +199,7 @@ class Profiler(Generic[Context]):
 
     def _replayed(self, graph: Any) -> None:
         stretches = self._stretches_in.get(graph)
-        if stretches is None or not len(stretches) or self._is_capturing():
+        if stretches is None or not len(stretches) or self._is_capturing() or is_trial():
             return
         for stretch in stretches.open() if stretches.is_open else ():
             stretches.discard(stretch)

@@ -91,6 +91,7 @@ _WRITERS = _RECORDERS | {"numpy", "tqdm", "rich"}
 _RECORDING = ("add_", "log", "write", "save", "track", "report_", "append", "upload", "record")
 _STDLIB_DIR = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _SITE = "-packages" + os.sep
+_CAPTURING = __name__.partition("audit")[0]
 
 
 class _Whose(Enum):
@@ -391,6 +392,8 @@ class HostCalls:
     def _first_sight(self, frame: FrameType) -> None:
         """Note what a piece of code mentions, before it runs for the first time."""
         code = frame.f_code
+        if str(frame.f_globals.get("__name__", "")).startswith(_CAPTURING):
+            return  # what captures the step is no part of it
         names = code.co_names
         self.mentioned.names.update(names)
         if not self._users(frame):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ __all__ = [
     "StreamChoice",
     "Streams",
     "are_streams",
+    "is_trial",
     "streams_for",
     "wrong_bound",
 ]
@@ -31,7 +34,7 @@ __all__ = [
 # What the user says.
 AskedStreams = Literal["auto"] | int
 
-DEFAULT_STREAMS: AskedStreams = 1
+DEFAULT_STREAMS: AskedStreams = "auto"
 MAX_STREAMS = 16
 # Tried after one, as long as twice as many gain so much, as a share of the time. (The benchmarks' GPT on
 # an H200: 2.202 ms a replay on one stream, 1.951 on two, 1.907 on four.)
@@ -52,6 +55,29 @@ _ROUND_REPLAYS = 10
 _SHOWN = 4
 
 
+class _Trials(threading.local):
+    """Whether the thread is in a trial."""
+
+    under_way = False
+
+
+_trials = _Trials()
+
+
+def is_trial() -> bool:
+    """Whether what this thread replays is a trial, whose effects are taken back."""
+    return _trials.under_way
+
+
+@contextmanager
+def _trial() -> Iterator[None]:
+    _trials.under_way = True
+    try:
+        yield
+    finally:
+        _trials.under_way = False
+
+
 def are_streams(value: object) -> bool:
     """Whether something is a number of streams, or what chooses one."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -64,7 +90,7 @@ def wrong_bound(streams: object, memory_bytes: object) -> str:
         return ""
     if type(memory_bytes) is not int or memory_bytes < 0:
         return "a number of bytes, an int of at least 0, or None"
-    if streams != "auto":
+    if streams not in (None, "auto"):
         return 'None, because only `streams="auto"` can choose fewer'
     return ""
 
@@ -202,7 +228,7 @@ class StreamChoice:
         capture: Callable[[], CapturedStep[Any]],
         state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
     ) -> int:
-        with self._backend.apart():
+        with self._backend.apart(), _trial():
             one = self._try(1, capture, state)
             if one is None:
                 self._said.append("captured on one stream: there was no memory to try others")
