@@ -223,7 +223,8 @@ def test_a_share_of_what_one_stream_takes_is_allowed() -> None:
         ("auto", 1e9, "a number of bytes"),
         ("auto", True, "a number of bytes"),
         (4, 1 << 30, 'None, because only `streams="auto"`'),
-        (None, 0, 'None, because only `streams="auto"`'),
+        (1, 0, 'None, because only `streams="auto"`'),
+        (None, 1e9, "a number of bytes"),
     ],
 )
 def test_what_is_no_bound_on_memory(streams: Any, memory_bytes: Any, expected: str) -> None:
