@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
@@ -129,3 +130,45 @@ def test_two_orders_differ(tmp_path: Path, accelerator: str) -> None:
         for name, order in (("a", (Writes(0.9), Writes(0.8))), ("b", (Writes(0.8), Writes(0.9))))
     ]
     assert differences(runs[0].final["weights"], runs[1].final["weights"])
+
+
+# What a graph repeats has no place for a list.
+_IN_THE_GRAPH = {"on_before_backward", "on_after_backward", "on_before_optimizer_step"}
+# Those that both have.
+_HOOKS = sorted(
+    name
+    for name in vars(Callback)
+    if name.startswith("on_") and hasattr(LightningModule, name) and name not in _IN_THE_GRAPH
+)
+
+
+def _telling(base: type, who: str, told: list[Any]) -> Any:
+    """A module or a callback, each of whose hooks is told in one list for all."""
+
+    def tells(name: str) -> Any:
+        def hook(self: Any, *args: Any) -> None:
+            told.append((who, name, [arg for arg in args if isinstance(arg, int)]))
+
+        return hook
+
+    return type(who, (base,), {name: tells(name) for name in _HOOKS})()
+
+
+@pytest.mark.parametrize("position", [0, 1, -1])
+def test_hooks_of_all_come_in_one_order(tmp_path: Path, accelerator: str, position: int) -> None:
+    runs: list[list[Any]] = []
+
+    def build() -> Net:
+        module: Net = _telling(Net, "module", runs[-1])
+        return module
+
+    def setting(folder: Path) -> dict[str, Any]:
+        runs.append([])
+        names = ("first callback", "second callback")
+        return {"callbacks": tuple(_telling(Callback, name, runs[-1]) for name in names)}
+
+    done = row(tmp_path, accelerator, build, setting, position=position, watched=False)
+    assert done.graph.counts.replayed >= 10
+    plain, graph = runs
+    assert plain == graph
+    assert {name for _, name, _ in plain} >= {"on_train_batch_start", "on_before_zero_grad"}

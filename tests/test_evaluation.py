@@ -273,6 +273,19 @@ def test_alone(tmp_path: Path, accelerator: str, kind: str, inference_mode: bool
 
 
 @pytest.mark.filterwarnings(*_IGNORED)
+@pytest.mark.parametrize("limit", [6, 0.8])
+@pytest.mark.parametrize("kind", ["validate", "test", "predict"])
+def test_limited(tmp_path: Path, accelerator: str, kind: str, limit: float) -> None:
+    limits: dict[str, Any] = {f"limit_{'val' if kind == 'validate' else kind}_batches": limit}
+    both = sessions(tmp_path, Evaluated, evaluating(), accelerator=accelerator, **limits)
+    for session in both:
+        session.run(kind, loader(seed=1))
+    assert_same_sessions(*both)
+    counts = both[1].callback.counts
+    assert (counts.warmed_up, counts.replayed) == (3, 3)
+
+
+@pytest.mark.filterwarnings(*_IGNORED)
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_metrics_alone(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:
     both = sessions(
