@@ -25,14 +25,10 @@ gc.freeze()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--streams 4`: all captures of the tests are on four streams, where these do not say.
 
-    What they take otherwise is the package's own choice on a GPU. On the emulator, where streams gain
-    nothing and trials take time, it is one stream; `--streams auto` has the trials there, too.
-
     `--declared`: of each op that the tests capture on the emulator, what it is said to write is compared
     with what it writes.
     """
-    own = stream_choice.DEFAULT_STREAMS if torch.cuda.is_available() else 1
-    parser.addoption("--streams", default=str(own))
+    parser.addoption("--streams", default=str(stream_choice.DEFAULT_STREAMS))
     parser.addoption("--declared", action="store_true")
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, Profiler, TimerError
-from lightning_cudagraph.capture.emulator import EmulatedGraph, HostEvent
+from lightning_cudagraph.capture.emulator import EmulatedGraph, EmulatorBackend, HostEvent
 from lightning_cudagraph.timing import profiler as profiler_module
 from tests.captures import Work
 from tests.harness import Net, assert_same, make, train
@@ -566,7 +566,16 @@ def test_a_report_that_fails_ends_the_fit_and_nothing_else(tmp_path: Path, accel
     assert len(seen) == 30
 
 
-def test_a_graphed_step(accelerator: str, profiler: Profiler[Any], reports: Reports) -> None:
+@pytest.mark.parametrize("streams", [1, "auto"])
+def test_a_graphed_step(
+    accelerator: str,
+    profiler: Profiler[Any],
+    reports: Reports,
+    monkeypatch: pytest.MonkeyPatch,
+    streams: Any,
+) -> None:
+    """Replays are reported; those by which the number of streams is chosen are not."""
+    monkeypatch.setattr(EmulatorBackend, "overlaps", True)
     device = "cuda" if accelerator == "gpu" else "cpu"
     net = nn.Linear(4, 4).to(device)
 
@@ -574,11 +583,12 @@ def test_a_graphed_step(accelerator: str, profiler: Profiler[Any], reports: Repo
         with profiler.time("linear"):
             return net(x).sum()
 
-    with GraphedStep(step, modules=net, verify_replays=0) as graphed:
+    with GraphedStep(step, modules=net, verify_replays=0, streams=streams) as graphed:
         for _ in range(8):
             graphed(torch.ones(2, 4, device=device))
             assert reports.take() == ["linear"]
     assert graphed.counts.replayed == 5
+    assert ("ms a replay, 1: " in str(graphed.report)) == (streams == "auto")
 
 
 @pytest.mark.parametrize("wrong", [3, None, "print"])

@@ -27,6 +27,12 @@ from lightning_cudagraph.errors import ConfigurationError, VerificationError
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
 
+@pytest.fixture(autouse=True)
+def _trials_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs one op after another, and so makes none by itself."""
+    monkeypatch.setattr(EmulatorBackend, "overlaps", True)
+
+
 class Branched(Net):
     """Branches that do not need one another, views of one memory, and writes in place."""
 

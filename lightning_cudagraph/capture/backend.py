@@ -69,6 +69,7 @@ class Backend(Protocol):
         lr_dtype: dtype of the device's mirror of a learning rate.
         graphs_per_step: how many captures of a timed step take turns, so that the events of one are
             read while the other runs.
+        overlaps: ops on several streams run side by side, so that it is worth a trial how many are fastest.
         streams: on how many streams ops that do not need one another are captured.
         barriers: what all streams of the last capture waited for, and that for them, and how often.
         in_turn: the host has a turn in the middle of a replay. Memory of the pool holds what the rest of
@@ -83,6 +84,7 @@ class Backend(Protocol):
     description: str
     lr_dtype: torch.dtype
     graphs_per_step: int
+    overlaps: bool
 
     def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
         """Run what is inside on the one side stream of warm-up and capture, in order with the rest."""
@@ -210,6 +212,7 @@ class CudaBackend:
     description = "CUDA graphs"
     lr_dtype = torch.float32  # the fused CUDA optimizers read it as a float
     graphs_per_step = 2
+    overlaps = True
 
     def __init__(self, device: torch.device, streams: int = 1) -> None:
         self.device = device

@@ -299,6 +299,7 @@ class EmulatorBackend:
     )
     lr_dtype = torch.float64  # exactly the Python float
     graphs_per_step = 1  # a replay has ended when it returns, so its events can be read at once
+    overlaps = False
 
     def __init__(self, streams: int = 1) -> None:
         self.device = torch.device("cpu")

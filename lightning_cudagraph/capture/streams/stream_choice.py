@@ -180,6 +180,8 @@ class StreamChoice:
         if self._streams is None and why_one:
             self._streams = 1
             self._said.append(f"captured on one stream: {why_one}")
+        elif self._streams is None and not backend.overlaps:
+            self._streams = 1
         elif self._streams is not None and self._streams > 1:
             self._said.append(f"captured on {self._streams} streams")
 
