@@ -69,7 +69,7 @@ class Backend(Protocol):
         lr_dtype: dtype of the device's mirror of a learning rate.
         graphs_per_step: how many captures of a timed step take turns, so that the events of one are
             read while the other runs.
-        overlaps: ops on several streams run side by side, so that it is worth a trial how many are fastest.
+        overlaps: ops on several streams run side by side, so that trials show how many are fastest.
         streams: on how many streams ops that do not need one another are captured.
         barriers: what all streams of the last capture waited for, and that for them, and how often.
         in_turn: the host has a turn in the middle of a replay. Memory of the pool holds what the rest of
