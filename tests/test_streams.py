@@ -287,6 +287,20 @@ def test_another_fit_ends_meanwhile(
     assert "captured on 8 streams" in str(graph.callback.report)
 
 
+@pytest.mark.filterwarnings("ignore:.*sync_dist=True.*")
+def test_processes_of_a_group_do_not_choose(tmp_path: Path, accelerator: str) -> None:
+    """Not even one that is alone in it: whoever asks does not know what the others do."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        graph = _run(tmp_path, accelerator, "auto")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert graph.counts.replayed == 18
+    assert graph.callback is not None
+    assert "on one stream: processes of a group do not choose together" in str(graph.callback.report)
+
+
 @pytest.mark.parametrize("streams", [0, -1, 17, 2.0, True, "all"])
 def test_what_is_no_number_of_streams(streams: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected an int from 1 to 16"):

@@ -116,10 +116,12 @@ class Captures(Generic[T]):
         """
         captured: CapturedStep[T] | None = None
         failure: UnsupportedError | None = None
-        raised = ""
+        raised = sent_back = ""
         try:
             with Holds.of_captures_apart():
                 captured = self._capture(step, signature)
+        except SentBackError as error:
+            sent_back = str(error)
         except UnsupportedError as error:
             failure = error
         except CUDAGraphError:
@@ -129,10 +131,11 @@ class Captures(Generic[T]):
         mine = bool(raised)
         is_broken = step.is_broken()
         if self._agreement is not None:
-            told = self._agreement.tell((failure and _portable(failure), raised, is_broken))
-            reasons, texts, broken = zip(*told, strict=True)
+            told = self._agreement.tell((failure and _portable(failure), raised, is_broken, sent_back))
+            reasons, texts, broken, back = zip(*told, strict=True)
             is_broken = any(broken)
-            if captured is not None and (any(reasons) or any(texts)):
+            sent_back = of_ranks(back)
+            if captured is not None and (any(reasons) or any(texts) or sent_back):
                 captured.release()
                 captured = None
                 self._counts.captures -= 1
@@ -144,15 +147,21 @@ class Captures(Generic[T]):
         if failure is not None:
             self._standing.unsupported(failure)  # and put into the words of what these steps are
             return None, failure.reason, False
-        return captured, raised, mine
+        if sent_back:  # the step is eager, and a later one is captured
+            self._streams.send_back(sent_back)
+        return captured, raised or sent_back, mine
 
     def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         try:
             return self._capture_once(step, signature)
         except SentBackError as error:
             reason = str(error)
-        if not self._streams.send_back(reason):
-            raise CaptureError(f"The training step cannot be captured: {reason}.", _REPORT_IT)
+            if self._streams.is_one:
+                text = f"The training step cannot be captured: {reason}."
+                raise CaptureError(text, _REPORT_IT) from None
+            if self._agreement is not None or step.is_broken():
+                raise  # all go back together, and what waits for gradients has to be mended first
+        self._streams.send_back(reason)
         return self._capture_once(step, signature)
 
     def _capture_once(self, step: Step[T], signature: Signature) -> CapturedStep[T]:

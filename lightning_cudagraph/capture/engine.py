@@ -93,9 +93,7 @@ class StepEngine(Generic[T]):
         self._verifier = verifier
         self._announce = announce
         self._agreement = agreement
-        self._streams = StreamChoice(
-            backend, streams, "" if agreement is None else "several processes do not choose together"
-        )
+        self._streams = StreamChoice(backend, streams)
         self._compiled = CompiledCode()
         self._patches = ExitStack()
         self._has_begun = False

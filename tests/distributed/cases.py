@@ -33,6 +33,8 @@ from lightning_cudagraph import (
 )
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.processes.board import Board
+from lightning_cudagraph.capture.streams.branches import SentBackError
+from lightning_cudagraph.capture.streams.dataflow import Flow
 from lightning_cudagraph.errors import PeerError, VerificationError
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same, loader, make, train
 
@@ -331,6 +333,33 @@ def same_numbers_on_several_streams(here: Here) -> None:
     _, graph = here.assert_same_runs(CUDAGraphCallback(streams=3), max_epochs=4, wrapper=BUCKETS)
     assert graph.counts.captures == 1, graph.counts
     assert graph.counts.replayed >= 10, graph.counts
+
+
+def sent_back_to_one_stream(here: Here) -> None:
+    """What one process cannot capture on several streams, all capture on one, some steps later."""
+    for where, in_backward in (("forward", False), ("backward", True)):
+        plain = here.train(f"plain {where}", None, max_epochs=4)
+        with pytest.MonkeyPatch.context() as patch:
+            _plant(patch, in_backward, here.rank == 1)
+            graph = here.train(f"graph {where}", CUDAGraphCallback(streams=3), max_epochs=4)
+        assert_same(plain, graph, ignore=("_ms/",))
+        assert graph.counts.captures == 1, graph.counts
+        assert graph.counts.replayed >= 10, graph.counts
+        assert any("planted (rank 1)" in reason for reason in graph.counts.eager), graph.counts
+        assert "on one stream: planted (rank 1)" in str(graph.callback and graph.callback.report)
+
+
+def _plant(patch: pytest.MonkeyPatch, in_backward: bool, here: bool) -> None:
+    """Captures on several streams are sent back by their first op, or the first of the backward pass."""
+    add = Flow.add
+
+    def refuses(flow: Flow, *args: Any, **kwargs: Any) -> Any:
+        is_backward = torch._C._current_autograd_node() is not None
+        if here and flow.streams > 1 and is_backward >= in_backward:
+            raise SentBackError("planted")
+        return add(flow, *args, **kwargs)
+
+    patch.setattr(Flow, "add", refuses)
 
 
 class NotFused(Net):

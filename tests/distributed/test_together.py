@@ -30,6 +30,7 @@ AGREED = (
     "a_capture_that_one_refuses_goes_on",
     "a_capture_that_fails_in_the_backward_pass",
     "a_check_that_one_fails",
+    "sent_back_to_one_stream",
 )
 DIFFERENT = (
     "different_arguments",

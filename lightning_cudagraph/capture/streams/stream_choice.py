@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cudagraph.capture.backend import Backend
@@ -167,20 +168,17 @@ class StreamChoice:
 
     Args:
         backend: where they are captured.
-        wanted: a number, or the fastest of a few.
-        why_one: why there is nothing to choose from, or nothing.
+        wanted: a number, or the fastest of a few. Where there is a process group, that is one: by its
+            own clock each process would come to another choice, after trials that are not as many.
     """
 
-    def __init__(self, backend: Backend, wanted: Streams, why_one: str = "") -> None:
+    def __init__(self, backend: Backend, wanted: Streams) -> None:
         self._backend = backend
         self._auto = wanted if isinstance(wanted, AutoStreams) else AutoStreams()
         self._streams = wanted if isinstance(wanted, int) else None
         self._said: list[str] = []
         self._barriers: dict[str, int] = {}
-        if self._streams is None and why_one:
-            self._streams = 1
-            self._said.append(f"captured on one stream: {why_one}")
-        elif self._streams is None and not backend.overlaps:
+        if self._streams is None and not backend.overlaps:
             self._streams = 1
         elif self._streams is not None and self._streams > 1:
             self._said.append(f"captured on {self._streams} streams")
@@ -209,21 +207,22 @@ class StreamChoice:
             capture: captures the step, without timing events.
             state: all tensors that the replays of a capture change, by name.
         """
-        if self._streams is None:
+        if self._streams is None and dist.is_available() and dist.is_initialized():
+            self._streams = 1
+            self._said.append("captured on one stream: processes of a group do not choose together")
+        elif self._streams is None:
             self._streams = self._fastest(capture, state)
         self._backend.streams = self._streams
 
-    def send_back(self, reason: str) -> bool:
-        """The step could not be captured so: from now on, on one stream.
+    @property
+    def is_one(self) -> bool:
+        """Whether the captures are on one stream."""
+        return self._streams == 1
 
-        Returns:
-            Whether that makes a difference.
-        """
-        if self._streams == 1:
-            return False
+    def send_back(self, reason: str) -> None:
+        """The step could not be captured so: from now on, on one stream."""
         self._streams = 1
         self._said.append(f"captured on one stream: {reason}")
-        return True
 
     def _fastest(
         self,
