@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -93,8 +95,7 @@ class Here:
             accelerator=self.accelerator,
             strategy=strategy,
             devices=self.size,
-            fit=_fit_of_all,
-            **arguments,
+            **{"fit": _fit_of_all, **arguments},
         )
 
     def assert_same_runs(
@@ -312,18 +313,25 @@ def same_numbers_with_shared_logs(here: Here) -> None:
     assert graph.counts.replayed >= 10, graph.counts
 
 
-def same_numbers_over_sockets(here: Here) -> None:
-    """Processes without memory that they share, as on several machines."""
+@contextlib.contextmanager
+def _no_page() -> Iterator[None]:
+    """There is no memory that processes share, as on several machines."""
 
     def made(size: int) -> Any:
         raise OSError("no shared memory")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Board, "made", made)
-        with _Again() as again:
-            _, graph = here.assert_same_runs(
-                watched=False, checkpoint_every=0, train_loader=loader(batches=20)
-            )
+        yield
+
+
+def same_numbers_over_sockets(here: Here) -> None:
+    """Processes without memory that they share, as on several machines."""
+
+    with _no_page(), _Again() as again:
+        _, graph = here.assert_same_runs(
+            watched=False, checkpoint_every=0, train_loader=loader(batches=20)
+        )
     assert graph.counts.replayed >= 10, graph.counts
     assert again.plain >= 4, vars(again)
 
@@ -634,6 +642,40 @@ def a_shorter_loader(here: Here) -> None:
     batches = loader(batches=14 + 4 * here.rank)
     graph = here.train("graph", CUDAGraphCallback(), train_loader=batches, raises=ConfigurationError)
     assert "number of training batches: 8 on rank 0, 10 on rank 1" in str(graph.error), graph.error
+
+
+def fewer_epochs_on_rank_0(here: Here) -> None:
+    """A process that comes to its end first is not waited for, and not in vain by those with more."""
+    _fewer_epochs(here, here.rank == 0)
+
+
+def fewer_epochs_on_rank_1(here: Here) -> None:
+    """The same where the other one has the store that both use."""
+    _fewer_epochs(here, here.rank == 1)
+
+
+def fewer_epochs_over_sockets(here: Here) -> None:
+    """The same without memory that they share."""
+
+    with _no_page():
+        _fewer_epochs(here, here.rank == 1)
+
+
+def _fewer_epochs(here: Here, is_first: bool) -> None:
+    started_s = time.monotonic()
+    trace = here.train(
+        "graph",
+        CUDAGraphCallback(),
+        max_epochs=3 - is_first,
+        checkpoint_every=0,
+        limit_val_batches=0,
+        raises=None if is_first else PeerError,
+        fit=pl.Trainer.fit,  # which does not wait for the others at its end
+    )
+    if not is_first:
+        assert "Another process has come to its end" in str(trace.error), trace.error
+        assert "the same numbers of batches, steps and epochs" in str(trace.error), trace.error
+        assert time.monotonic() - started_s < 30
 
 
 def different_accumulation(here: Here) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -358,6 +359,22 @@ def unequal_batches(here: Here) -> None:
     """All decide together, and so all have to come."""
     with pytest.raises(ConfigurationError, match=r"inside of `DistributedDataParallel\.join\(\)`"):
         Joins(here).run(graphed=True)
+
+
+class Shorter(Plain):
+    """One process has fewer batches."""
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return itertools.islice(super().batches(), STEPS - 4 * (self.here.rank == 1))
+
+
+def fewer_batches_in_one(here: Here) -> None:
+    """The other one does not wait for what does not come."""
+    if here.rank == 1:
+        Shorter(here).run(graphed=True)
+        return
+    with pytest.raises(PeerError, match="Another process has come to its end"):
+        Shorter(here).run(graphed=True)
 
 
 class Manual(pl.LightningModule):

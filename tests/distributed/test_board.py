@@ -52,6 +52,36 @@ def test_who_waits_learns_that_another_has_left() -> None:
     os.unlink(path)
 
 
+def test_who_comes_to_one_more_exchange_learns_that_another_has_ended() -> None:
+    path, _ = Board.made(2)
+    first, second = Board(path, 0, 2), Board(path, 1, 2)
+
+    def then(value: int) -> list[int] | None:
+        """The second one comes, ends at once, and has its number read all the same."""
+        second.exchange(value, lambda: None)
+        second.end()
+        return None
+
+    threads = [threading.Thread(target=then, args=(5,))]
+    threads[0].start()
+    assert first.exchange(4, lambda: None) == [4, 5]
+    threads[0].join()
+    assert first.exchange(6, lambda: None) is None
+    assert first.has_ended
+    os.unlink(path)
+
+
+def test_who_has_left_has_not_ended() -> None:
+    path, _ = Board.made(2)
+    left = Board(path, 1, 2)
+    left.leave()
+    left.end()
+    first = Board(path, 0, 2)
+    assert first.exchange(1, lambda: None) is None
+    assert not first.has_ended
+    os.unlink(path)
+
+
 def test_there_is_no_page_of_another_machine(tmp_path: Path) -> None:
     with pytest.raises(OSError):  # noqa: PT011
         Board(str(tmp_path / "elsewhere"), 0, 2)

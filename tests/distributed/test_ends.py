@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import Process, launch
+from tests.distributed.launch import Process, assert_all_ok, launch
 
 # Less than this after one process has met its end.
 ALL_ENDED_S = 30.0
@@ -46,6 +46,12 @@ def test_an_error_in_one_process_ends_all(tmp_path: Path, accelerator: str, rank
     assert f"rank {rank}: ValueError: no more cheese" in other.cases[case], other.cases
     apart_s = abs(ended[0].ended_s - ended[1].ended_s)
     assert apart_s < ALL_ENDED_S, apart_s
+
+
+@pytest.mark.parametrize("where", ["on_rank_0", "on_rank_1", "over_sockets"])
+def test_who_has_more_to_do_than_the_others_ends(tmp_path: Path, accelerator: str, where: str) -> None:
+    cases = [f"fewer_epochs_{where}"]
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=BEGUN_S), cases)
 
 
 def _sender(number: int, ranks: tuple[int, ...]) -> Callable[[Path, list[Process]], None]:

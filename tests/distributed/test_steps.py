@@ -26,6 +26,7 @@ AGREED = (
     "unequal_batches",
     "manual_optimization_is_refused",
     "different_arguments",
+    "fewer_batches_in_one",
     "an_error_in_one_process",
 )
 

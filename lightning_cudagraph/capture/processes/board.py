@@ -27,7 +27,7 @@ __all__ = ["VALUE_BITS", "Board", "machine"]
 # Of each number, the rest is the count of the exchange.
 VALUE_BITS = 48
 _COUNTS = 1 << (63 - VALUE_BITS)
-_LEFT = -1
+_LEFT, _ENDED = -1, -2
 _SHARED = "/dev/shm"
 # Another one after each start of a machine; Linux.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -55,9 +55,14 @@ class Board:
         rank: of this process.
         size: how many processes there are.
 
+    Attributes:
+        has_ended: in the last exchange a process was missing that had come to its end.
+
     Raises:
         OSError: if there is no such file here.
     """
+
+    has_ended = False
 
     def __init__(self, path: str, rank: int, size: int) -> None:
         with open(path, "r+b") as file:
@@ -86,7 +91,7 @@ class Board:
             wait: called again and again when it takes long.
 
         Returns:
-            The numbers in the order of the ranks; None if a process has left.
+            The numbers in the order of the ranks; None if a process has left, or has ended.
         """
         self._count += 1
         row, count = self._rows[self._count % 2], self._count % _COUNTS
@@ -96,13 +101,20 @@ class Board:
             numbers: list[int] = row.tolist()
             if all(number >> VALUE_BITS == count for number in numbers):
                 return [number & ((1 << VALUE_BITS) - 1) for number in numbers]
-            if _LEFT in numbers:
+            if _LEFT in numbers or _ENDED in numbers:
+                self.has_ended = _LEFT not in numbers
                 return None
             looks += 1
             if looks > _LOOKS:
                 wait()
             elif looks > _EAGER_LOOKS:
                 _give_way()
+
+    def end(self) -> None:
+        """Tell who comes to another exchange that this process does not."""
+        row = self._rows[(self._count + 1) % 2]  # that of this exchange may still be read
+        if row[self._rank] != _LEFT:
+            row[self._rank] = _ENDED
 
     def leave(self) -> None:
         """Tell who waits for this process that it does not come any more."""

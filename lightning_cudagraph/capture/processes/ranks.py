@@ -50,6 +50,9 @@ _NOTICE_AFTER_S = 20.0
 # How long a process that leaves waits for an exchange to end.
 _LEAVE_AFTER = timedelta(seconds=3)
 
+# Where a process says that it has come to its end, if there is no page for it.
+_ENDED = "ended"
+
 _runs = 0
 
 
@@ -158,7 +161,7 @@ class Ranks:
                 raise
             raise self._failures.error(f"the store is gone ({error})") from error
         if words is None:
-            raise self._failures.error("it has left")
+            raise self._ended() if board.has_ended else self._failures.error("it has left")
         said = [(word & 7, word >> 3 & 1, word >> 4 & 1, word >> 5) for word in {*words}]
         if len(said) == 1:
             return said[0], said[0]
@@ -182,10 +185,25 @@ class Ranks:
         except RuntimeError as error:
             if isinstance(error, CUDAGraphError):
                 raise
+            if self._has_ended():
+                raise self._ended() from error
             raise self._failures.error(f"the connection to it was lost ({error})") from error
         values = self._numbers.tolist()
         highest, lowest = values[:_FIELDS], [-value for value in values[_FIELDS:]]
         return (*lowest,), (*highest,)
+
+    def _has_ended(self) -> bool:
+        """Whether another process has come to its end. Where the store is, nobody can ask then."""
+        with contextlib.suppress(RuntimeError):
+            return any(self._store.check([f"{_ENDED}/{rank}"]) for rank in range(self.size))
+        return True
+
+    def _ended(self) -> PeerError:
+        return PeerError(
+            f"Another process has come to its end, and rank {self.rank} has more to do. In a graph that"
+            " averages gradients all processes take part in each step: give them the same numbers of"
+            " batches, steps and epochs."
+        )
 
     def _wait(self, work: Any) -> None:
         while True:
@@ -321,6 +339,11 @@ class Ranks:
 
     def close(self) -> None:
         """Meet no more."""
+        if self._board is not None:
+            self._board.end()
+        else:
+            with contextlib.suppress(RuntimeError):  # the store can be gone, with who had it
+                self._store.set(f"{_ENDED}/{self.rank}", "")
         self._failures.close()
         self._leave()
 
