@@ -96,7 +96,7 @@ class CUDAGraphCallback(Callback):
             small kernels run side by side in a replay. Each has workspaces of its own. ``"auto"``: 1, 2,
             4 or 8, as long as twice as many gain 1 %, and more than one only for 3 %; each is captured
             and replayed for a moment from the state before the first capture, which is put back.
-            Several processes do not choose, and take 1. None: ``"auto"``.
+            Where there is a process group, that is 1. None: ``"auto"``.
         streams_memory_bytes: with ``streams="auto"``, how much more device memory than one stream more
             of them may take, for a graph and workspaces; if it is over that, fewer are used. None: 15 %
             of what one takes, or 1 GiB if that is more.

@@ -101,7 +101,7 @@ class GraphedStep(Generic[P, R]):
             on one of them. ``"off"``: every call is a plain one.
         max_graphs: how many signatures of arguments get a graph; calls with others are eager.
         streams: on how many streams of the capture ops are put that do not need one another; ``"auto"``
-            for the fastest of 1, 2, 4 and 8, of which several processes take 1. None: ``"auto"``.
+            for the fastest of 1, 2, 4 and 8; where there is a process group, 1. None: ``"auto"``.
         streams_memory_bytes: with ``streams="auto"``, how much more device memory than one stream more
             of them may take, for a graph and workspaces; if it is over that, fewer are used. None: 15 %
             of what one takes, or 1 GiB if that is more.
