@@ -344,26 +344,29 @@ def same_numbers_on_several_streams(here: Here) -> None:
 
 
 def sent_back_to_one_stream(here: Here) -> None:
-    """What one process cannot capture on several streams, all capture on one, some steps later."""
+    """What one process cannot capture on several streams, all capture on one; maybe some steps later."""
+    told = "planted" if here.size == 1 else "planted (rank 1)"
     for where, in_backward in (("forward", False), ("backward", True)):
         plain = here.train(f"plain {where}", None, max_epochs=4)
         with pytest.MonkeyPatch.context() as patch:
-            _plant(patch, in_backward, here.rank == 1)
+            _plant(patch, in_backward, here.rank == here.size - 1)
             graph = here.train(f"graph {where}", CUDAGraphCallback(streams=3), max_epochs=4)
         assert_same(plain, graph, ignore=("_ms/",))
         assert graph.counts.captures == 1, graph.counts
         assert graph.counts.replayed >= 10, graph.counts
-        assert any("planted (rank 1)" in reason for reason in graph.counts.eager), graph.counts
-        assert "on one stream: planted (rank 1)" in str(graph.callback and graph.callback.report)
+        # One that is alone tries again at once, unless gradients are waited for.
+        is_later = here.size > 1 or in_backward
+        assert any(told in reason for reason in graph.counts.eager) == is_later, graph.counts
+        assert f"on one stream: {told}" in str(graph.callback and graph.callback.report)
 
 
 def _plant(patch: pytest.MonkeyPatch, in_backward: bool, here: bool) -> None:
-    """Captures on several streams are sent back by their first op, or the first of the backward pass."""
+    """Captures on several streams are sent back at once, or in the backward pass, some gradients made."""
     add = Flow.add
 
     def refuses(flow: Flow, *args: Any, **kwargs: Any) -> Any:
-        is_backward = torch._C._current_autograd_node() is not None
-        if here and flow.streams > 1 and is_backward >= in_backward:
+        node = torch._C._current_autograd_node()
+        if here and flow.streams > 1 and (not in_backward or (node and "Relu" in node.name())):
             raise SentBackError("planted")
         return add(flow, *args, **kwargs)
 

@@ -56,16 +56,14 @@ def test_who_comes_to_one_more_exchange_learns_that_another_has_ended() -> None:
     path, _ = Board.made(2)
     first, second = Board(path, 0, 2), Board(path, 1, 2)
 
-    def then(value: int) -> list[int] | None:
-        """The second one comes, ends at once, and has its number read all the same."""
-        second.exchange(value, lambda: None)
+    def comes_once() -> None:
+        second.exchange(5, lambda: None)
         second.end()
-        return None
 
-    threads = [threading.Thread(target=then, args=(5,))]
-    threads[0].start()
-    assert first.exchange(4, lambda: None) == [4, 5]
-    threads[0].join()
+    thread = threading.Thread(target=comes_once)
+    thread.start()
+    assert first.exchange(4, lambda: None) == [4, 5]  # read all the same
+    thread.join()
     assert first.exchange(6, lambda: None) is None
     assert first.has_ended
     os.unlink(path)

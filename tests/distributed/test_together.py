@@ -68,5 +68,5 @@ def test_a_group_that_is_there_already(tmp_path: Path, accelerator: str) -> None
 
 
 def test_a_process_alone(tmp_path: Path, accelerator: str) -> None:
-    cases = ["same_numbers_of_one"]
+    cases = ["same_numbers_of_one", "sent_back_to_one_stream"]
     assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=400, size=1), cases)

@@ -79,7 +79,7 @@ class SlowOnOne(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.trainer.global_rank == 1:
-            for _ in range(1 if x.device.type == "cpu" else 600):  # some 20 ms
+            for _ in range(1 if x.device.type == "cpu" else 600):  # seen on a busy machine, too
                 self.large @ self.large
         return super().forward(x)
 

@@ -52,6 +52,7 @@ _LEAVE_AFTER = timedelta(seconds=3)
 
 # Where a process says that it has come to its end, if there is no page for it.
 _ENDED = "ended"
+_GIVE_THE_SAME = "give all of them the same numbers of batches, steps and epochs."
 
 _runs = 0
 
@@ -187,22 +188,24 @@ class Ranks:
                 raise
             if self._has_ended():
                 raise self._ended() from error
-            raise self._failures.error(f"the connection to it was lost ({error})") from error
+            lost = (
+                f"the connection to it was lost ({error}); if it has come to its end, {_GIVE_THE_SAME}"
+            )
+            raise self._failures.error(lost) from error
         values = self._numbers.tolist()
         highest, lowest = values[:_FIELDS], [-value for value in values[_FIELDS:]]
         return (*lowest,), (*highest,)
 
     def _has_ended(self) -> bool:
-        """Whether another process has come to its end. Where the store is, nobody can ask then."""
-        with contextlib.suppress(RuntimeError):
+        """Whether another process has said that it has come to its end."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, and why is not known
             return any(self._store.check([f"{_ENDED}/{rank}"]) for rank in range(self.size))
-        return True
+        return False
 
     def _ended(self) -> PeerError:
         return PeerError(
             f"Another process has come to its end, and rank {self.rank} has more to do. In a graph that"
-            " averages gradients all processes take part in each step: give them the same numbers of"
-            " batches, steps and epochs."
+            f" averages gradients all processes take part in each step: {_GIVE_THE_SAME}"
         )
 
     def _wait(self, work: Any) -> None:
