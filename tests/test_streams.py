@@ -28,7 +28,7 @@ from tests.harness import Net, Trace, assert_same, differences, loader, make, tr
 
 
 @pytest.fixture(autouse=True)
-def _trials_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+def trials_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs one op after another, and so makes none by itself."""
     monkeypatch.setattr(EmulatorBackend, "overlaps", True)
 

@@ -361,7 +361,7 @@ def sent_back_to_one_stream(here: Here) -> None:
 
 
 def _plant(patch: pytest.MonkeyPatch, in_backward: bool, here: bool) -> None:
-    """Captures on several streams are sent back at once, or in the backward pass, some gradients made."""
+    """Captures on several streams are sent back at once, or when some gradients have been made."""
     add = Flow.add
 
     def refuses(flow: Flow, *args: Any, **kwargs: Any) -> Any:
