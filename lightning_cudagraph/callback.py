@@ -179,17 +179,21 @@ class CUDAGraphCallback(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close()  # a run that another callback's exception ended before our hooks
         check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
+        if stage != TrainerFn.FITTING:
+            return
+        # From now on, so that the others know why this process does not come to the start of training.
+        self._processes = Distributed(trainer)
         strategy = trainer.strategy
-        if stage == TrainerFn.FITTING and self.backend != "off" and isinstance(strategy, DDPStrategy):
+        if self.backend != "off" and isinstance(strategy, DDPStrategy):
             self._wrapping = ExitStack()
             wrapped_on_side_stream(strategy, self._backend_for(trainer), self._wrapping)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         backend = self._backend  # of the wrapper's stream, if there is one
+        processes, self._processes = self._processes or Distributed(trainer), None
         self._close()
-        self._backend = backend
+        self._backend, self._processes = backend, processes
         self.report = self.counts = self.evaluation_counts = None
-        self._processes = Distributed(trainer)
         if self.backend == "off":
             self._processes.compare(self._arguments())
             return

@@ -4,6 +4,8 @@ A replay does not run its Python. What an eager step would leave there is noted 
 the same in every step of a kind keeps such a step out of the graph: buffers are broadcast in the step
 after one that has averaged gradients, and so not in the step that follows a validation.
 
+Or the weights that are sharded (`shards.py`) in place of a wrapper.
+
 Its gradients lie in buckets that are allocated once, in the second step; the graph writes into them, or
 into its own gradients beside them, as an eager step does.
 """
@@ -14,9 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch.strategies import Strategy
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.capture.steps import Place
+from lightning_cudagraph.shards import Shards, sharded_modules
 
 __all__ = ["Replicas", "has_replicas"]
 
@@ -39,8 +43,9 @@ def _is_unfinished(ddp: DistributedDataParallel) -> bool:
 
 
 def has_replicas(strategy: Strategy) -> bool:
-    """Whether there is a wrapper, whose collectives are part of steps."""
-    return isinstance(strategy.model, DistributedDataParallel)
+    """Whether there are collectives in steps: of a wrapper, or of sharded weights."""
+    model = strategy.model
+    return isinstance(model, DistributedDataParallel) or bool(model and sharded_modules(model))
 
 
 class Replicas:
@@ -53,6 +58,7 @@ class Replicas:
     def __init__(self, strategy: Strategy) -> None:
         model = strategy.model
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self.shards = Shards(model) if model is not None else Shards(nn.Module())
         self._averaged = 0
         self._broken = False
 
@@ -66,9 +72,14 @@ class Replicas:
         """Whether gradients are averaged in the step that is about to run."""
         return self._ddp is not None and self._ddp.require_backward_grad_sync
 
+    def begin(self) -> None:
+        """A step begins."""
+        self.shards.scatter()
+
     def ran(self, place: Place) -> None:
         """An eager step went through."""
         self._averaged += place.syncs
+        self.shards.ran()
 
     def is_settled(self) -> bool:
         """Whether the reducer has had the iterations that no capture can hold."""
@@ -76,6 +87,8 @@ class Replicas:
 
     def unlike_others(self, place: Place) -> str:
         """Why the step that is about to run does not do what others in its place do, or nothing."""
+        if self.shards:
+            return self.shards.unlike_others()
         ddp = self._ddp
         if ddp is None or not ddp.modules_buffers:
             return ""

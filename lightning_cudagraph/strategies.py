@@ -65,9 +65,8 @@ STRATEGIES = (
     Row(
         (),
         ("ModelParallelStrategy",),
-        reason="with `fully_shard`, every layer's weights are gathered into memory that is resized and"
-        " freed in Python hooks, and parameters are `DTensor`s, whose local parts replays are not yet"
-        " compared in",
+        captured="the whole step with its all-gathers and reduce-scatters, in all processes together,"
+        " whatever `reshard_after_forward` is",
         variant="fully_shard (FSDP2)",
     ),
     Row(

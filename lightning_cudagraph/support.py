@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric
 from torch.amp import GradScaler
@@ -32,6 +32,7 @@ from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, Unsup
 from lightning_cudagraph.logs.logged_step import TO_TENSOR
 from lightning_cudagraph.logs.sums import RESULT_NAMES
 from lightning_cudagraph.optim.compiled import is_compiled
+from lightning_cudagraph.shards import check_shards
 from lightning_cudagraph.strategies import refuse_strategy
 from lightning_cudagraph.timing.layer_marks import check_autograd_names
 
@@ -172,9 +173,10 @@ def check_where_evaluated(trainer: pl.Trainer) -> None:
     Raises:
         UnsupportedError: if there are, or can be, several.
     """
-    if isinstance(trainer.strategy, DDPStrategy):
+    if isinstance(trainer.strategy, (DDPStrategy, ModelParallelStrategy)):
+        name = type(trainer.strategy).__qualname__
         raise UnsupportedError(
-            f"Evaluation on {trainer.world_size} device(s) with `DDPStrategy` is not captured yet.",
+            f"Evaluation on {trainer.world_size} device(s) with `{name}` is not captured yet.",
             "Leave out `evaluation=True`.",
         )
 
@@ -240,6 +242,9 @@ def _check_placement(trainer: pl.Trainer) -> None:
     elif isinstance(strategy, DDPStrategy):
         base = DDPStrategy
         _check_ddp(strategy)
+    elif isinstance(strategy, ModelParallelStrategy):
+        base = ModelParallelStrategy
+        check_shards(trainer.lightning_module)
     else:
         raise UnsupportedError(
             f"`{type(strategy).__qualname__}` claims a step that is captured, and is no strategy of"
@@ -403,4 +408,4 @@ def check_optimizer_part(trainer: pl.Trainer, module: pl.LightningModule) -> Non
 
 
 def _check_modules(module: pl.LightningModule) -> None:
-    refuse_unfit_modules(module)
+    refuse_unfit_modules(module, sharded=True)

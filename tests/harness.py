@@ -343,6 +343,8 @@ _SEQUENCES = (list, tuple, deque)
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    # Of what is split between processes, each compares its own part.
+    one, other = getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
     if not isinstance(one, Tensor):
         return bool(one == other or (one != one and other != other))
     if not isinstance(other, Tensor) or one.dtype != other.dtype or one.device != other.device:

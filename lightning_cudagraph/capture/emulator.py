@@ -29,11 +29,16 @@ from lightning_cudagraph.capture.backend import Graph
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.inductor import refused_on_cpu
 from lightning_cudagraph.capture.parts import Between
-from lightning_cudagraph.capture.processes.collectives import is_collective, returned_unrun, wait_for
-from lightning_cudagraph.capture.sentry import HostReads, Sentry, forbid, user_location
+from lightning_cudagraph.capture.processes.collectives import (
+    is_collective,
+    only_wraps,
+    returned_unrun,
+    wait_for,
+)
+from lightning_cudagraph.capture.sentry import STORAGE, HostReads, Sentry, forbid, user_location
 from lightning_cudagraph.capture.streams.dataflow import Placed
 from lightning_cudagraph.capture.streams.tape import Tape
-from lightning_cudagraph.capture.writes import Writes, storage_id, storages_held, tensors_in
+from lightning_cudagraph.capture.writes import Writes, storage_id, storages_held, tensors_in, written_by
 
 __all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
 
@@ -85,7 +90,13 @@ class HostEvent:
             self.take_time()
             passed.set()
 
-        work.get_future().add_done_callback(ended)
+        try:
+            future = work.get_future()
+        except RuntimeError:  # gloo's reduce-scatters have none
+            work.wait()
+            ended(None)
+        else:
+            future.add_done_callback(ended)
 
     def synchronize(self) -> None:
         """Wait for a collective; all else has ended, for the emulator works in the calling thread."""
@@ -122,11 +133,27 @@ class _Op:
     def run(self) -> None:
         with torch.set_grad_enabled(self.grad_mode), torch._C._AutoDispatchBelowAutograd():
             results = self.func(*self.args, **self.kwargs)
-            if self.func.namespace == "c10d":
-                wait_for(results)
+            if is_collective(self.func):
+                wait_for(self.func, results)
         for target, value in zip(self.results, tensors_in(results), strict=True):
             if target is not None:
                 target.copy_(value)
+
+
+class _Resize:
+    """Memory that is given another size in the middle of a step, as `fully_shard` does with weights."""
+
+    __slots__ = ("size_bytes", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        self.storage = storage
+        self.size_bytes = size_bytes
+
+    def run(self) -> None:
+        _resize(self.storage, self.size_bytes)
+
+
+_resize: Any = torch.UntypedStorage.resize_
 
 
 class _Undo:
@@ -136,6 +163,7 @@ class _Undo:
         self._generators = generators
         self._rng_state = generators.state(torch.get_rng_state())
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sizes: list[_Resize] = []
         self._made_inside: set[int] = set()
 
     def before(self, tensors: list[Tensor]) -> None:
@@ -151,12 +179,25 @@ class _Undo:
     def after(self, tensors: list[Tensor]) -> None:
         self._made_inside.update(key for t in tensors if (key := storage_id(t)) not in self._saved)
 
+    def before_resize(self, storage: torch.UntypedStorage) -> None:
+        key = int(storage._cdata)
+        if not storage.nbytes():
+            self._made_inside.add(key)  # nothing is in it that is to be put back
+        elif key not in self._made_inside:
+            forbid(*STORAGE, user_location())
+        self._sizes.append(_Resize(storage, storage.nbytes()))
+
     def roll_back(self) -> None:
+        for size in reversed(self._sizes):
+            size.run()
         with torch.no_grad():
             # Two storages may share memory (`from_dlpack`): what was saved first was there before.
             for whole, saved in reversed(self._saved.values()):
                 whole.copy_(saved)
         torch.set_rng_state(self._generators.set_extra_states(self._rng_state))
+
+
+_Tape = Tape[_Op | _Resize | HostEvent | None]
 
 
 class _Recorder(Sentry):
@@ -170,8 +211,9 @@ class _Recorder(Sentry):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_generator(func)
-        if func.namespace == "profiler":
-            return func(*args, **kwargs)  # ranges of its time line, which no graph holds
+        # Ranges of a profiler's time line are held by no graph.
+        if func.namespace == "profiler" or only_wraps(func):
+            return func(*args, **kwargs)
         collective = is_collective(func)
         inputs = tensors_in(args, kwargs)
         placed = self._graph.tape.place(func, args, kwargs)
@@ -184,7 +226,7 @@ class _Recorder(Sentry):
         input_storages = {storage_id(t) for t in inputs}
         # A result that shares its storage with an input is a view, or the input itself.
         results = [None if storage_id(t) in input_storages else _address(t) for t in outputs]
-        writes = func._schema.is_mutable or collective
+        writes = func._schema.is_mutable or written_by(func, args, kwargs)
         is_only_a_view = outputs and not writes and all(target is None for target in results)
         if not is_only_a_view:
             op = _Op(func, frozen_args, frozen_kwargs, results)
@@ -217,7 +259,7 @@ class EmulatedGraph:
 
     def __init__(self, streams: int = 1) -> None:
         self._streams = streams
-        self._parts: list[Tape[_Op | HostEvent | None]] = [Tape(streams)]
+        self._parts: list[_Tape] = [Tape(streams)]
         self._ops = 0
         self._replays = 0
         self.written: list[Tensor] = []
@@ -236,7 +278,7 @@ class EmulatedGraph:
         _recording_in.graph = None
 
     @property
-    def tape(self) -> Tape[_Op | HostEvent | None]:
+    def tape(self) -> _Tape:
         """The part under way."""
         return self._parts[-1]
 
@@ -291,6 +333,24 @@ class EmulatedGraph:
         return sum(storages.values())
 
 
+@contextmanager
+def _resizes_noticed(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
+    """Around a capture: note when memory is given another size, for which there is no op."""
+    thread = threading.get_ident()
+
+    def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+        if threading.get_ident() == thread:
+            undo.before_resize(storage)
+            graph.tape.add_mark(_Resize(storage, size_bytes))
+        return _resize(storage, size_bytes)
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+
+
 class EmulatorBackend:
     """A CPU in the place of a GPU; see the notes on this module."""
 
@@ -322,7 +382,7 @@ class EmulatorBackend:
         try:
             recorder = _Recorder(graph, undo, self.generators)
             recorder.writes = Writes(storages_held() if is_compiled else None)
-            with refused_on_cpu(), HostReads("cpu"), recorder:
+            with refused_on_cpu(), _resizes_noticed(graph, undo), HostReads("cpu"), recorder:
                 result = body()
             graph.written = recorder.writes.older
             self.barriers = graph.barriers()

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_cudagraph.capture.local import is_around_another
+
 __all__ = ["Generators"]
 
 
@@ -98,5 +100,7 @@ class _Spotter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(map(is_around_another, types)):
+            return NotImplemented  # comes again, as ops on what it is around
         self._note((kwargs or {}).get("generator"))
         return func(*args, **(kwargs or {}))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.writes import storage_id
 from lightning_cudagraph.errors import UnsupportedError
 
@@ -136,6 +137,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(map(is_around_another, types)):
+            return NotImplemented  # comes again, as ops on what it is around
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in inputs:

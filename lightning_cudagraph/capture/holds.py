@@ -19,6 +19,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from lightning_cudagraph.capture.local import address_of, local
+
 __all__ = ["CAN_COUNT", "GradientCopies", "Gradients", "HandedOut", "Holds", "adopt", "gradients_of"]
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
@@ -61,7 +63,7 @@ class Holds:
 
     def __init__(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         self._gradients = [*{id(gradient): (p, gradient) for p, gradient in gradients}.values()]
-        self._storages = [gradient.untyped_storage() for _, gradient in self._gradients]
+        self._storages = [local(gradient).untyped_storage() for _, gradient in self._gradients]
         self._numbers = [int(storage._cdata) for storage in self._storages]
         self._references: list[int] = []
         self._users: list[int] = []
@@ -229,7 +231,7 @@ def adopt(gradients: Gradients) -> None:
     for parameter, gradient in gradients:
         now = parameter.grad
         # By address: several places of a window know the same one by tensors of their own.
-        if now is not None and (now is gradient or now.data_ptr() == gradient.data_ptr()):
+        if now is not None and (now is gradient or address_of(now) == address_of(gradient)):
             continue
         if now is None:  # dropped since, by validation
             gradient.zero_()

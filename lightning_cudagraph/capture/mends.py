@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.sentry import Sentry, forbid, user_location
 from lightning_cudagraph.capture.streams.branches import Branches
 from lightning_cudagraph.capture.writes import storage_id
@@ -150,6 +151,8 @@ class MendingSentry(Sentry):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(map(is_around_another, types)):
+            return NotImplemented  # comes again, as ops on what it is around
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.audit.known import KnownValues
 from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.processes.heard import call_heard
 from lightning_cudagraph.capture.writes import Writes
 from lightning_cudagraph.errors import CaptureError
@@ -69,7 +70,7 @@ _CROSS_DEVICE = (
     ),
 )
 # On a GPU these are harmless (cuDNN's RNN uses them on its own); a tape of ops cannot hold them.
-_STORAGE = (
+STORAGE = (
     "an op that gives a tensor another storage or size, on the CPU emulator",
     "Allocate the tensor with its final size, and write into it with `copy_`.",
 )
@@ -89,8 +90,8 @@ _WORDS: dict[str, tuple[str, str]] = {
     "aten::nonzero": ("`nonzero`, `torch.where(condition)` or a boolean mask", _MASK[1]),
     "aten::masked_select": ("`masked_select` or a boolean mask", _MASK[1]),
     "aten::bincount": ("`torch.bincount`", _DYNAMIC_SIZE[1]),
-    "aten::set_": _STORAGE,
-    "aten::resize_": _STORAGE,
+    "aten::set_": STORAGE,
+    "aten::resize_": STORAGE,
     # aten/src/ATen/native/cuda/Embedding.cu: `embedding_renorm_cuda_` reads the count of unique rows.
     "aten::embedding_renorm_": ("`nn.Embedding(max_norm=...)`", "Leave `max_norm` out."),
     # aten/src/ATen/native/PackedSequence.cpp works on lengths in host memory.
@@ -389,6 +390,8 @@ class Sentry(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(map(is_around_another, types)):
+            return NotImplemented  # comes again, as ops on what it is around
         kwargs = kwargs or {}
         generator = kwargs.get("generator")
         if (

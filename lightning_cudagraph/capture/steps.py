@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.batch import flatten_batch
 from lightning_cudagraph.capture.graph import Cut
+from lightning_cudagraph.capture.local import local
 from lightning_cudagraph.capture.writes import storage_id, whole
 
 __all__ = ["MAKES_GRADIENTS", "Phase", "Place", "Step", "StepCounts"]
@@ -142,7 +143,7 @@ class Step(Generic[T]):
 
     def all_state(self, written: Iterable[Tensor]) -> dict[str, Tensor]:
         """All that it changes: by name what is known, and whatever else a capture saw it write."""
-        state = self.state()
+        state = {name: local(tensor) for name, tensor in self.state().items()}
         known = {storage_id(tensor) for tensor in state.values()}
         for tensor in written:
             if storage_id(tensor) not in known:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_cudagraph.capture.local import is_split
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = ["refuse_nameless", "refuse_unfit_modules"]
@@ -18,17 +19,18 @@ __all__ = ["refuse_nameless", "refuse_unfit_modules"]
 _SHARDED = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "`fully_shard`"}
 
 
-def refuse_unfit_modules(model: nn.Module, averaged: bool = False) -> None:
+def refuse_unfit_modules(model: nn.Module, averaged: bool = False, sharded: bool = False) -> None:
     """Refuse a model with modules that no capture can hold.
 
     Args:
         model: the model.
         averaged: whether somebody looks after the `DistributedDataParallel`s in it.
+        sharded: whether somebody looks after the weights that `fully_shard` splits.
 
     Raises:
         UnsupportedError: naming the module.
     """
-    _refuse_sharded(model)
+    _refuse_sharded(model, sharded)
     for kind in {base for child in model.modules() for base in type(child).__mro__}:
         # What Python puts there for a class whose code runs without a name.
         if vars(kind).get("__module__") == "builtins":
@@ -69,27 +71,42 @@ def refuse_nameless(what: str) -> None:
     )
 
 
-def _refuse_sharded(model: nn.Module) -> None:
+def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
     """Refuse parameters that are split between devices, or consist of other tensors in another way."""
+    looked_after = {
+        id(parameter)
+        for child in model.modules()
+        if sharded and _kind_of_shards(child) == "FSDPModule"
+        for parameter in child.parameters()
+        if is_split(type(parameter)) and parameter.device_mesh.ndim == 1  # type: ignore[attr-defined]
+    }
     for name, child in model.named_modules():
-        for cls in type(child).__mro__:
-            if cls.__name__ in _SHARDED and cls.__module__.startswith("torch.distributed."):
-                named = f"module `{name}`" if name else "model"
-                raise UnsupportedError(
-                    f"The weights of the {named} are split between devices ({_SHARDED[cls.__name__]}),"
-                    " and gathered in every step, into memory that Python hooks resize and free.",
-                    "Use `DistributedDataParallel`, if the model fits on one device.",
-                )
+        kind = _kind_of_shards(child)
+        if kind and not (sharded and kind == "FSDPModule"):
+            named = f"module `{name}`" if name else "model"
+            raise UnsupportedError(
+                f"The weights of the {named} are split between devices ({_SHARDED[kind]}),"
+                " and gathered in every step, into memory that Python hooks resize and free.",
+                "Use `DistributedDataParallel`, if the model fits on one device.",
+            )
     found: tuple[tuple[str, Iterable[tuple[str, Any]]], ...] = (
         ("parameter", model.named_parameters()),
         ("buffer", model.named_buffers()),
     )
     for what, tensors in found:
         for name, tensor in tensors:
-            kind = type(tensor)
-            if is_traceable_wrapper_subclass(tensor):
+            made_of = type(tensor)
+            if is_traceable_wrapper_subclass(tensor) and id(tensor) not in looked_after:
                 raise UnsupportedError(
-                    f"The {what} `{name}` is a `{kind.__qualname__}`, which has no memory of its"
+                    f"The {what} `{name}` is a `{made_of.__qualname__}`, which has no memory of its"
                     " own, but consists of other tensors; replays cannot be compared in these yet.",
                     "Use plain tensors on one device, or `DistributedDataParallel` on several.",
                 )
+
+
+def _kind_of_shards(module: nn.Module) -> str:
+    """The class by which a module splits its weights between devices, or nothing."""
+    for cls in type(module).__mro__:
+        if cls.__name__ in _SHARDED and cls.__module__.startswith("torch.distributed."):
+            return cls.__name__
+    return ""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_cudagraph.capture.local import local
+
 __all__ = [
     "UNDECLARED_WRITES",
     "Writes",
@@ -40,6 +42,8 @@ UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     # The backward pass works in the memory that the forward pass kept.
     "aten::_cudnn_rnn_backward": ("dropout_state", "reserve"),
     "aten::mkldnn_rnn_layer_backward": ("workspace",),
+    # torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+    "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
 # Collectives declare nothing; what they write is their first argument
 # (torch/csrc/distributed/c10d/Ops.cpp).
@@ -65,13 +69,14 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 def storage_id(tensor: Tensor) -> int:
     """A number for the memory that a tensor lies in; not used twice while that lives."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(local(tensor).untyped_storage()._cdata)
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of the memory that a tensor lies in, in its dtype."""
-    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return flat.set_(tensor.untyped_storage())
+    part = local(tensor)
+    flat = torch.empty(0, dtype=part.dtype, device=part.device)
+    return flat.set_(part.untyped_storage())
 
 
 def storages_held() -> dict[int, StorageWeakRef]:

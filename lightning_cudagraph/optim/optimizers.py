@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.compiled import is_left_out
+from lightning_cudagraph.capture.local import address_of
 from lightning_cudagraph.capture.stand_ins import OwnHook
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.alpha import TensorAlphaMode
@@ -299,7 +300,7 @@ class PreparedOptimizer(EagerOptimizer):
     def addresses(self) -> dict[str, Any]:
         found = super().addresses()
         for name, tensor in self.state_tensors().items():
-            found[f"the address of {name}"] = tensor.data_ptr()
+            found[f"the address of {name}"] = address_of(tensor)
         found["the number of hooks around the step of the optimizer"] = step_hooks(self.optimizer)
         return found
 

@@ -87,6 +87,12 @@ class GraphedTraining:
             self._times.layers = {}  # a hook in compiled code would change what is compiled
         self._patches = ExitStack()
         self._replicas = Replicas(trainer.strategy)
+        if self._replicas.shards and isinstance(settings.streams, int) and settings.streams > 1:
+            raise UnsupportedError(
+                "Sharded weights are gathered into memory that a step takes and lets go of, and for that"
+                " there are no ops: on several streams, nothing would say who comes first.",
+                'Pass `CUDAGraphCallback(streams="auto")`, or leave it out.',
+            )
         self._in_step = False
         self._part = OptimizerPart(
             trainer,
@@ -100,7 +106,13 @@ class GraphedTraining:
         self._optimization = GraphedOptimization.__new__(GraphedOptimization)
         self._hooks = InnerHooks(trainer, module, lambda: self._part.behind is not None)
         self._guards = training_guards(
-            trainer, module, self._part, self._hooks, self._metrics, settings.harmless
+            trainer,
+            module,
+            self._part,
+            self._hooks,
+            self._metrics,
+            self._replicas.shards,
+            settings.harmless,
         )
         carried = CarriedTensors(module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric)
         self._recorder = Recorder(

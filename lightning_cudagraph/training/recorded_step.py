@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_cudagraph.capture.local import local
 from lightning_cudagraph.capture.recomputed import Recomputed
 from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.logs.logged_step import LoggedStep
@@ -67,7 +68,7 @@ class StepOutputs:
     def values(self) -> dict[str, Tensor]:
         """What can be compared just after the step, by name, in its order."""
         gradients = {
-            f"the gradient of `{name}`": parameter.grad
+            f"the gradient of `{name}`": local(parameter.grad)
             for name, parameter in self.parameters.items()
             if parameter.grad is not None
         }

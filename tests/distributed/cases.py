@@ -73,6 +73,7 @@ class Here:
         callback: CUDAGraphCallback | None,
         build: Callable[[], pl.LightningModule] = Net,
         wrapper: dict[str, Any] | None = None,
+        strategy: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Trace:
         """One run of all processes.
@@ -82,18 +83,19 @@ class Here:
             callback: the callback, or None.
             build: makes the module.
             wrapper: arguments of `DistributedDataParallel`.
+            strategy: makes another strategy.
             kwargs: of `tests.harness.train`.
         """
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         arguments: dict[str, Any] = {"max_epochs": 3, "train_loader": loader(batches=14), **kwargs}
-        strategy = DDPStrategy(**(wrapper or {}))
+        made = DDPStrategy(**(wrapper or {})) if strategy is None else strategy()
         return train(
             make(build),
             folder,
             callback,
             accelerator=self.accelerator,
-            strategy=strategy,
+            strategy=made,
             devices=self.size,
             **{"fit": _fit_of_all, **arguments},
         )

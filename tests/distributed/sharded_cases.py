@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, UnsupportedError
 from tests.distributed.cases import Here
 from tests.distributed.step_cases import _device, _join
-from tests.harness import differences, loader
+from tests.harness import Net, Trace, assert_same, differences, loader
 
 STEPS = 6
 
@@ -131,14 +133,146 @@ class _nothing:
         pass
 
 
+class ShardedNet(Net):
+    """Dropout, batch norm, logs and a schedule; each layer is gathered when it is needed."""
+
+    reshard: bool | None = None
+    precision = MixedPrecisionPolicy()
+
+    def configure_model(self) -> None:
+        arguments: dict[str, Any] = {
+            "mesh": self.device_mesh["data_parallel"],
+            "reshard_after_forward": self.reshard,
+            "mp_policy": self.precision,
+        }
+        for layer in (self.features[0], self.head):
+            fully_shard(layer, **arguments)
+        fully_shard(self, **arguments)
+
+
+class NetReshardedAlways(ShardedNet):
+    reshard = True
+
+
+class NetReshardedNever(ShardedNet):
+    reshard = False
+
+
+class NetInMixedPrecision(ShardedNet):
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features[1] = nn.LayerNorm(24)  # batch norm has buffers, which stay in float32
+
+
+def _all_sharded() -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+
+
+_SHARDED: dict[str, Any] = {
+    "build": ShardedNet,
+    "strategy": _all_sharded,
+    "checkpoint_every": 0,
+    "enable_checkpointing": False,
+    "val_loader": loader(ragged=False, seed=1, batches=2),
+}
+
+
+def _same_when_sharded(here: Here, build: type[ShardedNet], captures: int = 1, **kwargs: Any) -> Trace:
+    _, graph = here.assert_same_runs(**_SHARDED | {"build": build} | kwargs)
+    assert graph.counts.captures == captures, graph.counts
+    assert graph.counts.replayed >= 10, graph.counts
+    return graph
+
+
 def fully_sharded(here: Here) -> None:
-    """FSDP2, however it reshards."""
+    """FSDP2, with the outermost module's weights gathered from forward to backward pass."""
+    _same_when_sharded(here, ShardedNet)
 
-    def strategy() -> ModelParallelStrategy:
-        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 
-    for build in (Sharded, ReshardedAlways, ReshardedNever):
-        _refused_or_eager(here, build, strategy, "with `fully_shard`, every layer's")
+def fully_sharded_in_windows(here: Here) -> None:
+    """Accumulation, in which gradients are reduced in each batch, and clipping by the norm of all."""
+    _same_when_sharded(
+        here,
+        ShardedNet,
+        captures=3,  # the first of a window, those in the middle, the last
+        max_epochs=6,
+        accumulate_grad_batches=4,
+        gradient_clip_val=0.1,
+    )
+
+
+class Looked(Callback):
+    """Asks the module something between two steps, which gathers weights."""
+
+    def __init__(self) -> None:
+        self.said: list[Tensor] = []
+        self.left_gathered = False
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        with torch.no_grad():
+            pl_module.eval()
+            self.said.append(trainer.strategy.model(torch.ones(2, 12, device=pl_module.device)))
+            pl_module.train()
+        self.left_gathered |= any(not isinstance(p, DTensor) for p in pl_module.parameters())
+
+
+def fully_sharded_and_asked(here: Here) -> None:
+    """What is asked between two steps is answered by the weights of the last."""
+    plain, graph = Looked(), Looked()
+    one = here.train("plain", None, callbacks=(plain,), **_SHARDED)
+    other = here.train("graph", CUDAGraphCallback(), callbacks=(graph,), **_SHARDED)
+    assert_same(one, other, ignore=("_ms/",))
+    assert not differences(plain.said, graph.said)
+    assert other.counts.replayed >= 10, other.counts
+    assert plain.left_gathered
+    assert graph.left_gathered
+
+
+class Changing(Callback):
+    """Changes what `fully_shard` does, in the second epoch and the third."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.set_requires_gradient_sync(batch_idx % 4 > 1)
+        elif trainer.current_epoch == 2:
+            pl_module.set_reshard_after_backward(batch_idx != 3)
+        elif trainer.current_epoch == 3:
+            pl_module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+            pl_module.set_gradient_divide_factor(4.0)
+
+
+def fully_sharded_with_settings_that_change(here: Here) -> None:
+    """Settings of `fully_shard` are compared; steps that keep something on the host are eager."""
+    runs = {"max_epochs": 4, **_SHARDED}
+    plain = here.train("plain", None, callbacks=(Changing(),), **runs)
+    graph = here.train("graph", CUDAGraphCallback(), callbacks=(Changing(),), **runs)
+    assert_same(plain, graph, ignore=("_ms/",))
+    for reason in ("gradients wait to be reduced", "weights stay gathered"):
+        assert any(reason in text for text in graph.counts.eager), graph.counts
+    assert any("of `fully_shard`" in text for text in graph.counts.recaptures), graph.counts
+
+
+def fully_sharded_in_mixed_precision(here: Here) -> None:
+    """Weights are gathered in bfloat16."""
+    _same_when_sharded(here, NetInMixedPrecision)
+
+
+def several_streams_of_sharded_weights(here: Here) -> None:
+    """Refused: memory that changes its size in the middle of a step has one order alone."""
+    with pytest.raises(UnsupportedError, match="on several streams"):
+        here.train("graph", CUDAGraphCallback(streams=2), **_SHARDED)
+
+
+def fully_sharded_always(here: Here) -> None:
+    """All weights are let go of behind the forward pass."""
+    _same_when_sharded(here, NetReshardedAlways)
+
+
+def fully_sharded_never(here: Here) -> None:
+    """All weights stay gathered until the backward pass is done."""
+    _same_when_sharded(here, NetReshardedNever)
 
 
 def tensor_parallel(here: Here) -> None:
@@ -187,7 +321,7 @@ def sharded_steps(here: Here) -> None:
     fabric.launch()
     net = fabric.setup(Sharded().net)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters(), lr=1e-2))
-    with pytest.raises(UnsupportedError, match="with `fully_shard`, every layer's"):
+    with pytest.raises(UnsupportedError, match=r"split between devices \(`fully_shard`\)"):
         GraphedStep(step)(x, y)
     eager = GraphedStep(step, on_unsupported="eager")
     assert eager(x, y).isfinite()

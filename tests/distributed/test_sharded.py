@@ -6,11 +6,23 @@ from pathlib import Path
 
 from tests.distributed.launch import assert_all_ok, launch
 
-CASES = ("fully_sharded", "tensor_parallel", "sharded_steps")
+
+def _assert_all_ok(tmp_path: Path, accelerator: str, *cases: str) -> None:
+    named = [f"sharded_cases.{case}" for case in cases]
+    assert_all_ok(launch(tmp_path, named, accelerator, timeout_s=400), named)
+
+
+def test_weights_that_are_split_train_as_without_the_callback(tmp_path: Path, accelerator: str) -> None:
+    _assert_all_ok(
+        tmp_path,
+        accelerator,
+        *("fully_sharded", "fully_sharded_always", "fully_sharded_never", "fully_sharded_in_windows"),
+        *("fully_sharded_and_asked", "fully_sharded_with_settings_that_change"),
+        *("fully_sharded_in_mixed_precision", "several_streams_of_sharded_weights"),
+    )
 
 
 def test_split_weights_are_refused_or_trained_eagerly(tmp_path: Path, accelerator: str) -> None:
     # Lightning has FSDP1 on GPUs alone.
-    cases = CASES if accelerator == "cpu" else (*CASES, "fully_sharded_as_one")
-    named = [f"sharded_cases.{case}" for case in cases]
-    assert_all_ok(launch(tmp_path, named, accelerator, timeout_s=240), named)
+    others = () if accelerator == "cpu" else ("fully_sharded_as_one",)
+    _assert_all_ok(tmp_path, accelerator, "tensor_parallel", "sharded_steps", *others)

@@ -22,6 +22,7 @@ from lightning_cudagraph.capture.audit.host_calls import HostCalls, HostRules, a
 from lightning_cudagraph.capture.audit.host_lines import NUMPYS_OWN
 from lightning_cudagraph.capture.audit.host_state import Change, HostState
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
+from lightning_cudagraph.capture.local import address_of
 from lightning_cudagraph.capture.sentry import Location, user_location
 from lightning_cudagraph.errors import CaptureError
 
@@ -119,7 +120,7 @@ def frozen_python_audit(
         CaptureError: naming what would be frozen or lost, with the user's line.
     """
     storages = {
-        name: (tensor, tensor.detach(), tensor.data_ptr())
+        name: (tensor, tensor.detach(), address_of(tensor))
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     state = HostState(rules.harmless, on_cpu=device.type == "cpu")
@@ -130,7 +131,7 @@ def frozen_python_audit(
         if error is None and (change := state.changed()) is not None:
             error = _changed(change, calls.where(change))
         for name, (tensor, _, address) in storages.items():
-            if error is None and tensor.data_ptr() != address and name not in rules.harmless:
+            if error is None and address_of(tensor) != address and name not in rules.harmless:
                 where = calls.where(Change("data", "", tensor, False))
                 error = CaptureError(
                     f"The training step gives `{name}` another storage (`.data = ...`){_at(where)},"
@@ -152,7 +153,7 @@ def frozen_python_audit(
     except BaseException:
         state.restore()
         for tensor, as_it_was, address in storages.values():
-            if tensor.data_ptr() != address:
+            if address_of(tensor) != address:
                 tensor.data = as_it_was
         raise
     finally:

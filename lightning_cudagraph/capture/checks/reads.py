@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_cudagraph.capture.audit.host_objects import UNSET, VALUES
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from lightning_cudagraph.capture.audit.reach import Container, Reach, as_bytes
 from lightning_cudagraph.capture.checks.structure import Members
+from lightning_cudagraph.capture.local import addresses_of
 
 __all__ = ["MentionedNames", "PythonValues"]
 
@@ -121,7 +122,8 @@ class PythonValues:
         self._sizes = [*map(len, self._spaces)]
         self._present = [space.keys() & names for space, _, names in reach.spaces]
         self._tensors = [tensor for tensor, _ in reach.tensors]
-        self._addresses = [*map(Tensor.data_ptr, self._tensors)]
+        self._address = addresses_of(self._tensors)
+        self._addresses = [*map(self._address, self._tensors)]
         self._reads = [(read, label, read()) for label, read in self._mentioned.reads.items()] + [
             (r.read, r.label, r.value) for r in reach.reads
         ]
@@ -138,7 +140,7 @@ class PythonValues:
             (undisturbed or [*map(len, self._spaces)] == self._sizes)
             and not self._members.changed()
             and [*map(len, self._large)] == self._lengths
-            and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+            and [*map(self._address, self._tensors)] == self._addresses
         )
 
     def changed(self, undisturbed: bool = False) -> str | None:
@@ -164,7 +166,7 @@ class PythonValues:
             if len(container.value) != length:
                 return f"{container.label} changed its length"
         for (tensor, label), address in zip(self._reach.tensors, self._addresses, strict=True):
-            if tensor.data_ptr() != address:
+            if self._address(tensor) != address:
                 return f"{label} changed"
         for (space, label, names), present in zip(self._reach.spaces, self._present, strict=True):
             for name in (space.keys() & names) - present - self._unwatched:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_cudagraph.capture.local import address_of, addresses_of
+
 __all__ = ["Identity", "Members", "Structure", "described"]
 
 # C functions that `map` calls without a Python frame for each object.
@@ -76,12 +78,13 @@ class _Parameters:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._addresses = list(map(_data_ptr, parameters))
+        self._address = addresses_of(parameters)
+        self._addresses = list(map(self._address, parameters))
         self._trained = [p for p in parameters if p.requires_grad]
         self._frozen = [p for p in parameters if not p.requires_grad]
 
     def addresses_changed(self) -> bool:
-        return list(map(_data_ptr, self._parameters)) != self._addresses
+        return list(map(self._address, self._parameters)) != self._addresses
 
     def requires_grad_changed(self) -> bool:
         return not all(map(_requires_grad, self._trained)) or any(map(_requires_grad, self._frozen))
@@ -220,7 +223,7 @@ def described(
             state[f"the parameter `{name}`"] = Identity(parameter)
             state |= _described(f"parameter `{name}`", parameter)
         for name, buffer in model.named_buffers(prefix=before):
-            state[f"the address of buffer `{name}`"] = buffer.data_ptr()
+            state[f"the address of buffer `{name}`"] = address_of(buffer)
     for kind in _MODULE_HOOKS:
         hooks = getattr(torch.nn.modules.module, f"_global{kind}", None)
         state[f"`{kind}` of all modules"] = names_of_hooks(hooks)
@@ -229,7 +232,7 @@ def described(
 
 def _described(name: str, parameter: nn.Parameter) -> dict[str, Any]:
     state: dict[str, Any] = {
-        f"the address of {name}": parameter.data_ptr(),
+        f"the address of {name}": address_of(parameter),
         f"`requires_grad` of {name}": parameter.requires_grad,
     }
     for kind in _TENSOR_HOOKS:

@@ -14,10 +14,15 @@ from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.sentry import forbid, user_location
 
-__all__ = ["is_collective", "returned_unrun", "wait_for"]
+__all__ = ["is_collective", "only_wraps", "returned_unrun", "wait_for"]
 
-# Python's way into them for compilers: the results are tensors that are waited for later.
+# Python's way into them for compilers: the results are tensors that are waited for later. The norm of
+# sharded gradients is reduced so.
 _FUNCTIONAL = "_c10d_functional"
+_WAIT = "_c10d_functional::wait_tensor"
+_KNOWN = frozenset({"_c10d_functional::all_reduce", _WAIT})
+# Puts something around a tensor that waits for it when it is used.
+_WRAP = "_c10d_functional::_wrap_tensor_autograd"
 
 
 def is_collective(func: Any) -> bool:
@@ -27,6 +32,8 @@ def is_collective(func: Any) -> bool:
         CaptureError: if it is one that a tape of ops cannot hold.
     """
     if func.namespace.startswith(_FUNCTIONAL):
+        if func._schema.name in _KNOWN:
+            return True
         forbid(
             f"a functional collective (`{func.__name__}`), on the CPU emulator",
             "Use those of `torch.distributed`, such as `torch.distributed.all_reduce`.",
@@ -35,8 +42,15 @@ def is_collective(func: Any) -> bool:
     return bool(func.namespace == "c10d")
 
 
+def only_wraps(func: Any) -> bool:
+    """Whether an op does nothing but to put something around a tensor that is in the graph."""
+    return bool(func._schema.name == _WRAP)
+
+
 def returned_unrun(func: Any, args: tuple[Any, ...]) -> Any:
     """What a collective returns, without running it: the tensors it writes, and work that is done."""
+    if func.namespace == _FUNCTIONAL:
+        return args[0] if func._schema.name == _WAIT else torch.empty_like(args[0])
     done: Any = torch.futures.Future()
     written = list(tree_iter(args[0]))
     done.set_result(written)
@@ -46,7 +60,15 @@ def returned_unrun(func: Any, args: tuple[Any, ...]) -> Any:
     return (args[0], work) if len(func._schema.returns) == 2 else work
 
 
-def wait_for(returned: Any) -> None:
-    """Wait until a collective that was run has ended."""
+def wait_for(func: Any, returned: Any) -> None:
+    """Wait until a collective that was run has ended.
+
+    Args:
+        func: the op.
+        returned: what it has returned.
+    """
+    if func.namespace == _FUNCTIONAL:
+        torch.ops._c10d_functional.wait_tensor(returned)
+        return
     work = returned[-1] if isinstance(returned, (tuple, list)) else returned
     torch._C._distributed_c10d.Work.unbox(work).wait()
