@@ -66,7 +66,7 @@ STRATEGIES = (
         (),
         ("ModelParallelStrategy",),
         captured="the whole step with its all-gathers and reduce-scatters, in all processes together,"
-        " whatever `reshard_after_forward` is",
+        " whatever `reshard_after_forward` is (by the callback; `GraphedStep` refuses sharded weights)",
         variant="fully_shard (FSDP2)",
     ),
     Row(

@@ -87,7 +87,8 @@ def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
             raise UnsupportedError(
                 f"The weights of the {named} are split between devices ({_SHARDED[kind]}),"
                 " and gathered in every step, into memory that Python hooks resize and free.",
-                "Use `DistributedDataParallel`, if the model fits on one device.",
+                "Use `DistributedDataParallel`, if the model fits on one device; or, for `fully_shard`,"
+                " the `CUDAGraphCallback` with Lightning's `ModelParallelStrategy`.",
             )
     found: tuple[tuple[str, Iterable[tuple[str, Any]]], ...] = (
         ("parameter", model.named_parameters()),
