@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.compiled import CompiledCode
 from lightning_cudagraph.capture.holds import Gradients, HandedOut, Holds, adopt, gradients_of
+from lightning_cudagraph.capture.local import local
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.takes import Take, Turn
 from lightning_cudagraph.capture.writes import storage_id
@@ -30,8 +31,8 @@ Cut = Callable[[str, bool], None]
 def _moved(outputs: T, place: Gradients) -> T:
     """At the end of a captured step: its gradients, copied to where another take leaves its own."""
     if place:
-        made = [parameter.grad for parameter, _ in place if parameter.grad is not None]
-        torch._foreach_copy_([gradient for _, gradient in place], made)
+        made = [local(parameter.grad) for parameter, _ in place if parameter.grad is not None]
+        torch._foreach_copy_([local(gradient) for _, gradient in place], made)
         for parameter, gradient in place:
             parameter.grad = gradient
     return outputs

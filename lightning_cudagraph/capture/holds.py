@@ -162,7 +162,7 @@ class HandedOut:
         """Give the parameters what the graph has made."""
         if gradients:
             own = [self.own(gradient) for _, gradient in gradients]
-            torch._foreach_copy_(own, [gradient for _, gradient in gradients])
+            _copy(own, [gradient for _, gradient in gradients])
             for (parameter, _), gradient in zip(gradients, own, strict=True):
                 parameter.grad = gradient
 
@@ -170,7 +170,7 @@ class HandedOut:
         """Bring what the host has made of them to the graph, in the middle of the step."""
         if gradients:
             own = [self.own(gradient) for _, gradient in gradients]
-            torch._foreach_copy_([gradient for _, gradient in gradients], own)
+            _copy([gradient for _, gradient in gradients], own)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
@@ -219,6 +219,10 @@ class GradientCopies:
         if self.handed is not None:
             self.handed.put_back()
             self.handed = None
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    torch._foreach_copy_([*map(local, targets)], [*map(local, sources)])
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
