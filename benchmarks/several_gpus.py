@@ -1,10 +1,13 @@
-"""Step time on several GPUs, under DDP: eager, with the callback, and with the callback without timings.
+"""Step time on several GPUs: eager, with the callback, and with the callback without timings.
 
 All fits of a model are in one group of processes, in turn, with `self.log` and TensorBoardLogger; every
 process has its own batches. Rank 0 prints, for each, the median over the rounds of the mean step, the
 fastest and the slowest of them, and how many times as fast as eager it is, taken round by round.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.several_gpus
+
+They average gradients (DDP); with `--sharded`, `fully_shard` is called on each member of the module's
+lists of layers, and on the module itself.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from benchmarks.fits import ON_GPU, environment, pinned
@@ -49,8 +55,31 @@ def _batches(workload: Workload, steps: int, tiny: bool) -> DataLoader[Any]:
     return DataLoader(every, batch_size=None)
 
 
-def step_us(workload: Workload, callbacks: list[Callback], steps: int, tiny: bool) -> float:
+def _sharded(module: pl.LightningModule) -> pl.LightningModule:
+    """Let a module split its weights between the processes, when it is set up."""
+
+    def configure_model() -> None:
+        mesh = module.device_mesh["data_parallel"]
+        for layers in (each for each in module.modules() if isinstance(each, nn.ModuleList)):
+            for layer in layers:
+                fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+
+    module.configure_model = configure_model  # type: ignore[method-assign]
+    return module
+
+
+def step_us(
+    workload: Workload, callbacks: list[Callback], steps: int, tiny: bool, sharded: bool = False
+) -> float:
     """Microseconds of a step, without the first ones.
+
+    Args:
+        workload: the model.
+        callbacks: the Trainer's.
+        steps: how many, with the first ones.
+        tiny: the model in its tiny size.
+        sharded: weights are split between the processes.
 
     Raises:
         RuntimeError: if steps were not replayed.
@@ -62,14 +91,15 @@ def step_us(workload: Workload, callbacks: list[Callback], steps: int, tiny: boo
     in_group = {
         "devices": int(os.environ.get("LOCAL_WORLD_SIZE", size)),
         "num_nodes": size // int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-        "strategy": "ddp",
+        "strategy": ModelParallelStrategy(size, 1) if sharded else "ddp",
         "use_distributed_sampler": False,
         "max_epochs": None,
         "max_steps": steps,
         "limit_val_batches": 0,
     }
     with trainer_for(workload, [stopwatch, *callbacks], **in_group) as trainer:
-        trainer.fit(workload.make(tiny), loader)
+        module = workload.make(tiny)
+        trainer.fit(_sharded(module) if sharded else module, loader)
     for callback in callbacks:
         assert isinstance(callback, CUDAGraphCallback)
         counts = callback.counts
@@ -87,6 +117,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=names, default=["GPT"])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sharded", action="store_true", help="split weights between the processes")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to see whether all runs")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
@@ -104,7 +135,9 @@ def main() -> None:
         times_us: dict[str, list[float]] = {name: [] for name in VARIANTS}
         for _ in range(args.rounds):
             for name, callbacks in VARIANTS.items():
-                times_us[name].append(step_us(workload, callbacks(), args.steps, args.tiny))
+                times_us[name].append(
+                    step_us(workload, callbacks(), args.steps, args.tiny, args.sharded)
+                )
         if int(os.environ["RANK"]) != 0:
             continue
         for name, times in times_us.items():
@@ -117,7 +150,8 @@ def main() -> None:
             )
             rows.append({"model": workload.name, "variant": name, "step_us": times})
     if args.json and int(os.environ["RANK"]) == 0:
-        found = {**environment(), "gpus": int(os.environ["WORLD_SIZE"]), "steps": args.steps}
+        how = {"gpus": int(os.environ["WORLD_SIZE"]), "steps": args.steps, "sharded": args.sharded}
+        found = {**environment(), **how}
         args.json.write_text(json.dumps({**found, "rows": rows}))
 
 
