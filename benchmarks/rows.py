@@ -38,7 +38,7 @@ class Cell(Times):
         unavailable: it could not even be tried here.
         equal: its weights at the end are those of eager Lightning, bit for bit; None if not compared.
         furthest: the largest difference of a weight.
-        must_be_equal: they must be the same.
+        must_be_equal: they must be the same, if eager Lightning comes to the same twice.
         report: of the callback.
         memory_bytes: device memory that the callback's graphs took.
     """
@@ -70,6 +70,8 @@ class Row:
         limits_failure: why not.
         took_s: seconds for all of it.
         failure: why the row as a whole has nothing, or None.
+        eager_again: the largest difference between the weights of two fits of eager Lightning; None if
+            nobody asked, because those that must come to its weights did.
     """
 
     model: str
@@ -79,6 +81,7 @@ class Row:
     limits_failure: str | None = None
     took_s: float = float("nan")
     failure: str | None = None
+    eager_again: float | None = None
 
     def measured(self, peer: str) -> Cell | None:
         """What came of a peer, if it has figures."""
@@ -180,6 +183,19 @@ def measure_row(
             continue
         cell.step_us, cell.begin_s = each.step_us, each.begin_s
         cell.report, cell.memory_bytes = outcomes[name].report, outcomes[name].memory_bytes
+    again = [peer for peer in peers if peer.name == EAGER and weights.are_known]
+    if again and any(cell.must_be_equal and cell.equal is False for cell in row.cells.values()):
+        control = Cell()
+
+        def eager_again(batches: BlockedBatches) -> None:
+            weights.compare(control, None, again[0].fit(workload, tiny, batches).weights)
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            fits_in_turn({EAGER: eager_again}, lambda: pinned(workload.batch(tiny)), blocks, None)
+        row.eager_again = control.furthest
+        if control.equal is False:
+            for cell in row.cells.values():
+                cell.must_be_equal = False
     gc.collect()
     if ON_GPU and with_limits:
         try:
@@ -197,9 +213,13 @@ class _Weights:
     def __init__(self) -> None:
         self._eager: dict[str, Tensor] | None = None
 
-    def compare(self, cell: Cell, peer: Peer, weights: dict[str, Tensor]) -> None:
-        """Note how far a fit's weights are from them."""
-        if peer.name == EAGER:
+    @property
+    def are_known(self) -> bool:
+        return self._eager is not None
+
+    def compare(self, cell: Cell, peer: Peer | None, weights: dict[str, Tensor]) -> None:
+        """Note how far a fit's weights are from them, which the first fit of that peer has brought."""
+        if peer is not None and peer.name == EAGER:
             self._eager = weights
         elif self._eager is not None and weights:
             pairs = [(tensor, weights[name]) for name, tensor in self._eager.items()]

@@ -28,6 +28,7 @@ from benchmarks.peers import (
     ONE_STREAM,
     PEERS,
     REPLAYS,
+    Outcome,
     Peer,
 )
 from benchmarks.picture import draw
@@ -270,3 +271,25 @@ def test_the_names_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert all(f"\n{peer.name}\n" in said for peer in PEERS)
     assert len({workload.name for workload in WORKLOADS}) == len(WORKLOADS)
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_nobody_must_come_to_what_eager_lightning_does_not_come_to_twice(steady: bool) -> None:
+    fits = iter(range(9))
+
+    def eager(workload: Workload, tiny: bool, batches: Any) -> Outcome:
+        list(batches)
+        return Outcome({"weight": torch.tensor([0.0 if steady else float(next(fits))])})
+
+    def other(workload: Workload, tiny: bool, batches: Any) -> Outcome:
+        list(batches)
+        return Outcome({"weight": torch.tensor([5.0])})
+
+    ways = [Peer(EAGER, eager), Peer(BY_HAND, other, same_numbers=True)]
+    row = measure_row(MLP, ways, BLOCKS, tiny=True)
+    assert row.cells[BY_HAND].equal is False
+    assert row.cells[BY_HAND].is_wrong == steady
+    assert row.eager_again == (0.0 if steady else 1.0)
+    text = markdown(Table({}, BLOCKS.steps, BLOCKS.rounds, rows=[row]))
+    assert ("**but must be**" in text) == steady
+    assert (f"{EAGER} itself, trained again, comes to others (1.0e+00)" in text) != steady
