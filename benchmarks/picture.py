@@ -46,7 +46,7 @@ def _panel(axes: Any, row: Row) -> None:
         colour = _OURS if name.startswith("callback") else _OTHERS
         axes.barh(place, cell.median_us, color=colour, height=0.7)
         axes.hlines(place, low_us, high_us, color="black", linewidth=1.2)
-        axes.text(cell.median_us, place, f" {cell.median_us:.0f}", va="center", fontsize=7)
+        axes.text(high_us, place, f" {cell.median_us:.0f}", va="center", fontsize=7)
     if (replays := row.measured(REPLAYS)) is not None:
         axes.axvline(replays.median_us, color="black", linewidth=0.9, linestyle="--")
     if row.limits is not None:

@@ -111,9 +111,7 @@ def _equality(row: Row) -> list[str]:
     if row.measured(EAGER) is None:
         return [row.model, "not compared", ""]
     if row.eager_again:
-        same.append(
-            f"none must: {EAGER} itself, trained again, comes to others ({row.eager_again:.1e})"
-        )
+        same.append(f"none must: {EAGER} itself, trained again, comes to others ({row.eager_again:.1e})")
     return [row.model, "; ".join(same), "; ".join(others)]
 
 

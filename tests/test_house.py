@@ -21,7 +21,7 @@ FLOORS = [
     ["graphed_step"],
     ["metrics"],
     ["logs"],
-    ["host_rules", "profilers", "replicas", "settings", "strategies", "support"],
+    ["host_rules", "profilers", "replicas", "settings", "shards", "strategies", "support"],
     ["training"],
     ["distributed", "evaluation", "layer_timings", "manual"],
     ["arguments", "callback"],
