@@ -330,8 +330,13 @@ class CUDAGraphCallback(Callback):
         return training
 
     def _arguments(self) -> dict[str, Any]:
+        """What was asked for, in the form in which the same is equal."""
         names = inspect.signature(CUDAGraphCallback).parameters
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {
+            "warmup_steps": self.warmup_steps or DEFAULT_WARMUP_STEPS,
+            "streams": stream_choice.DEFAULT_STREAMS if self.streams is None else self.streams,
+            "harmless": sorted(set(self.harmless)),
+        }
 
     def _backend_for(self, trainer: pl.Trainer) -> Backend:
         """The one backend of a run, whose graphs share their memory."""

@@ -216,8 +216,9 @@ class Distributed:
         sigterm, _, batch = highest
         if lowest[2] != batch:
             raise PeerError(
-                f"The processes are at different batches: {lowest[2] - 1} and {batch - 1}. A process"
-                " skips batches, in `on_train_batch_start`, say; let all of them skip the same."
+                f"The processes are at different batches: {lowest[2] - 1} and {batch - 1}. One of them"
+                " skips batches, in `on_train_batch_start`, say, or has begun another epoch. Let all skip"
+                " the same, and give all of them the same numbers of batches, steps and epochs."
             )
         if lowest[1] != highest[1]:
             raise PeerError(

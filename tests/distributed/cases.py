@@ -723,6 +723,27 @@ def an_error_on_rank_1(here: Here) -> None:
     here.train("graph", CUDAGraphCallback(), callbacks=(Raises(1),))
 
 
+class RaisesEarly(Callback):
+    """Raises before training begins, in one process."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == self.rank:
+            raise ValueError("no more cheese")
+
+
+def an_error_before_training_on_rank_0(here: Here) -> None:
+    """Raises where the other processes are about to compare what they were asked for with this one."""
+    here.train("graph", CUDAGraphCallback(), callbacks=(RaisesEarly(0),))
+
+
+def an_error_before_training_on_rank_1(here: Here) -> None:
+    """Raises where the other processes are about to compare what they were asked for with this one."""
+    here.train("graph", CUDAGraphCallback(), callbacks=(RaisesEarly(1),))
+
+
 class RaisesInStep(Net):
     """Raises in a step of warm-up, in one process."""
 

@@ -36,6 +36,20 @@ def test_an_error_in_a_step_of_one_process_ends_all(tmp_path: Path, accelerator:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_before_training_in_one_process_ends_all(
+    tmp_path: Path, accelerator: str, rank: int
+) -> None:
+    case = f"an_error_before_training_on_rank_{rank}"
+    ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
+    assert [process.status for process in ended] == [1, 1], ended
+    assert "ValueError: no more cheese" in ended[rank].cases[case]
+    # In a barrier of Lightning's, the connection is what it misses; then the reason is told beside it.
+    other = ended[1 - rank]
+    assert f"rank {rank}: ValueError: no more cheese" in other.cases[case] + other.said, other
+    assert abs(ended[0].ended_s - ended[1].ended_s) < ALL_ENDED_S
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_in_one_process_ends_all(tmp_path: Path, accelerator: str, rank: int) -> None:
     case = f"an_error_on_rank_{rank}"
     ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
