@@ -179,12 +179,12 @@ class CUDAGraphCallback(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close()  # a run that another callback's exception ended before our hooks
         check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
-        if stage != TrainerFn.FITTING:
+        if stage != TrainerFn.FITTING or self.backend == "off":
             return
         # From now on, so that the others know why this process does not come to the start of training.
         self._processes = Distributed(trainer)
         strategy = trainer.strategy
-        if self.backend != "off" and isinstance(strategy, DDPStrategy):
+        if isinstance(strategy, DDPStrategy):
             self._wrapping = ExitStack()
             wrapped_on_side_stream(strategy, self._backend_for(trainer), self._wrapping)
 
@@ -195,14 +195,15 @@ class CUDAGraphCallback(Callback):
         self._backend, self._processes = backend, processes
         self.report = self.counts = self.evaluation_counts = None
         if self.backend == "off":
-            self._processes.compare(self._arguments())
+            processes.compare(self._arguments())
+            self._leave_others()
             return
         try:
             self._training = self._graphed(trainer, pl_module, self._processes)
         except UnsupportedError as error:
             if self.on_unsupported == "raise":
                 raise
-            self._processes = None
+            self._leave_others()
             self.report = f"lightning_cudagraph: all steps eager. {error.reason}"
             rank_zero_warn(f"{self.report} {error.remedy}")
             return
@@ -357,6 +358,12 @@ class CUDAGraphCallback(Callback):
             stream_choice.streams_for(self.streams, self.streams_memory_bytes),
             self.compile,
         )
+
+    def _leave_others(self) -> None:
+        """This process goes on without graphs, and by itself."""
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.close()
 
     def _close(self) -> None:
         training, self._training = self._training, None

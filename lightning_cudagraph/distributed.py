@@ -132,6 +132,8 @@ class Distributed:
         self._all_end = False  # with a SIGTERM, and all know it
         if trainer.world_size > 1 and dist.is_initialized():
             self._ranks = Ranks(self._flags, self._met)
+            # Until training starts, processes may wait in NCCL for one that has failed.
+            self._ranks.watch(trainer.strategy.root_device)
 
     @property
     def agreement(self) -> Agreement | None:
@@ -217,8 +219,8 @@ class Distributed:
         if lowest[2] != batch:
             raise PeerError(
                 f"The processes are at different batches: {lowest[2] - 1} and {batch - 1}. One of them"
-                " skips batches, in `on_train_batch_start`, say, or has begun another epoch. Let all skip"
-                " the same, and give all of them the same numbers of batches, steps and epochs."
+                " skips batches, in `on_train_batch_start`, say, or has begun another epoch. Let all of"
+                " them skip the same, and give all the same numbers of batches, steps and epochs."
             )
         if lowest[1] != highest[1]:
             raise PeerError(

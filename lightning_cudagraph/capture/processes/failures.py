@@ -64,7 +64,7 @@ class Failures:
             device: what this process trains on. It can wait for a GPU, and then a thread looks.
         """
         self._device = device
-        if device.type == "cuda":
+        if device.type == "cuda" and self._watch is None:
             self._watch = threading.Thread(target=self._look_out, name="cudagraph-ranks", daemon=True)
             self._watch.start()
 

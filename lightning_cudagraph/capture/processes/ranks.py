@@ -96,13 +96,21 @@ class Ranks:
         self._timeout_s = 0.0
         self._since_s = 0.0  # of the meeting at hand
 
+    def watch(self, device: torch.device) -> None:
+        """From now on, look for failures of others; before `start`, or with it.
+
+        Args:
+            device: what this process trains on. If it is a GPU, which a process can wait for, a thread
+                looks.
+        """
+        self._failures.watch(device)
+
     def start(self, timeout: timedelta, device: torch.device) -> None:
         """Make ready to meet.
 
         Args:
             timeout: how long processes may wait for one another.
-            device: what this process trains on. If it is a GPU, which a process can wait for, a thread
-                looks for failures of others.
+            device: as `watch` takes it.
         """
         self._timeout_s = timeout.total_seconds()
         self._board = self._shared_board()
