@@ -23,6 +23,9 @@ from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
 __all__ = ["Shards", "check_shards", "sharded_modules"]
 
 _PLAIN = (bool, int, float, str)
+# How weights are gathered and gradients reduced: torch's own way, or somebody else's.
+_WAYS = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
+_TORCHS = ("DefaultAllGather", "DefaultReduceScatter", "NoneType")
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
@@ -63,13 +66,7 @@ def check_shards(model: nn.Module) -> None:
                     " the optimizer steps there.",
                     "Leave it out.",
                 )
-            own = [
-                name
-                for name in ("_all_gather_comm", "_reduce_scatter_comm")
-                if not type(getattr(state, name, None)).__name__.startswith(("Default", "NoneType"))
-            ]
-            if getattr(state, "_all_reduce_hook", None) is not None:
-                own.append("_all_reduce_hook")
+            own = [name for name, kind in _ways(state).items() if kind not in _TORCHS]
             if own:
                 raise UnsupportedError(
                     f"`{type(module).__qualname__}` gathers weights, or reduces gradients, by code of"
@@ -77,6 +74,10 @@ def check_shards(model: nn.Module) -> None:
                     "Leave out `set_custom_all_gather`, `set_custom_reduce_scatter` and"
                     " `set_all_reduce_hook`.",
                 )
+
+
+def _ways(state: Any) -> dict[str, str]:
+    return {name: type(vars(state)[name]).__name__ for name in _WAYS if name in vars(state)}
 
 
 class Shards:
@@ -105,7 +106,10 @@ class Shards:
     def settings(self) -> tuple[Any, ...]:
         """All numbers, switches and words that the hooks go by, in a form that is quick to compare."""
         return tuple(
-            value for state in self._states for value in vars(state).values() if type(value) in _PLAIN
+            value if (kind := type(value)) in _PLAIN else kind
+            for state in self._states
+            for name, value in vars(state).items()
+            if type(value) in _PLAIN or name in _WAYS
         )
 
     def described(self) -> dict[str, Any]:
@@ -113,7 +117,7 @@ class Shards:
         return {
             f"`{name}` of `fully_shard` ({index})": value
             for index, state in enumerate(self._states)
-            for name, value in vars(state).items()
+            for name, value in (vars(state) | _ways(state)).items()
             if type(value) in _PLAIN
         }
 

@@ -13,7 +13,7 @@ from lightning.fabric.strategies import ModelParallelStrategy as FabricModelPara
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
@@ -257,6 +257,28 @@ def fully_sharded_with_settings_that_change(here: Here) -> None:
 def fully_sharded_in_mixed_precision(here: Here) -> None:
     """Weights are gathered in bfloat16."""
     _same_when_sharded(here, NetInMixedPrecision)
+
+
+class Offloaded(ShardedNet):
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        fully_shard(self, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+class ReducedByHand(ShardedNet):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.head.set_all_reduce_hook(lambda gradients: None)  # type: ignore[operator]
+
+
+def fully_sharded_in_ways_of_ones_own(here: Here) -> None:
+    """Refused: what works on the host, or by code of the user's, whenever weights are gathered."""
+    for build, reason in (
+        (Offloaded, "keeps weights in host memory"),
+        (ReducedByHand, "all_reduce_hook"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            here.train("graph", CUDAGraphCallback(), **_SHARDED | {"build": build})
 
 
 def several_streams_of_sharded_weights(here: Here) -> None:
