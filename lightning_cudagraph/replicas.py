@@ -72,10 +72,6 @@ class Replicas:
         """Whether gradients are averaged in the step that is about to run."""
         return self._ddp is not None and self._ddp.require_backward_grad_sync
 
-    def begin(self) -> None:
-        """A step begins."""
-        self.shards.scatter()
-
     def ran(self, place: Place) -> None:
         """An eager step went through."""
         self._averaged += place.syncs
@@ -87,10 +83,10 @@ class Replicas:
 
     def unlike_others(self, place: Place) -> str:
         """Why the step that is about to run does not do what others in its place do, or nothing."""
-        if self.shards:
-            return self.shards.unlike_others()
         ddp = self._ddp
-        if ddp is None or not ddp.modules_buffers:
+        if ddp is None:
+            return self.shards.unlike_others()
+        if not ddp.modules_buffers:
             return ""
         if ddp.will_sync_module_buffers() == (place.drops and self._broadcasts(ddp)):
             return ""
@@ -109,10 +105,11 @@ class Replicas:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a step does to the wrapper on the host."""
+        """Undo what a step does on the host to the wrapper, or to sharded modules."""
         ddp = self._ddp
         if ddp is None:
-            yield
+            with self.shards.undone():
+                yield
             return
         before = ddp.require_forward_param_sync
         try:

@@ -1,18 +1,22 @@
 """Weights that are split between processes, and gathered when a step needs them (`fully_shard`).
 
 Its hooks do all of that with ops, on streams that wait for one another, so that a capture holds it. What
-they remember on the host, a replay does not see:
+they remember on the host from one step to the next, a replay does not see. So a step is left to run
+eagerly that
 
-- Weights that are still gathered. After an evaluation those of the outermost module are, and the next
-  step would use them as they are; one that is replayed gathers for itself, and would leave those that
-  are gathered behind, as they were before it, for the next evaluation.
-- Gradients that a step has not reduced, because the user said so; the next one adds to them.
-- Settings, such as what gradients are divided by, which may change at any time.
+- finds weights gathered, or about to be: by an evaluation, which leaves those of the outermost module
+  so, or by the user. An eager step uses them as they are, whoever has written into them since.
+- leaves something behind: weights that stay gathered, gradients that wait to be reduced.
+- gathers weights or reduces gradients by code of the user's.
+
+Its settings, such as what gradients are divided by, are compared before each replay.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,14 +39,23 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     return [] if package is None else [m for m in model.modules() if isinstance(m, package.FSDPModule)]
 
 
+def _groups(module: Any) -> list[Any]:
+    """Of each set of weights that such a module gathers together, what its hooks keep."""
+    state = module._get_fsdp_state()
+    # There can be more than one since torch 2.13.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    found = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
 def _states(module: Any) -> list[Any]:
-    """What the hooks of such a module keep: of itself, and of the weights that it gathers together."""
+    """What the hooks of such a module keep: of itself, and of its weights."""
     try:
         state = module._get_fsdp_state()
-        # There can be more than one since torch 2.13.
-        groups = getattr(state, "_fsdp_param_groups", None)
-        found = [state._fsdp_param_group] if groups is None else [*groups]
-        return [state, state._state_ctx, *(group for group in found if group is not None)]
+        groups = _groups(module)
+        for group in groups:
+            _ = group.is_sharded, group._all_gather_result, group.fsdp_params  # is all of it there?
+        return [state, state._state_ctx, *groups]
     except AttributeError as error:
         raise CUDAGraphError(
             f"`{error.name}` of `fully_shard` is gone from torch {torch.__version__}, and captures of"
@@ -89,50 +102,106 @@ class Shards:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = sharded_modules(model)
-        self._states = [state for module in self._modules for state in _states(module)]
-        # What the step before has left on the host, because the user said so.
+        # Gradients of the step before have not been reduced yet.
         self._is_unreduced = False
-        self._is_gathered = False
 
     def __bool__(self) -> bool:
         return bool(self._modules)
 
-    def scatter(self) -> None:
-        """Before a step: let go of weights that are still gathered, as an evaluation leaves them."""
-        if not self.unlike_others():
-            for module in self._modules:
-                module.reshard()
-
     def settings(self) -> tuple[Any, ...]:
         """All numbers, switches and words that the hooks go by, in a form that is quick to compare."""
         return tuple(
-            value if (kind := type(value)) in _PLAIN else kind
-            for state in self._states
-            for name, value in vars(state).items()
-            if type(value) in _PLAIN or name in _WAYS
+            value for state in self._states() for value in vars(state).values() if type(value) in _PLAIN
         )
 
     def described(self) -> dict[str, Any]:
         """The same by name."""
         return {
             f"`{name}` of `fully_shard` ({index})": value
-            for index, state in enumerate(self._states)
-            for name, value in (vars(state) | _ways(state)).items()
+            for index, state in enumerate(self._states())
+            for name, value in vars(state).items()
             if type(value) in _PLAIN
         }
 
     def ran(self) -> None:
         """An eager step went through."""
         self._is_unreduced = self._is_off("reduce_grads", "all_reduce_grads")
-        self._is_gathered = self._is_off("reshard_after_backward")
 
     def unlike_others(self) -> str:
-        """Why the step that is about to run keeps something on the host, or nothing."""
-        if self._is_gathered or self._is_off("reshard_after_backward"):
+        """Why the step that is about to run goes by, or leaves, what is on the host; or nothing."""
+        if not self._modules:
+            return ""
+        groups = [group for module in self._modules for group in _groups(module)]
+        if not all(group.is_sharded and group._all_gather_result is None for group in groups):
+            return (
+                "weights are gathered before it (by an evaluation, a call of the module between two"
+                " steps, or `unshard()`)"
+            )
+        if self._is_off("reshard_after_backward"):
             return "weights stay gathered behind the backward pass (`set_reshard_after_backward(False)`)"
-        if self._is_unreduced or self._is_off("reduce_grads", "all_reduce_grads"):
-            return "gradients wait to be reduced (`set_requires_gradient_sync(False)`)"
+        if self._is_unreduced or self._is_off("reduce_grads", "all_reduce_grads", "is_last_backward"):
+            return "gradients wait to be reduced (`set_requires_gradient_sync(False)` or the like)"
+        if any(kind not in _TORCHS for group in groups for kind in _ways(group).values()):
+            return "weights are gathered, or gradients reduced, by code of the user's"
         return ""
 
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what a step does on the host, also where it ends in the middle, by an error."""
+        parts = [_Remembered(part) for part in self._parts()]
+        try:
+            yield
+        except BaseException:
+            for remembered in parts:
+                remembered.put_back("_training_state")  # else some would stay gathered
+            for module in self._modules:
+                module.reshard()
+            raise
+        finally:
+            for remembered in parts:
+                remembered.put_back()
+
+    def _states(self) -> Iterator[Any]:
+        for module in self._modules:
+            yield from _states(module)
+
+    def _parts(self) -> list[Any]:
+        """All that the hooks keep, each once."""
+        found: dict[int, Any] = {}
+        for state in self._states():
+            around = [getattr(state, name, None) for name in ("_comm_ctx", "comm_ctx")]
+            for part in (state, *around, *getattr(state, "fsdp_params", ())):
+                if part is not None:
+                    found[id(part)] = part
+        return [*found.values()]
+
     def _is_off(self, *switches: str) -> bool:
-        return any(getattr(state, name, True) is False for state in self._states for name in switches)
+        return any(getattr(state, name, True) is False for state in self._states() for name in switches)
+
+
+class _Remembered:
+    """An object of the hooks', with all that it refers to, and what is in its own containers."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self._values = dict(vars(part))
+        self._contents = [
+            (value, value.copy()) for value in self._values.values() if type(value) in (dict, list, set)
+        ]
+        weight = self._values.get("_unsharded_param")
+        self._gradient = (weight, None if weight is None else weight.grad)
+
+    def put_back(self, name: str | None = None) -> None:
+        """Put back one value, if there is one of this name, or everything."""
+        if name is not None:
+            if name in self._values:
+                setattr(self._part, name, self._values[name])
+            return
+        vars(self._part).clear()
+        vars(self._part).update(self._values)
+        for container, content in self._contents:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+        weight, gradient = self._gradient
+        if weight is not None:
+            weight.grad = gradient

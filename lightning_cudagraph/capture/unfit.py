@@ -97,6 +97,12 @@ def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
     for what, tensors in found:
         for name, tensor in tensors:
             made_of = type(tensor)
+            if sharded and is_split(made_of) and tensor.device_mesh.ndim > 1:
+                raise UnsupportedError(
+                    f"The {what} `{name}` is split between processes in more than one way (a mesh of"
+                    f" {tensor.device_mesh.ndim} dimensions: hybrid sharding, or tensor parallelism).",
+                    "Use `fully_shard` with a mesh of one dimension.",
+                )
             if is_traceable_wrapper_subclass(tensor) and id(tensor) not in looked_after:
                 raise UnsupportedError(
                     f"The {what} `{name}` is a `{made_of.__qualname__}`, which has no memory of its"

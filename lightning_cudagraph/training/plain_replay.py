@@ -115,7 +115,6 @@ class PlainReplay:
             or self._replicas.unlike_others(place)
         ):
             return NOT_PLAIN
-        self._replicas.begin()
         timed = self._clock.is_due(optimization.optim_progress.optimizer_steps)
         progress = optimization.optim_progress.optimizer.step
         total, current = progress.total, progress.current

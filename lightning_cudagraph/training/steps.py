@@ -101,7 +101,6 @@ class TrainingSteps:
             The loss if it was replayed, or None.
         """
         self._hooks.watch(closure, self._part.optimizer.optimizer)
-        self._replicas.begin()
         logs = self._recorder.logs
         logs.settle()
         steps_before = self._optimization.optim_progress.optimizer_steps

@@ -203,31 +203,77 @@ def fully_sharded_in_windows(here: Here) -> None:
     )
 
 
-class Looked(Callback):
-    """Asks the module something between two steps, which gathers weights."""
+class Meddling(Callback):
+    """Asks the module between two steps, writes into its weights, and has them gathered too early."""
 
     def __init__(self) -> None:
         self.said: list[Tensor] = []
-        self.left_gathered = False
+        self.found_gathered = False
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, n: int) -> None:
+        if trainer.current_epoch == 1 and n % 4 == 1:
+            with torch.no_grad():
+                pl_module.eval()
+                self.said.append(trainer.strategy.model(torch.ones(2, 12, device=pl_module.device)))
+                pl_module.train()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        weights = [*pl_module.parameters()]
+        self.found_gathered |= any(not isinstance(weight, DTensor) for weight in weights)
         with torch.no_grad():
-            pl_module.eval()
-            self.said.append(trainer.strategy.model(torch.ones(2, 12, device=pl_module.device)))
-            pl_module.train()
-        self.left_gathered |= any(not isinstance(p, DTensor) for p in pl_module.parameters())
+            for weight in weights:  # of the outermost module: what is gathered, and not what is kept
+                weight.mul_(0.9)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, n: int) -> None:
+        if trainer.current_epoch == 2 and n % 4 == 2:
+            pl_module.head.unshard(async_op=True)
 
 
-def fully_sharded_and_asked(here: Here) -> None:
-    """What is asked between two steps is answered by the weights of the last."""
-    plain, graph = Looked(), Looked()
-    one = here.train("plain", None, callbacks=(plain,), **_SHARDED)
-    other = here.train("graph", CUDAGraphCallback(), callbacks=(graph,), **_SHARDED)
+def fully_sharded_and_meddled_with(here: Here) -> None:
+    """What finds weights gathered uses them as they are."""
+    runs = {"max_epochs": 4, **_SHARDED}
+    plain, graph = Meddling(), Meddling()
+    one = here.train("plain", None, callbacks=(plain,), **runs)
+    other = here.train("graph", CUDAGraphCallback(), callbacks=(graph,), **runs)
     assert_same(one, other, ignore=("_ms/",))
     assert not differences(plain.said, graph.said)
+    assert plain.found_gathered
     assert other.counts.replayed >= 10, other.counts
-    assert plain.left_gathered
-    assert graph.left_gathered
+    assert any("weights are gathered before it" in reason for reason in other.counts.eager), other.counts
+
+
+class Reading(ShardedNet):
+    """Reads a value in the middle of the forward pass, or of the backward pass."""
+
+    in_backward = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.features(x)
+        if not self.in_backward and hidden.sum().item() > 1e9:
+            return hidden
+        if self.in_backward and hidden.requires_grad:
+            hidden.register_hook(self._read)
+        return self.head(hidden)
+
+    def _read(self, gradient: Tensor) -> None:
+        if gradient.sum().item() > 1e9:
+            raise ValueError
+
+
+class ReadingInBackward(Reading):
+    in_backward = True
+
+
+def fully_sharded_and_not_captured(here: Here) -> None:
+    """A capture that ends in the middle leaves nothing gathered, and nothing that is waited for."""
+    for build in (Reading, ReadingInBackward):
+        runs = _SHARDED | {"build": build}
+        plain = here.train(f"plain {build.__name__}", None, **runs)
+        callback = CUDAGraphCallback(on_unsupported="eager")
+        eager = here.train(f"eager {build.__name__}", callback, **runs)
+        assert_same(plain, eager, ignore=("_ms/",))
+        assert eager.counts.replayed == 0, eager.counts
+        assert any("`.item()`" in reason for reason in eager.counts.eager), eager.counts
 
 
 class Changing(Callback):

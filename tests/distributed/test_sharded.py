@@ -17,7 +17,11 @@ def test_weights_that_are_split_train_as_without_the_callback(tmp_path: Path, ac
         tmp_path,
         accelerator,
         *("fully_sharded", "fully_sharded_always", "fully_sharded_never", "fully_sharded_in_windows"),
-        *("fully_sharded_and_asked", "fully_sharded_with_settings_that_change"),
+        *(
+            "fully_sharded_and_meddled_with",
+            "fully_sharded_and_not_captured",
+            "fully_sharded_with_settings_that_change",
+        ),
         *("fully_sharded_in_mixed_precision", "fully_sharded_in_ways_of_ones_own"),
         "several_streams_of_sharded_weights",
     )
