@@ -12,19 +12,22 @@ def _assert_all_ok(tmp_path: Path, accelerator: str, *cases: str) -> None:
     assert_all_ok(launch(tmp_path, named, accelerator, timeout_s=400), named)
 
 
+CAPTURED = (
+    "fully_sharded",
+    "fully_sharded_always",
+    "fully_sharded_never",
+    "fully_sharded_in_windows",
+    "fully_sharded_and_meddled_with",
+    "fully_sharded_and_not_captured",
+    "fully_sharded_with_settings_that_change",
+    "fully_sharded_in_mixed_precision",
+    "fully_sharded_in_ways_of_ones_own",
+    "several_streams_of_sharded_weights",
+)
+
+
 def test_weights_that_are_split_train_as_without_the_callback(tmp_path: Path, accelerator: str) -> None:
-    _assert_all_ok(
-        tmp_path,
-        accelerator,
-        *("fully_sharded", "fully_sharded_always", "fully_sharded_never", "fully_sharded_in_windows"),
-        *(
-            "fully_sharded_and_meddled_with",
-            "fully_sharded_and_not_captured",
-            "fully_sharded_with_settings_that_change",
-        ),
-        *("fully_sharded_in_mixed_precision", "fully_sharded_in_ways_of_ones_own"),
-        "several_streams_of_sharded_weights",
-    )
+    _assert_all_ok(tmp_path, accelerator, *CAPTURED)
 
 
 def test_split_weights_are_refused_or_trained_eagerly(tmp_path: Path, accelerator: str) -> None:
