@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch.strategies import Strategy
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.capture.steps import Place
@@ -45,7 +44,7 @@ def _is_unfinished(ddp: DistributedDataParallel) -> bool:
 def has_replicas(strategy: Strategy) -> bool:
     """Whether there are collectives in steps: of a wrapper, or of sharded weights."""
     model = strategy.model
-    return isinstance(model, DistributedDataParallel) or bool(model and sharded_modules(model))
+    return isinstance(model, DistributedDataParallel) or bool(sharded_modules(model))
 
 
 class Replicas:
@@ -58,7 +57,7 @@ class Replicas:
     def __init__(self, strategy: Strategy) -> None:
         model = strategy.model
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
-        self.shards = Shards(model) if model is not None else Shards(nn.Module())
+        self.shards = Shards(model)
         self._averaged = 0
         self._broken = False
 

@@ -32,11 +32,13 @@ _WAYS = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
 _TORCHS = ("DefaultAllGather", "DefaultReduceScatter", "NoneType")
 
 
-def sharded_modules(model: nn.Module) -> list[Any]:
+def sharded_modules(model: nn.Module | None) -> list[Any]:
     """The modules in a model that `fully_shard` has been called on."""
     # Its package takes long to import; who has not imported it has no such module.
     package: Any = sys.modules.get("torch.distributed.fsdp")
-    return [] if package is None else [m for m in model.modules() if isinstance(m, package.FSDPModule)]
+    if model is None or package is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, package.FSDPModule)]
 
 
 def _groups(module: Any) -> list[Any]:
@@ -50,12 +52,15 @@ def _groups(module: Any) -> list[Any]:
 
 def _states(module: Any) -> list[Any]:
     """What the hooks of such a module keep: of itself, and of its weights."""
+    state = module._get_fsdp_state()
+    return [state, state._state_ctx, *_groups(module)]
+
+
+def _check_names(module: Any) -> None:
     try:
-        state = module._get_fsdp_state()
-        groups = _groups(module)
-        for group in groups:
-            _ = group.is_sharded, group._all_gather_result, group.fsdp_params  # is all of it there?
-        return [state, state._state_ctx, *groups]
+        _ = _states(module)
+        for group in _groups(module):
+            _ = group.is_sharded, group._all_gather_result, group._training_state, group.fsdp_params
     except AttributeError as error:
         raise CUDAGraphError(
             f"`{error.name}` of `fully_shard` is gone from torch {torch.__version__}, and captures of"
@@ -69,17 +74,19 @@ def check_shards(model: nn.Module) -> None:
 
     Raises:
         UnsupportedError: naming it.
+        CUDAGraphError: if torch has lost private names that captures of sharded weights are built on.
     """
     for module in sharded_modules(model):
-        for state in _states(module)[2:]:
-            policy = getattr(state, "offload_policy", None)
+        _check_names(module)
+        for group in _groups(module):
+            policy = getattr(group, "offload_policy", None)
             if type(policy).__name__ == "CPUOffloadPolicy":
                 raise UnsupportedError(
                     "`fully_shard(offload_policy=CPUOffloadPolicy())` keeps weights in host memory, and"
                     " the optimizer steps there.",
                     "Leave it out.",
                 )
-            own = [name for name, kind in _ways(state).items() if kind not in _TORCHS]
+            own = [name for name, kind in _ways(group).items() if kind not in _TORCHS]
             if own:
                 raise UnsupportedError(
                     f"`{type(module).__qualname__}` gathers weights, or reduces gradients, by code of"
@@ -89,18 +96,18 @@ def check_shards(model: nn.Module) -> None:
                 )
 
 
-def _ways(state: Any) -> dict[str, str]:
-    return {name: type(vars(state)[name]).__name__ for name in _WAYS if name in vars(state)}
+def _ways(group: Any) -> dict[str, str]:
+    return {name: type(vars(group)[name]).__name__ for name in _WAYS if name in vars(group)}
 
 
 class Shards:
     """The sharded modules of a run; there may be none.
 
     Args:
-        model: the model that is trained.
+        model: the model that is trained, or None.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
         self._modules = sharded_modules(model)
         # Gradients of the step before have not been reduced yet.
         self._is_unreduced = False
@@ -153,7 +160,7 @@ class Shards:
             yield
         except BaseException:
             for remembered in parts:
-                remembered.put_back("_training_state")  # else some would stay gathered
+                remembered.end_training()  # else some would stay gathered
             for module in self._modules:
                 module.reshard()
             raise
@@ -191,12 +198,13 @@ class _Remembered:
         weight = self._values.get("_unsharded_param")
         self._gradient = (weight, None if weight is None else weight.grad)
 
-    def put_back(self, name: str | None = None) -> None:
-        """Put back one value, if there is one of this name, or everything."""
-        if name is not None:
-            if name in self._values:
-                setattr(self._part, name, self._values[name])
-            return
+    def end_training(self) -> None:
+        """Put back in what part of a step it is: in none."""
+        if "_training_state" in self._values:
+            self._part._training_state = self._values["_training_state"]
+
+    def put_back(self) -> None:
+        """Put back everything."""
         vars(self._part).clear()
         vars(self._part).update(self._values)
         for container, content in self._contents:

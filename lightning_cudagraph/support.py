@@ -142,7 +142,7 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _check_placement(trainer)
     _check_precision(trainer)
     _check_loop(trainer, module)
-    _check_modules(module)
+    _check_modules(trainer, module)
 
 
 def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
@@ -164,7 +164,7 @@ def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Sta
     check_where_evaluated(trainer)
     _check_precision(trainer)
     _check_batches(module, f"{stage}_step")
-    _check_modules(module)
+    _check_modules(trainer, module)
 
 
 def check_where_evaluated(trainer: pl.Trainer) -> None:
@@ -407,5 +407,5 @@ def check_optimizer_part(trainer: pl.Trainer, module: pl.LightningModule) -> Non
                 )
 
 
-def _check_modules(module: pl.LightningModule) -> None:
-    refuse_unfit_modules(module, sharded=True)
+def _check_modules(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    refuse_unfit_modules(module, sharded=isinstance(trainer.strategy, ModelParallelStrategy))

@@ -78,7 +78,7 @@ def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
         for child in model.modules()
         if sharded and _kind_of_shards(child) == "FSDPModule"
         for parameter in child.parameters()
-        if is_split(type(parameter)) and parameter.device_mesh.ndim == 1  # type: ignore[attr-defined]
+        if is_split(type(parameter))
     }
     for name, child in model.named_modules():
         kind = _kind_of_shards(child)

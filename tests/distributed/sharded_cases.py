@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph import CUDAGraphCallback, GraphedStep, UnsupportedError
+from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep, UnsupportedError
 from tests.distributed.cases import Here
 from tests.distributed.step_cases import _device, _join
 from tests.harness import Net, Trace, assert_same, differences, loader
@@ -276,6 +277,10 @@ def fully_sharded_and_not_captured(here: Here) -> None:
         assert any("`.item()`" in reason for reason in eager.counts.eager), eager.counts
 
 
+def _leave(gradients: Tensor) -> None:
+    """In the place of an all-reduce that there is not, with a mesh of one dimension."""
+
+
 class Changing(Callback):
     """Changes what `fully_shard` does, in the second epoch and the third."""
 
@@ -287,15 +292,18 @@ class Changing(Callback):
         elif trainer.current_epoch == 3:
             pl_module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
             pl_module.set_gradient_divide_factor(4.0)
+            pl_module.set_is_last_backward(batch_idx != 5)
+        elif trainer.current_epoch == 4:
+            pl_module.head.set_all_reduce_hook(_leave)
 
 
 def fully_sharded_with_settings_that_change(here: Here) -> None:
     """Settings of `fully_shard` are compared; steps that keep something on the host are eager."""
-    runs = {"max_epochs": 4, **_SHARDED}
+    runs = {"max_epochs": 5, **_SHARDED}
     plain = here.train("plain", None, callbacks=(Changing(),), **runs)
     graph = here.train("graph", CUDAGraphCallback(), callbacks=(Changing(),), **runs)
     assert_same(plain, graph, ignore=("_ms/",))
-    for reason in ("gradients wait to be reduced", "weights stay gathered"):
+    for reason in ("gradients wait to be reduced", "weights stay gathered", "by code of the user's"):
         assert any(reason in text for text in graph.counts.eager), graph.counts
     assert any("of `fully_shard`" in text for text in graph.counts.recaptures), graph.counts
 
@@ -315,6 +323,31 @@ class ReducedByHand(ShardedNet):
     def configure_model(self) -> None:
         super().configure_model()
         self.head.set_all_reduce_hook(lambda gradients: None)  # type: ignore[operator]
+
+
+class Hybrid(ShardedNet):
+    def configure_model(self) -> None:
+        mesh = dist.init_device_mesh(self.device.type, (1, 2), mesh_dim_names=("copies", "parts"))
+        fully_shard(self, mesh=mesh)
+
+
+def fully_sharded_in_two_ways(here: Here) -> None:
+    """Refused: some processes have copies of what others split."""
+    with pytest.raises(UnsupportedError, match="split between processes in more than one way"):
+        here.train("graph", CUDAGraphCallback(), **_SHARDED | {"build": Hybrid})
+
+
+def a_torch_that_is_built_differently(here: Here) -> None:
+    """Said when training starts."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def lose(trainer: Any, pl_module: Any) -> None:  # which torch itself needs until then
+            patch.delattr(FSDPParamGroup, "is_sharded")
+
+        with pytest.raises(CUDAGraphError, match="`is_sharded` of `fully_shard` is gone from torch"):
+            here.train(
+                "graph", CUDAGraphCallback(), callbacks=(LambdaCallback(on_fit_start=lose),), **_SHARDED
+            )
 
 
 def fully_sharded_in_ways_of_ones_own(here: Here) -> None:

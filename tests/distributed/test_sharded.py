@@ -22,6 +22,8 @@ CAPTURED = (
     "fully_sharded_with_settings_that_change",
     "fully_sharded_in_mixed_precision",
     "fully_sharded_in_ways_of_ones_own",
+    "fully_sharded_in_two_ways",
+    "a_torch_that_is_built_differently",
     "several_streams_of_sharded_weights",
 )
 
