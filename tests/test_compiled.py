@@ -48,7 +48,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
+def nothing_compiled_before() -> Iterator[None]:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     yield

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
+def nothing_compiled_before() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -94,3 +94,19 @@ def test_importing_touches_no_gpu() -> None:
         "lightning_cudagraph.CUDAGraphCallback()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def _fixtures(path: Path) -> list[str]:
+    nodes = ast.parse(path.read_text()).body
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    return [
+        f.name for f in functions if any("pytest.fixture" in ast.unparse(d) for d in f.decorator_list)
+    ]
+
+
+def test_fixtures_come_along_to_the_gpu() -> None:
+    """`tests/gpu` imports the shared tests with a star, which leaves names with an underscore behind."""
+    tests = Path(__file__).parent
+    shared = [path for path in sorted(tests.glob("test_*.py")) if (tests / "gpu" / path.name).exists()]
+    assert any(_fixtures(path) for path in shared)
+    assert not [(path.name, name) for path in shared for name in _fixtures(path) if name.startswith("_")]

@@ -136,6 +136,7 @@ def test_pytorch(tmp_path: Path, accelerator: str, names: bool) -> None:
     assert any("[pl][module]" in name for name in plain) == names
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
 def test_pytorch_by_default(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, setting=Kept(PyTorchProfiler), limit_val_batches=0)
     became(done.graph, replayed=18, eager={"another batch signature": 3})

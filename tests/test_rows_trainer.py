@@ -27,7 +27,7 @@ RAGGED = "another batch signature"
 
 
 @pytest.fixture(autouse=True)
-def _switches() -> Iterator[None]:
+def switches_as_before() -> Iterator[None]:
     """`deterministic` and `benchmark` of the Trainer stay on behind its back."""
     yield
     torch.use_deterministic_algorithms(False)

@@ -29,7 +29,7 @@ SCALE = "SCALE_OF_A_TEST"  # a variable of the environment: no guard looks there
 
 
 @pytest.fixture(autouse=True)
-def _scale_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def scale_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SCALE, "1.0")
 
 
