@@ -29,6 +29,8 @@ __all__ = ["Shards", "check_shards", "sharded_modules"]
 _PLAIN = (bool, int, float, str)
 # How weights are gathered and gradients reduced: torch's own way, or somebody else's.
 _WAYS = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
+# Unless all of these are on, gradients are not reduced, or nothing waits until they are.
+_REDUCING = ("reduce_grads", "all_reduce_grads", "is_last_backward")
 _TORCHS = ("DefaultAllGather", "DefaultReduceScatter", "NoneType")
 
 
@@ -109,7 +111,7 @@ class Shards:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._modules = sharded_modules(model)
-        # Gradients of the step before have not been reduced yet.
+        # Gradients of the step before have not been reduced yet, or nobody has waited for that.
         self._is_unreduced = False
 
     def __bool__(self) -> bool:
@@ -132,7 +134,7 @@ class Shards:
 
     def ran(self) -> None:
         """An eager step went through."""
-        self._is_unreduced = self._is_off("reduce_grads", "all_reduce_grads")
+        self._is_unreduced = self._is_off(*_REDUCING)
 
     def unlike_others(self) -> str:
         """Why the step that is about to run goes by, or leaves, what is on the host; or nothing."""
@@ -146,7 +148,7 @@ class Shards:
             )
         if self._is_off("reshard_after_backward"):
             return "weights stay gathered behind the backward pass (`set_reshard_after_backward(False)`)"
-        if self._is_unreduced or self._is_off("reduce_grads", "all_reduce_grads", "is_last_backward"):
+        if self._is_unreduced or self._is_off(*_REDUCING):
             return "gradients wait to be reduced (`set_requires_gradient_sync(False)` or the like)"
         if any(kind not in _TORCHS for group in groups for kind in _ways(group).values()):
             return "weights are gathered, or gradients reduced, by code of the user's"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from lightning_cudagraph.timing.clock import FitClock
+from lightning_cudagraph.timing.lead_in import LeadIn, LeadInTimes
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 
 
@@ -26,6 +28,7 @@ class Device:
         self.lag_ms = lag_ms
         self.waits = 0
         self.made = 0
+        self.prepared = 0
 
     def event(self) -> LateEvent:
         self.made += 1
@@ -33,6 +36,10 @@ class Device:
 
     def mark(self, event: Any) -> None:
         event.reached_ms = self.now_ms + self.lag_ms
+
+    def event_times(self, events: Sequence[LateEvent]) -> Callable[[], list[float]]:
+        self.prepared += 1
+        return lambda: [events[0].elapsed_time(event) for event in events]
 
 
 class LateEvent:
@@ -162,9 +169,26 @@ def test_events_are_used_again() -> None:
     clock, _ = clock_of(device, 1)
     takes = [Marks(device), Marks(device)]
     train(clock, device, takes, range(10))
-    made = device.made
+    made, prepared = device.made, device.prepared
     train(clock, device, takes, range(10, 100))
     assert device.made == made
+    # Nor is it prepared anew how they are read, once each has come to its turn with each graph.
+    assert 0 < prepared <= device.prepared <= 12
+
+
+def test_what_is_prepared_for_events_that_do_not_come_again_is_not_kept() -> None:
+    device = Device(0.0)
+    backend: Any = device
+    times = LeadInTimes(backend)
+    start = device.event()
+    for nth in range(1000):
+        lead_in = LeadIn(device.event, None)
+        lead_in.events.append(device.event())
+        device.mark(lead_in.events[0])
+        device.now_ms += 0.5
+        device.mark(start)
+        assert times.offsets_ms(lead_in, start) == [-0.5]
+        assert len(times._readers) <= min(nth + 1, 64)
 
 
 def test_what_was_not_read_is_left_alone_at_the_end() -> None:

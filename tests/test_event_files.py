@@ -289,8 +289,8 @@ def test_a_long_run_has_fewer_points_later(tmp_path: Path, monkeypatch: pytest.M
     told = accumulator.Tensors("cudagraph/events/text_summary")
     begins = [event.step for event in told]
     assert len(begins) >= 3
-    # They are written one, and then 64 at a time; what comes behind is thinned out.
-    written = range(0, len(readings), 64)
+    # They are written one, and then 128 at a time; what comes behind is thinned out.
+    written = range(0, len(readings), 128)
     cuts = [next(last for last in written if readings[last].step == begin) for begin in begins]
     expected = [
         reading

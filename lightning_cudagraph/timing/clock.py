@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple, Protocol
 
 from lightning_cudagraph.capture.backend import Backend, Event
-from lightning_cudagraph.timing.lead_in import Layouts, LeadIn
+from lightning_cudagraph.timing.lead_in import Layouts, LeadIn, LeadInTimes
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.spans import Reading
 
@@ -76,6 +76,7 @@ class FitClock:
         self._sinks = sinks
         self._every_n_steps = every_n_steps
         self._layouts = Layouts()
+        self._lead_in_times = LeadInTimes(backend)
         self._unread: deque[_Unread] = deque()
         # Events that have been read, to be used again: making one takes longer than marking it.
         self._free: list[Event] = []
@@ -168,7 +169,7 @@ class FitClock:
 
     def _read_first(self) -> None:
         marks, lead_in, step, _, owned, batch, is_last = self._unread.popleft()
-        offsets_ms = [*marks.read(), *lead_in.offsets_ms(marks.start)]
+        offsets_ms = [*marks.read(), *self._lead_in_times.offsets_ms(lead_in, marks.start)]
         layout = self._layouts.of(marks.layout, lead_in)
         reading = Reading(layout, step, time.time(), offsets_ms, batch, is_last)
         self._free += owned

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_cudagraph.capture.backend import Event
+from lightning_cudagraph.capture.backend import Backend, Event
 from lightning_cudagraph.timing.spans import STEP_TAG, Span, SpanLayout
 
-__all__ = ["COPY_TAG", "GAP_TAG", "Layouts", "LeadIn"]
+__all__ = ["COPY_TAG", "GAP_TAG", "Layouts", "LeadIn", "LeadInTimes"]
 
 COPY_TAG = f"{STEP_TAG}copy"
 GAP_TAG = f"{STEP_TAG}gap"
+
+# Steps take turns with few events; where they do not, what was prepared for others is not kept.
+_MOST_READERS = 64
 
 
 class LeadIn:
@@ -43,9 +46,31 @@ class LeadIn:
         """Whether there is a step before, and how many events there are."""
         return self._has_gap, len(self.events)
 
-    def offsets_ms(self, start: Event) -> list[float]:
-        """When the events were passed, in milliseconds after the start of the step: before it."""
-        return [-event.elapsed_time(start) for event in self.events]
+
+class LeadInTimes:
+    """Reads when the events before timed steps were passed.
+
+    Args:
+        backend: where they were marked.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        # To prepare the reading of some events takes longer than to read them, and steps take turns with
+        # the same ones.
+        self._readers: dict[tuple[Event, ...], Callable[[], list[float]]] = {}
+
+    def offsets_ms(self, lead_in: LeadIn, start: Event) -> list[float]:
+        """In milliseconds after the start of the step: before it."""
+        if not lead_in.events:
+            return []
+        events = (*lead_in.events, start)
+        if (reader := self._readers.get(events)) is None:
+            if len(self._readers) >= _MOST_READERS:
+                self._readers.clear()
+            reader = self._readers[events] = self._backend.event_times(events)
+        *times_ms, start_ms = reader()
+        return [time_ms - start_ms for time_ms in times_ms]
 
 
 class Layouts:

@@ -32,8 +32,9 @@ _HEADER_BYTES = 12
 _FRAME_BYTES = _HEADER_BYTES + 4
 # Seven bits a byte: steps of any run. A number may have more bytes than it needs.
 _STEP_BYTES = 6
-# Few, so that the interpreter is let go of in between: the training loop wants it.
-_READINGS_AT_ONCE = 8
+# So much of records is made at once: more would hold the interpreter for longer than the training loop,
+# which wants it too, should wait; less costs more, since numpy takes a microsecond for each call.
+_BYTES_AT_ONCE = 64 * 2**10
 
 
 def _varint(number: int) -> bytes:
@@ -64,6 +65,9 @@ class ScalarRecords:
 
     Args:
         tags: what the scalars are called.
+
+    Attributes:
+        n_bytes: how long each record is.
     """
 
     def __init__(self, tags: Sequence[str]) -> None:
@@ -76,6 +80,7 @@ class ScalarRecords:
         length = struct.pack("<Q", len(event))
         header = length + struct.pack("<I", masked_crc32c(length))
         self._template = np.frombuffer(header + event + bytes(4), np.uint8)
+        self.n_bytes = len(self._template)
         self._places_in_record = self._places + _HEADER_BYTES
 
     def serialised(
@@ -131,9 +136,11 @@ class ReadingRecords:
             for layout, places in by_layout.items():
                 if not layout.tags:
                     continue
-                for begin in range(0, len(places), _READINGS_AT_ONCE):
-                    some = places[begin : begin + _READINGS_AT_ONCE]
-                    rows = self._rows(layout, [readings[place] for place in some])
+                records = self._of_tags(layout.tags)
+                n_at_once = max(1, _BYTES_AT_ONCE // records.n_bytes)
+                for begin in range(0, len(places), n_at_once):
+                    some = places[begin : begin + n_at_once]
+                    rows = _rows(records, layout, [readings[place] for place in some])
                     for place, row in zip(some, rows, strict=True):
                         found[place] = row.tobytes()
             return found
@@ -148,11 +155,15 @@ class ReadingRecords:
             found += n * of_one
         return found
 
-    def _rows(self, layout: SpanLayout, readings: list[Reading]) -> NDArray[np.uint8]:
-        if (records := self._by_tags.get(layout.tags)) is None:
-            records = self._by_tags[layout.tags] = ScalarRecords(layout.tags)
-        return records.serialised(
-            np.array([reading.step for reading in readings], np.int64),
-            np.array([reading.walltime_s for reading in readings]),
-            layout.durations_ms(np.array([reading.offsets_ms for reading in readings])),
-        )
+    def _of_tags(self, tags: tuple[str, ...]) -> ScalarRecords:
+        if (records := self._by_tags.get(tags)) is None:
+            records = self._by_tags[tags] = ScalarRecords(tags)
+        return records
+
+
+def _rows(records: ScalarRecords, layout: SpanLayout, readings: list[Reading]) -> NDArray[np.uint8]:
+    return records.serialised(
+        np.array([reading.step for reading in readings], np.int64),
+        np.array([reading.walltime_s for reading in readings]),
+        layout.durations_ms(np.array([reading.offsets_ms for reading in readings])),
+    )

@@ -204,6 +204,26 @@ def fully_sharded_in_windows(here: Here) -> None:
     )
 
 
+class Unfinished(Callback):
+    """In an epoch, what reduces gradients is waited for once in a window, behind its last batch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch in (2, 3):
+            pl_module.set_is_last_backward(trainer.current_epoch == 3 or batch_idx % 4 == 3)
+
+
+def fully_sharded_in_windows_that_wait_once(here: Here) -> None:
+    """No graph waits for what an eager step has left to be waited for."""
+    runs = {"max_epochs": 6, "accumulate_grad_batches": 4, **_SHARDED}
+    plain = here.train("plain", None, callbacks=(Unfinished(),), **runs)
+    graph = here.train("graph", CUDAGraphCallback(), callbacks=(Unfinished(),), **runs)
+    assert_same(plain, graph, ignore=("_ms/",))
+    eager = [n for reason, n in graph.counts.eager.items() if "gradients wait to be reduced" in reason]
+    # All of the third epoch, the last of each window too, but the first, which finds weights gathered.
+    assert sum(eager) == 7, graph.counts
+    assert graph.counts.replayed >= 10, graph.counts
+
+
 class Meddling(Callback):
     """Asks the module between two steps, writes into its weights, and has them gathered too early."""
 
@@ -292,7 +312,6 @@ class Changing(Callback):
         elif trainer.current_epoch == 3:
             pl_module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
             pl_module.set_gradient_divide_factor(4.0)
-            pl_module.set_is_last_backward(batch_idx != 5)
         elif trainer.current_epoch == 4:
             pl_module.head.set_all_reduce_hook(_leave)
 

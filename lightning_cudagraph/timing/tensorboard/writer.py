@@ -26,7 +26,7 @@ from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["TensorBoardWriter", "other_loggers_writer"]
 
-_READINGS_PER_FLUSH = 64
+_READINGS_PER_FLUSH = 128
 _SECONDS_BETWEEN_FLUSHES = 5.0
 # What is shown is a thousand points of each curve. A step of half a millisecond would fill a disk with
 # them in a day; so each time that this much has been written, every other step is left out from then on.
