@@ -276,6 +276,7 @@ def test_a_disk_that_is_full_is_said_once(tmp_path: Path) -> None:
 
 def test_a_long_run_has_fewer_points_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_cudagraph.timing.tensorboard.writer._BYTES_BEFORE_THINNING", 40_000)
+    monkeypatch.setattr("lightning_cudagraph.timing.tensorboard.writer._READINGS_PER_FLUSH", 64)
     logger = TensorBoardLogger(tmp_path)
     whole, part = layout_of("a", "b"), layout_of("a", "b", optimizer=False)
     writer = TensorBoardWriter([logger], window_steps=500)
@@ -289,8 +290,8 @@ def test_a_long_run_has_fewer_points_later(tmp_path: Path, monkeypatch: pytest.M
     told = accumulator.Tensors("cudagraph/events/text_summary")
     begins = [event.step for event in told]
     assert len(begins) >= 3
-    # They are written one, and then 128 at a time; what comes behind is thinned out.
-    written = range(0, len(readings), 128)
+    # They are written one, and then 64 at a time; what comes behind is thinned out.
+    written = range(0, len(readings), 64)
     cuts = [next(last for last in written if readings[last].step == begin) for begin in begins]
     expected = [
         reading
@@ -474,8 +475,8 @@ def test_a_run_shows_the_layers_of_the_run_before(tmp_path: Path) -> None:
 def test_the_first_replays_do_not_choose_the_layers(tmp_path: Path) -> None:
     """What is made lazily is slow at first; so the charts are written once more."""
     names = [str(i) for i in range(9)]
-    first = of_times({name: 20.0 - i for i, name in enumerate(names)}) * 3
-    later = of_times({name: 1.0 + i for i, name in enumerate(names)}) * 7
+    first = of_times({name: 20.0 - i for i, name in enumerate(names)}) * 6
+    later = of_times({name: 1.0 + i for i, name in enumerate(names)}) * 8
     assert lines_of(tmp_path / "a", [*first, *later], "long") == ["5$", "6$", "7$", "8$"]
     assert lines_of(tmp_path / "b", first, "short") == ["0$", "1$", "2$", "3$"]
     logger = TensorBoardLogger(tmp_path / "c")
