@@ -18,6 +18,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
@@ -137,12 +138,12 @@ class Location:
 
 
 def _library_dirs() -> tuple[str, ...]:
-    dirs = []
-    for name in _LIBRARIES:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file:
-            dirs.append(os.path.dirname(os.path.abspath(file)) + os.sep)
-    return tuple(dirs)
+    return _dirs_of(*[getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES])
+
+
+@lru_cache(maxsize=8)  # asked for at each read that an audit hears of, and few are imported later
+def _dirs_of(*files: str | None) -> tuple[str, ...]:
+    return tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in files if file)
 
 
 _Frame = tuple[CodeType, dict[str, Any], int]  # the code, its globals, the line
