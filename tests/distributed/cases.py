@@ -47,7 +47,11 @@ WARM_UP = 11
 
 def _fit_of_all(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
     """A fit, which has ended when all processes have written their files."""
-    trainer.fit(*args, **kwargs)
+    try:
+        trainer.fit(*args, **kwargs)
+    except SIGTERMException:  # raised in all of them
+        trainer.strategy.barrier()
+        raise
     trainer.strategy.barrier()
 
 
