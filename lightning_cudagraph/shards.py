@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
+from lightning_cudagraph.errors import CaptureError, CUDAGraphError, UnsupportedError
 
 __all__ = ["Shards", "check_shards", "sharded_modules"]
 
@@ -58,11 +58,22 @@ def _states(module: Any) -> list[Any]:
     return [state, state._state_ctx, *_groups(module)]
 
 
+def _is_reducing(group: Any) -> bool:
+    """Whether gradients of these weights wait to be reduced, or nobody has waited until they are."""
+    if group._post_reduce_event is not None or group._partial_reduce_output is not None:
+        return True
+    weights = [(weight, getattr(weight, "_unsharded_param", None)) for weight in group.fsdp_params]
+    return any(
+        weight.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+        for weight, whole in weights
+    )
+
+
 def _check_names(module: Any) -> None:
     try:
         _ = _states(module)
         for group in _groups(module):
-            _ = group.is_sharded, group._all_gather_result, group._training_state, group.fsdp_params
+            _ = group.is_sharded, group._all_gather_result, group._training_state, _is_reducing(group)
     except AttributeError as error:
         raise CUDAGraphError(
             f"`{error.name}` of `fully_shard` is gone from torch {torch.__version__}, and captures of"
@@ -111,7 +122,8 @@ class Shards:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._modules = sharded_modules(model)
-        # Gradients of the step before have not been reduced yet, or nobody has waited for that.
+        # The step before has left gradients that are not reduced, or that nobody has waited for. What
+        # their hooks keep shows that too, but not on a CPU, where nothing is under way.
         self._is_unreduced = False
 
     def __bool__(self) -> bool:
@@ -148,7 +160,8 @@ class Shards:
             )
         if self._is_off("reshard_after_backward"):
             return "weights stay gathered behind the backward pass (`set_reshard_after_backward(False)`)"
-        if self._is_unreduced or self._is_off(*_REDUCING):
+        is_off = self._is_unreduced or self._is_off(*_REDUCING)
+        if is_off or any(map(_is_reducing, groups)):
             return "gradients wait to be reduced (`set_requires_gradient_sync(False)` or the like)"
         if any(kind not in _TORCHS for group in groups for kind in _ways(group).values()):
             return "weights are gathered, or gradients reduced, by code of the user's"
@@ -156,10 +169,16 @@ class Shards:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a step does on the host, also where it ends in the middle, by an error."""
+        """Undo what a step does on the host, also where it ends in the middle, by an error.
+
+        Raises:
+            CaptureError: if it changes what the hooks go by, which no replay would do.
+        """
         parts = [_Remembered(part) for part in self._parts()]
+        before = self.described()
         try:
             yield
+            self._check_settings(before)
         except BaseException:
             for remembered in parts:
                 remembered.end_training()  # else some would stay gathered
@@ -169,6 +188,17 @@ class Shards:
         finally:
             for remembered in parts:
                 remembered.put_back()
+
+    def _check_settings(self, before: dict[str, Any]) -> None:
+        now = self.described()
+        for name in before.keys() | now.keys():
+            was, is_now = before.get(name), now.get(name)
+            if was != is_now:
+                raise CaptureError(
+                    f"The step changes {name} from {was!r} to {is_now!r}; expected no change, because a"
+                    " replay would make none.",
+                    "Change it between two steps, in `on_train_batch_start`.",
+                )
 
     def _states(self) -> Iterator[Any]:
         for module in self._modules:

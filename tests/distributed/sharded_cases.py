@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep, UnsupportedError
+from lightning_cudagraph import (
+    CaptureError,
+    CUDAGraphCallback,
+    CUDAGraphError,
+    GraphedStep,
+    UnsupportedError,
+)
 from tests.distributed.cases import Here
 from tests.distributed.step_cases import _device, _join
 from tests.harness import Net, Trace, assert_same, differences, loader
@@ -224,6 +230,49 @@ def fully_sharded_in_windows_that_wait_once(here: Here) -> None:
     # All of the third epoch, the last of each window too, but the first, which finds weights gathered.
     assert sum(eager) == 7, graph.counts
     assert graph.counts.replayed >= 10, graph.counts
+
+
+class SyncedBehind(Callback):
+    """Gradients are reduced with those of the next batch; a hook in the step takes the switch back."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.set_requires_gradient_sync(trainer.current_epoch != 2 or batch_idx % 2 == 1)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.set_requires_gradient_sync(True)
+
+
+def fully_sharded_with_a_switch_that_is_back(here: Here) -> None:
+    """What an eager step has left is seen, whatever the switches say behind it."""
+    runs = {"max_epochs": 5, **_SHARDED}
+    plain = here.train("plain", None, callbacks=(SyncedBehind(),), **runs)
+    graph = here.train("graph", CUDAGraphCallback(), callbacks=(SyncedBehind(),), **runs)
+    assert_same(plain, graph, ignore=("_ms/",))
+    eager = [n for reason, n in graph.counts.eager.items() if "gradients wait to be reduced" in reason]
+    assert sum(eager) == 7, graph.counts
+    assert graph.counts.replayed >= 10, graph.counts
+
+
+class SwitchesInStep(ShardedNet):
+    """The step itself says that gradients wait for those of the next batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.syncs = batch_idx % 2 == 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.set_requires_gradient_sync(self.syncs)
+        return super().training_step(batch, batch_idx)
+
+
+def fully_sharded_with_a_switch_in_the_step(here: Here) -> None:
+    """A replay would not turn it; so there is none."""
+    runs = _SHARDED | {"build": SwitchesInStep, "accumulate_grad_batches": 2}
+    refused = here.train("refused", CUDAGraphCallback(), raises=CaptureError, **runs)
+    assert "The step changes `reduce_grads` of `fully_shard`" in str(refused.error)
+    plain = here.train("plain", None, **runs)
+    eager = here.train("eager", CUDAGraphCallback(on_unsupported="eager"), **runs)
+    assert_same(plain, eager, ignore=("_ms/",))
+    assert eager.counts.replayed == 0, eager.counts
 
 
 class Meddling(Callback):

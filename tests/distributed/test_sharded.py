@@ -18,6 +18,8 @@ CAPTURED = (
     "fully_sharded_never",
     "fully_sharded_in_windows",
     "fully_sharded_in_windows_that_wait_once",
+    "fully_sharded_with_a_switch_that_is_back",
+    "fully_sharded_with_a_switch_in_the_step",
     "fully_sharded_and_meddled_with",
     "fully_sharded_and_not_captured",
     "fully_sharded_with_settings_that_change",
