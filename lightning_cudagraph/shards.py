@@ -191,7 +191,7 @@ class Shards:
 
     def _check_settings(self, before: dict[str, Any]) -> None:
         now = self.described()
-        for name in before.keys() | now.keys():
+        for name in {**before, **now}:
             was, is_now = before.get(name), now.get(name)
             if was != is_now:
                 raise CaptureError(
