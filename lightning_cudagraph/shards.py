@@ -9,7 +9,8 @@ eagerly that
 - leaves something behind: weights that stay gathered, gradients that wait to be reduced.
 - gathers weights or reduces gradients by code of the user's.
 
-Its settings, such as what gradients are divided by, are compared before each replay.
+Its settings, such as what gradients are divided by, are compared before each replay; a step
+that changes one is refused.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ __all__ = ["Shards", "check_shards", "sharded_modules"]
 _PLAIN = (bool, int, float, str)
 # How weights are gathered and gradients reduced: torch's own way, or somebody else's.
 _WAYS = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
+_TORCHS = ("DefaultAllGather", "DefaultReduceScatter", "NoneType")
 # Unless all of these are on, gradients are not reduced, or nothing waits until they are.
 _REDUCING = ("reduce_grads", "all_reduce_grads", "is_last_backward")
-_TORCHS = ("DefaultAllGather", "DefaultReduceScatter", "NoneType")
 
 
 def sharded_modules(model: nn.Module | None) -> list[Any]:
