@@ -3,8 +3,9 @@
 A fit with all modules timed is profiled twice: around its capture, which says which launches lie between
 which marks, and around some replays, where the profiler has the beginning and the end of every kernel
 (`benchmarks/kineto.py`). What two marks say is then held against the end of the kernel before the one
-and the end of the kernel before the other. A profiler that watches every kernel can slow a replay, so
-our times are shown while it watches and while it does not.
+and the end of the kernel before the other. A profiler slows replays, and more so their events, also when
+it is off again: it stays in the process. So our times are shown while it watches, and those of a fit
+before its first use.
 
     python -m benchmarks.timing_truth
 """
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,39 +43,31 @@ SETTLING_STEPS = 30
 
 
 @dataclass
-class Phase:
-    """Some replays, one after the other.
+class Alone:
+    """What a fit left behind that nobody watched.
 
     Attributes:
-        first: number of the first of them among all replays.
-        last: number of the first one behind them.
+        readings: what the marks of its replays said.
         step_us: microseconds of a step, the device idle at both ends.
     """
 
-    first: int = 0
-    last: int = 0
-    step_us: float = float("nan")
+    readings: list[Reading]
+    step_us: float
 
 
 @dataclass
 class Watched:
-    """What a fit left behind.
+    """What a fit left behind that was profiled.
 
     Attributes:
         capture: the trace of the capture, and of the eager steps around it.
         replays: the trace of the profiled replays.
-        readings: what the marks of all replays said.
-        profiled: the replays in `replays`.
-        before: replays before these, not profiled.
-        after: replays behind them, not profiled.
+        readings: what the marks of these replays said.
     """
 
     capture: Trace
     replays: Trace
     readings: list[Reading]
-    profiled: Phase
-    before: Phase
-    after: Phase
 
 
 @dataclass
@@ -173,12 +166,12 @@ class Truth:
         return sum(value(row) for name in names if (row := self.part(name)) is not None)
 
 
-class WatchedBatches:
-    """Batches during which the profiler is switched on and off.
+class _Batches:
+    """Batches that lie ready, of which the first settle what there is to settle.
 
     Args:
-        batches: batches that lie ready.
-        replays: how many replays are profiled; five times as many are not, before and behind these.
+        batches: the batches.
+        replays: how many replays are measured, behind those.
         callback: says what became of the steps so far.
     """
 
@@ -186,50 +179,52 @@ class WatchedBatches:
         self._batches = batches
         self._n_replays = replays
         self._callback = callback
-        self.captured: Trace | None = None
-        self.replayed: Trace | None = None
-        self.before, self.profiled, self.after = Phase(), Phase(), Phase()
+        self._step = 0
+        self.step_us = float("nan")
 
     def __len__(self) -> int:
-        return SETTLING_STEPS + 11 * self._n_replays + 1
+        return SETTLING_STEPS + self._n_replays + 1
 
-    def __iter__(self) -> Iterator[Any]:
-        step = 0
+    def _some(self, steps: int) -> Iterator[Any]:
+        for _ in range(steps):
+            yield self._batches[self._step % len(self._batches)]
+            self._step += 1
 
-        def some(steps: int) -> Iterator[Any]:
-            nonlocal step
-            for _ in range(steps):
-                yield self._batches[step % len(self._batches)]
-                step += 1
-
-        def phase(into: Phase, steps: int) -> Iterator[Any]:
-            synchronize()
-            into.first, started_s = self._replayed(), time.perf_counter()
-            yield from some(steps)
-            synchronize()
-            into.last = self._replayed()
-            into.step_us = (time.perf_counter() - started_s) / steps * 1e6
-
-        yield from some(2)
-        profiled = Profiled()
-        profiled.start()
-        while not self._captures() and step < SETTLING_STEPS:
-            yield from some(1)
-        self.captured = profiled.stop()
-        yield from some(SETTLING_STEPS - step)
-        yield from phase(self.before, 5 * self._n_replays)
-        profiled = Profiled()
-        profiled.start()
-        yield from phase(self.profiled, self._n_replays)
-        self.replayed = profiled.stop()
-        yield from phase(self.after, 5 * self._n_replays)
-        yield from some(1)  # after the last batch, nobody asks for another
+    def _measured(self) -> Iterator[Any]:
+        synchronize()
+        started_s = time.perf_counter()
+        yield from self._some(self._n_replays)
+        synchronize()
+        self.step_us = (time.perf_counter() - started_s) / self._n_replays * 1e6
 
     def _captures(self) -> int:
         return 0 if self._callback.counts is None else self._callback.counts.captures
 
-    def _replayed(self) -> int:
-        return 0 if self._callback.counts is None else self._callback.counts.replayed
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._some(SETTLING_STEPS)
+        yield from self._measured()
+        yield from self._some(1)  # after the last batch, nobody asks for another
+
+
+class _WatchedBatches(_Batches):
+    """Batches during which the profiler is switched on and off."""
+
+    captured: Trace
+    replayed: Trace
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._some(2)
+        profiled = Profiled()
+        profiled.start()
+        while not self._captures() and self._step < SETTLING_STEPS:
+            yield from self._some(1)
+        self.captured = profiled.stop()
+        yield from self._some(SETTLING_STEPS - self._step)
+        profiled = Profiled()
+        profiled.start()
+        yield from self._measured()
+        self.replayed = profiled.stop()
+        yield from self._some(1)
 
 
 @contextlib.contextmanager
@@ -249,29 +244,43 @@ def readings_kept() -> Iterator[list[Reading]]:
         Reading.__init__ = original  # type: ignore[method-assign]
 
 
-def watch(workload: Workload, replays: int, tiny: bool) -> Watched:
-    """Train with all modules timed, and with the profiler on for some of the steps."""
+_B = TypeVar("_B", bound=_Batches)
+
+
+def _fit(
+    workload: Workload, replays: int, tiny: bool, kind: Callable[[list[Any], int, CUDAGraphCallback], _B]
+) -> tuple[_B, list[Reading]]:
+    """Train with all modules timed; returns the batches, and what the marks of measured replays said."""
     torch.manual_seed(1)
     callback = CUDAGraphCallback(timings=LayerTimings(modules=["*"]), streams=1)
-    batches = WatchedBatches([pinned(workload.batch(tiny)) for _ in range(8)], replays, callback)
+    batches = kind([pinned(workload.batch(tiny)) for _ in range(8)], replays, callback)
     with (
         trainer_for(workload, [callback]) as trainer,
         contextlib.redirect_stdout(io.StringIO()),
-        annotated(),
         readings_kept() as readings,
     ):
         trainer.fit(workload.make(tiny), batches)
-    assert batches.captured is not None
-    assert batches.replayed is not None
-    assert callback.counts is not None
-    return Watched(
-        batches.captured,
-        batches.replayed,
-        readings[-callback.counts.replayed :],  # the first are of steps of the warm-up
-        batches.profiled,
-        batches.before,
-        batches.after,
-    )
+    counts = callback.counts
+    if counts is None or counts.replayed + counts.warmed_up != len(batches):
+        raise RuntimeError(f"Not all steps were replayed:\n{callback.report}")
+    # At the end of the fit more are made, of steps that have been read, or were eager.
+    by_step: dict[int, Reading] = {}
+    for reading in readings:
+        by_step.setdefault(reading.step, reading)
+    return batches, [by_step[SETTLING_STEPS + number] for number in range(replays)]
+
+
+def alone(workload: Workload, replays: int, tiny: bool) -> Alone:
+    """Train with all modules timed; call it before a profiler has been used in the process."""
+    batches, readings = _fit(workload, replays, tiny, _Batches)
+    return Alone(readings, batches.step_us)
+
+
+def watch(workload: Workload, replays: int, tiny: bool) -> Watched:
+    """Train with all modules timed, and with the profiler on for some of the steps."""
+    with annotated():
+        batches, readings = _fit(workload, replays, tiny, _WatchedBatches)
+    return Watched(batches.captured, batches.replayed, readings)
 
 
 def _plan(watched: Watched, truth: Truth) -> Captured | None:
@@ -294,7 +303,7 @@ def _mapped(
 ) -> tuple[Captured, list[tuple[Replayed, Reading]]]:
     """What of the capture runs on the device, and the profiled replays of it, with their readings."""
     replays = watched.replays.replays()
-    readings = watched.readings[watched.profiled.first : watched.profiled.last]
+    readings = watched.readings
     if not replays or len(replays) != len(readings):
         truth.problems.append(f"{len(replays)} launches of graphs for {len(readings)} readings")
         return plan, []
@@ -326,15 +335,16 @@ def _positions(layout: SpanLayout, plan: Captured) -> Iterator[tuple[int, str, l
             yield number, span.tag, [(plan.marks[begin], plan.marks[end]) for begin, end in span.calls]
 
 
-def compare(name: str, watched: Watched, leaves: set[str]) -> Truth:
+def compare(name: str, watched: Watched, alone: Alone, leaves: set[str]) -> Truth:
     """Hold the readings of a fit against its traces.
 
     Args:
         name: of the model.
         watched: the readings and the traces.
+        alone: of a fit of the same, not watched.
         leaves: names of the modules without members.
     """
-    truth = Truth(name, step_us=min(watched.before.step_us, watched.after.step_us))
+    truth = Truth(name, step_us=alone.step_us)
     plan = _plan(watched, truth)
     if plan is None:
         return truth
@@ -359,14 +369,12 @@ def compare(name: str, watched: Watched, leaves: set[str]) -> Truth:
     layout = Counter(reading.layout for _, reading in pairs).most_common(1)[0][0]
     pairs = [pair for pair in pairs if pair[1].layout is layout]
     truth.n_replays = len(pairs)
-    alone = [
-        reading
-        for phase in (watched.before, watched.after)
-        for reading in watched.readings[phase.first : phase.last]
-        if reading.layout is layout
-    ]
     ours_ms = [reading.durations_ms.tolist() for _, reading in pairs]
-    alone_ms = [reading.durations_ms.tolist() for reading in alone]
+    unwatched = [each for each in alone.readings if each.layout.spans == layout.spans]
+    if not unwatched:
+        truth.problems.append("a fit that is not watched has other marks")
+        return truth
+    alone_ms = [each.durations_ms.tolist() for each in unwatched]
     mapped = list(_positions(layout, plan))
     forward = {span.tag.removeprefix(FORWARD_TAG): span.calls for span in layout.spans}
     for number, tag, calls in mapped:
@@ -457,16 +465,18 @@ def main() -> int:
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    workloads = [workload for workload in WORKLOADS if workload.name in args.models]
+    for workload in [each for each in workloads if not each.is_here]:
+        print(f"{workload.name} is left out: it needs {workload.needs}")
+        workloads.remove(workload)
+    # All of these first: none of them may come behind a use of the profiler.
+    unwatched = {each.name: alone(each, 10 * args.replays, args.tiny) for each in workloads}
     truths = []
-    for workload in WORKLOADS:
-        if workload.name not in args.models:
-            continue
-        if not workload.is_here:
-            print(f"{workload.name} is left out: it needs {workload.needs}")
-            continue
+    for workload in workloads:
         leaves = set(leaf_names(workload.make(args.tiny)))
         started_s = time.perf_counter()
-        truths.append(compare(workload.name, watch(workload, args.replays, args.tiny), leaves))
+        watched = watch(workload, args.replays, args.tiny)
+        truths.append(compare(workload.name, watched, unwatched[workload.name], leaves))
         gc.collect()
         took_s = time.perf_counter() - started_s
         said = f"{workload.name}: {took_s:.0f} s\n{summary(truths[-1:], args.above_us)}\n"

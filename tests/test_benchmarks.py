@@ -13,7 +13,7 @@ from benchmarks.host_floor import CALLBACKS, HANDING_OVER, line, rows
 from benchmarks.kineto import CAPTURE, MARK, Trace
 from benchmarks.layer_timings import BASELINE, VARIANTS, measure, table
 from benchmarks.models import MODELS, Workload, leaf_names
-from benchmarks.timing_truth import Phase, Truth, Watched, compare, details, summary, watch
+from benchmarks.timing_truth import Alone, Truth, Watched, alone, compare, details, summary, watch
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 
 Event = dict[str, Any]
@@ -102,15 +102,12 @@ LAYOUT = SpanLayout(
 def watched(off_us: float = 0.0, replays: int = 3) -> Watched:
     # When kernels end: 10, 41, 67, 73, 114. Before the step, a copy.
     offsets_ms = [0.0, 0.010, (67 + off_us) / 1e3, 0.114, -0.020]
-    readings = [Reading(LAYOUT, step, 0.0, offsets_ms) for step in range(5 * replays)]
-    return Watched(
-        Trace(capture_trace()),
-        Trace(replay_trace(replays)),
-        readings,
-        profiled=Phase(replays, 2 * replays),
-        before=Phase(0, replays, 150.0),
-        after=Phase(2 * replays, 5 * replays, 151.0),
-    )
+    readings = [Reading(LAYOUT, step, 0.0, offsets_ms) for step in range(replays)]
+    return Watched(Trace(capture_trace()), Trace(replay_trace(replays)), readings)
+
+
+def unwatched(whole: Watched) -> Alone:
+    return Alone(whole.readings, 150.0)
 
 
 def test_captures_are_found_with_their_launches_and_marks() -> None:
@@ -141,7 +138,7 @@ def test_replays_are_found_with_their_kernels() -> None:
 
 
 def test_readings_are_held_against_the_kernels() -> None:
-    truth = compare("net", watched(), {"net.0"})
+    truth = compare("net", watched(), unwatched(watched()), {"net.0"})
     rows = {row.tag: row for row in truth.rows}
     assert truth.n_replays == 3
     assert truth.n_kernels == truth.n_named == 5
@@ -166,7 +163,7 @@ def test_readings_are_held_against_the_kernels() -> None:
 
 
 def test_a_reading_that_is_off_is_told() -> None:
-    truth = compare("net", watched(off_us=4.0), {"net.0"})
+    truth = compare("net", watched(4.0), unwatched(watched(4.0)), {"net.0"})
     assert [row.is_within for row in truth.layers(20)] == [False, False]
     # Alone, it may be shorter than under the profiler, by the gaps.
     assert [row.alone_is_within for row in truth.layers(20)] == [False, True]
@@ -176,7 +173,7 @@ def test_a_reading_that_is_off_is_told() -> None:
 def test_what_cannot_be_mapped_is_said() -> None:
     def problems(**changed: Any) -> list[str]:
         whole = watched()
-        truth = compare("net", Watched(**{**whole.__dict__, **changed}), set())
+        truth = compare("net", Watched(**{**whole.__dict__, **changed}), unwatched(whole), set())
         assert "not compared" in summary([truth], 20)
         return truth.problems
 
@@ -186,17 +183,26 @@ def test_what_cannot_be_mapped_is_said() -> None:
     del events[-4:-2]  # the last launch of the second capture
     (differ,) = problems(capture=Trace(events))
     assert "two captures of the step differ" in differ
-    (fewer,) = problems(profiled=Phase(0, 2))
+    (fewer,) = problems(readings=watched().readings[:2])
     assert fewer == "3 launches of graphs for 2 readings"
     (none,) = problems(replays=Trace([]))
     assert none == "0 launches of graphs for 3 readings"
+
+
+def test_a_fit_with_other_marks_is_no_fit_of_the_same() -> None:
+    whole = watched()
+    fewer = SpanLayout(LAYOUT.spans[:-1], LAYOUT.n_marks)
+    quiet = Alone([Reading(fewer, 0, 0.0, whole.readings[0].offsets_ms)], 150.0)
+    truth = compare("net", whole, quiet, {"net.0"})
+    assert truth.problems == ["a fit that is not watched has other marks"]
+    assert truth.rows == []
 
 
 def test_a_launch_for_which_nothing_runs_is_left_out() -> None:
     whole = watched()
     kernels = [event for event in replay_trace(3) if event["name"] != "kernel of aten::mse_loss"]
     whole.replays = Trace(kernels)
-    truth = compare("net", whole, {"net.0"})
+    truth = compare("net", whole, unwatched(whole), {"net.0"})
     assert truth.problems[0].startswith("4 kernels, copies and fills for 5 launches of the capture")
     assert truth.problems[0].endswith("nothing ran for a kernel of 'aten::mse_loss'")
     rows = {row.tag: row for row in truth.rows}
@@ -208,7 +214,7 @@ def test_a_launch_for_which_nothing_runs_is_left_out() -> None:
     whole.replays = Trace(
         [event | {"cat": event["cat"].replace("kernel", "gpu_memset")} for event in kernels]
     )
-    truth = compare("net", whole, {"net.0"})
+    truth = compare("net", whole, unwatched(whole), {"net.0"})
     assert truth.rows == []
     assert truth.problems[0].endswith("which cannot be told apart")
     assert truth.problems[1] == "these are {'memset': 4} for {'kernel': 5}"
@@ -218,7 +224,7 @@ def test_kernels_that_the_op_has_not_eagerly_are_counted() -> None:
     events = [event for event in capture_trace() if event["name"] != "kernel of AddmmBackward0"]
     whole = watched()
     whole.capture = Trace(events)
-    truth = compare("net", whole, set())
+    truth = compare("net", whole, unwatched(whole), set())
     assert truth.n_named == 4
     assert "'kernel of AddmmBackward0' of 'AddmmBackward0'" in truth.problems[0]
 
@@ -231,15 +237,15 @@ def test_marks_of_a_fit_are_in_its_trace() -> None:
         for event in found.capture._events
         if event["name"] == MARK and capture["ts"] <= event["ts"] <= capture["ts"] + capture["dur"]
     ]
-    assert len(found.readings) == found.after.last + 1
-    profiled = found.readings[found.profiled.first : found.profiled.last]
-    assert len(profiled) == 2
-    layout = profiled[0].layout
+    assert len(found.readings) == 2
+    layout = found.readings[0].layout
     of_layers = [span for span in layout.spans if span.tag.startswith("layer_")]
     assert len(of_layers) == 2 * 38
     assert {mark for span in of_layers for call in span.calls for mark in call} < set(range(len(marks)))
     assert layout.n_marks >= len(marks)
-    assert compare("MLP", found, set()).problems[0].startswith("no launches of a capture")
+    quiet = alone(MODELS[0], replays=3, tiny=True)
+    assert [reading.layout.spans for reading in quiet.readings] == [layout.spans] * 3
+    assert compare("MLP", found, quiet, set()).problems[0].startswith("no launches of a capture")
 
 
 # The example validates, which takes no part in this.
