@@ -230,8 +230,10 @@ class CudaBackend:
         self._pool = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
         self._live: list[_Live] = []
-        # Events that a fork off a captured stream waits for; they must live until the capture ends.
-        self._forks: list[torch.cuda.Event] = []
+        # Events of the capture: those that are marked, and those that a fork off a captured stream waits
+        # for. All must live until it ends, also where a step that fails has let go of its own: CUDA
+        # makes a graph of what there is, and looks at events that are gone (a segmentation fault).
+        self._events: list[torch.cuda.Event] = []
         # The timing streams that take part in the capture.
         self._forked: set[torch.cuda.Stream] = set()
         self._recording: CudaParts | None = None
@@ -287,7 +289,7 @@ class CudaBackend:
                 failure = SentBackError(branches.broken)
         finally:
             self._recording = self._branches = None
-            self._forks.clear()
+            self._events.clear()
             self._forked.clear()
             if gc_was_on:
                 gc.enable()
@@ -325,7 +327,7 @@ class CudaBackend:
         with _disable_current_modes():
             if (broken := self._end_capture(self._recording)) is not None:
                 raise broken
-            self._forks.clear()
+            self._events.clear()
             self._forked.clear()
             self._begin_part(self._recording)
 
@@ -404,6 +406,7 @@ class CudaBackend:
         if self._recording is None:
             event.record(self._current_stream())
             return
+        self._events.append(event)
         current = torch.cuda.current_stream(self.device)
         begins = len(position_of(current) or ()) == 1  # no node yet; in one as well
         if begins or not forked:
@@ -413,7 +416,7 @@ class CudaBackend:
         # critical path about 2 us. On a forked branch the next kernel does not wait.
         fork = torch.cuda.Event()
         fork.record(current)
-        self._forks.append(fork)
+        self._events.append(fork)
         if current not in self._timing_streams:
             self._timing_streams[current] = stream_beside(self.device)
         branch = self._timing_streams[current]
@@ -427,6 +430,7 @@ class CudaBackend:
             work.wait()  # the stream waits, and not the host
         event.record(branch)
         if self._recording is not None:
+            self._events.append(event)
             self._forked.add(branch)
         return True
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from lightning_cudagraph.capture.backend import CudaBackend
 
 _LAG_MS = 0.02
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -146,3 +149,41 @@ def test_the_mark_of_a_collective_holds_up_nothing(backend: CudaBackend) -> None
     assert begin.elapsed_time(computed) < begin.elapsed_time(reduced)
     assert begin.elapsed_time(end) > begin.elapsed_time(reduced) - _LAG_MS
     backend.release(graph)
+
+
+def test_a_step_that_fails_may_have_let_go_of_its_marks(backend: CudaBackend) -> None:
+    x = torch.zeros(8, device="cuda")
+
+    def body(fails: bool) -> list[torch.cuda.Event]:
+        events = [backend.event() for _ in range(50)]
+        for number, event in enumerate(events):
+            x.add_(1)
+            backend.mark(event, forked=bool(number % 3))
+        if fails:
+            del events, event
+            raise ValueError("no more cheese")
+        return events
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no more cheese"):
+            backend.capture(lambda: body(True))
+    # Also where what holds them is what the step returns, and it fails on its way out.
+    with pytest.raises(ValueError, match="on the way out"):
+        backend.capture(lambda: _failing_behind(lambda: body(False)))
+    graph, events = backend.capture(lambda: body(False))
+    x.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [50.0] * 8
+    assert len(backend.event_times(events)()) == 50
+    backend.release(graph)
+
+
+def _failing_behind(body: Callable[[], T]) -> T:
+    @contextmanager
+    def leaving() -> Iterator[None]:
+        yield
+        raise ValueError("on the way out")
+
+    with leaving():
+        return body()

@@ -56,6 +56,7 @@ class Failures:
         self._device = torch.device("cpu")
         self._closed = threading.Event()
         self._watch: threading.Thread | None = None
+        self._is_ending_waits = threading.Lock()  # for good
 
     def watch(self, device: torch.device) -> None:
         """From now on, end this process with one that has failed.
@@ -130,13 +131,13 @@ class Failures:
             with contextlib.suppress(RuntimeError):
                 self._leave_word(f"rank {self._rank}: {type(error).__name__}: {error}", leave)
         if self._is_stuck():
-            # In a thread, because NCCL waits in turn for the graphs, which are let go of meanwhile.
-            threading.Thread(target=_abort, name="cudagraph-abort", daemon=True).start()
+            self._end_waits()
 
     def _leave_word(self, text: str, leave: Callable[[], None]) -> None:
         if self._found():
             self._say_why()  # of which the error here is a consequence
             return
+        self._failed, self._has_said = text, True  # no other process has failed, and this one says why
         self._store.set(_FAILED, text)
         self._store.set(f"read/{self._rank}", "")
         leave()
@@ -183,10 +184,18 @@ class Failures:
         self._say_why()
         if self._closed.wait(_ABORT_AFTER_S):
             return
-        _abort()
+        self._end_waits()
         if not self._closed.wait(_GRACE_S):
             print(f"lightning_cudagraph: rank {self._rank} ends by force", file=sys.stderr, flush=True)
             os._exit(1)
+
+    def _end_waits(self) -> None:
+        """End what waits for other processes on the device, if nobody does so yet.
+
+        In a thread: NCCL waits in turn for the graphs, which are let go of meanwhile, or never.
+        """
+        if self._is_ending_waits.acquire(blocking=False):
+            threading.Thread(target=_abort, name="cudagraph-abort", daemon=True).start()
 
     def _say_why(self) -> None:
         if not self._has_said:
@@ -200,7 +209,6 @@ class Failures:
 
 
 def _abort() -> None:
-    """End what waits for other processes on the device."""
     world: Any = dist.group.WORLD
     if world is not None and hasattr(world, "abort"):
         world.abort()
