@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -20,6 +22,7 @@ class World:
     """In the place of what would end processes, and what they wait for."""
 
     def __init__(self) -> None:
+        self.aborted = threading.Event()
         self.aborts = 0
         self.status: int | None = None
         self.ended = threading.Event()
@@ -27,6 +30,7 @@ class World:
 
     def abort(self) -> None:
         self.aborts += 1
+        self.aborted.set()
         self.stuck.wait()
 
     def exit(self, status: int) -> None:
@@ -50,11 +54,22 @@ def store() -> dist.HashStore:
     return dist.HashStore()
 
 
+@pytest.fixture
+def failures(world: World, store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Failures]:
+    """Those of rank 1, which waits on the device for what does not come."""
+    made = Failures(store, rank=1, size=2)
+    monkeypatch.setattr(made, "_is_stuck", lambda: True)
+    made.watch(GPU)
+    yield made
+    world.stuck.set()
+    made.close()
+    assert made._watch is not None
+    made._watch.join(LIMIT_S)  # before it could meet the real `os._exit`
+
+
 def test_who_cannot_end_by_himself_is_ended(
-    world: World, store: dist.HashStore, capfd: pytest.CaptureFixture[str]
+    world: World, store: dist.HashStore, failures: Failures, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    failures = Failures(store, rank=1, size=2)
-    failures.watch(GPU)
     store.set("failed", "rank 0: ValueError: no more cheese")
     # What would end the waits on the device does not come back.
     assert world.ended.wait(LIMIT_S)
@@ -62,38 +77,96 @@ def test_who_cannot_end_by_himself_is_ended(
     said = capfd.readouterr().err
     assert "rank 1 ends, because another process has failed: rank 0: ValueError: no more" in said
     assert "rank 1 ends by force" in said
-    failures.close()
 
 
-def test_who_ends_by_himself_is_not_ended(world: World, store: dist.HashStore) -> None:
-    module._GRACE_S = LIMIT_S  # type: ignore[attr-defined]
-    failures = Failures(store, rank=1, size=2)
-    failures.watch(GPU)
+def test_who_ends_by_himself_is_not_ended(
+    world: World, store: dist.HashStore, failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GRACE_S", LIMIT_S)
     store.set("failed", "rank 0: ValueError: no more cheese")
-    while not world.aborts:
-        world.ended.wait(0.01)
+    assert world.aborted.wait(LIMIT_S)
+    world.stuck.set()
     failures.close()
-    assert failures._watch is not None
-    assert not failures._watch.is_alive()
+    assert failures._aborting is not None
+    assert not failures._aborting.is_alive()
     assert not world.ended.is_set()
 
 
-def test_who_fails_is_not_told_that_another_has(
-    world: World,
-    store: dist.HashStore,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+def test_python_does_not_end_before_what_ends_the_waits(
+    world: World, store: dist.HashStore, failures: Failures
 ) -> None:
-    failures = Failures(store, rank=1, size=2)
-    monkeypatch.setattr(failures, "_is_stuck", lambda: True)
-    failures.watch(GPU)
+    store.set("failed", "rank 0: ValueError: no more cheese")
+    assert world.aborted.wait(LIMIT_S)
+    failures.close()  # waits, and then ends the process, because a thread would end it with a signal
+    assert world.status == 1
+
+
+def test_who_fails_is_not_told_that_another_has(
+    world: World, store: dist.HashStore, failures: Failures, capfd: pytest.CaptureFixture[str]
+) -> None:
     left: list[str] = []
-    failures.tell(KeyboardInterrupt(), lambda: left.append("left"))
+    failures.tell(ValueError("no more cheese"), lambda: left.append("left"))
     assert left == ["left"]
-    assert store.get("failed") == b"rank 1: KeyboardInterrupt: "
+    assert store.get("failed") == b"rank 1: ValueError: no more cheese"
     assert world.ended.wait(LIMIT_S)
     assert world.aborts == 1  # and not one for each who wants it
     said = capfd.readouterr().err
     assert "another process" not in said
-    assert "rank 1 ends by force" in said
-    failures.close()
+    assert "ValueError: no more cheese\nlightning_cudagraph: rank 1 ends by force" in said
+
+
+def test_who_fails_behind_another_says_why(
+    store: dist.HashStore, failures: Failures, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store.set("failed", "rank 0: ValueError: no more cheese")
+    failures.tell(RuntimeError("connection closed"), lambda: None)
+    assert store.get("failed") == b"rank 0: ValueError: no more cheese"
+    assert "has failed: rank 0: ValueError: no more cheese" in capfd.readouterr().err
+
+
+def test_an_error_that_cannot_be_written(store: dist.HashStore, failures: Failures) -> None:
+    failures.tell(ValueError("\udcff"), lambda: None)
+    assert store.get("failed") == b"rank 1: ValueError: \\udcff"
+
+
+class GoneStore:
+    """What is left of a store with the process that had it."""
+
+    def check(self, *_: object) -> bool:
+        raise RuntimeError("Connection was closed")
+
+    get = set = compare_set = check
+
+
+def test_a_store_that_is_gone(
+    world: World,
+    failures: Failures,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(failures, "_store", GoneStore())
+    left: list[str] = []
+    failures.tell(ValueError("no more cheese"), lambda: left.append("left"))
+    assert left == ["left"]
+    assert world.ended.wait(LIMIT_S)
+    said = capfd.readouterr().err
+    assert "the process with rank 0 has ended" in said
+    assert "ValueError: no more cheese\nlightning_cudagraph: rank 1 ends by force" in said
+
+
+def test_nobody_reads_what_is_said(
+    world: World, store: dist.HashStore, failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    store.set("failed", "rank 0: ValueError: no more cheese")
+    assert world.ended.wait(LIMIT_S)
+    assert world.status == 1
+
+
+def test_nothing_waits_where_there_is_no_group() -> None:
+    assert not dist.is_initialized()
+    module._abort()

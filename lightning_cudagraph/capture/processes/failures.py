@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -51,12 +52,16 @@ class Failures:
         self._rank = rank
         self._size = size
         self._failed: str | None = None
+        # What this process says of its own failure: who finds just that has found no other's.
+        self._own: str | None = None
+        self._traceback = ""
         self._has_said = False
         self._looked_s = 0.0
         self._device = torch.device("cpu")
         self._closed = threading.Event()
         self._watch: threading.Thread | None = None
         self._is_ending_waits = threading.Lock()  # for good
+        self._aborting: threading.Thread | None = None
 
     def watch(self, device: torch.device) -> None:
         """From now on, end this process with one that has failed.
@@ -70,10 +75,18 @@ class Failures:
             self._watch.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Look no more.
+
+        Graphs have been let go of by now, so that NCCL can come back from what ends its waits. Python
+        must not end before: a thread that comes back then ends the process with a signal.
+        """
         self._closed.set()
-        if self._watch is not None and self._watch is not threading.current_thread():
-            self._watch.join(timeout=2 * _LOOK_EVERY_S)
+        if self._watch is not None:
+            self._watch.join(2 * _LOOK_EVERY_S)
+        if self._aborting is not None:
+            self._aborting.join(_GRACE_S)
+            if self._aborting.is_alive():
+                self._end_by_force()
 
     def nap(self, seconds: float) -> None:
         """Wait for a moment, and look now and then.
@@ -101,7 +114,7 @@ class Failures:
         Raises:
             PeerError: if another process has failed.
         """
-        if self._found():
+        if self._found() and self._failed != self._own:
             raise self.error("")
 
     def error(self, otherwise: str) -> PeerError:
@@ -127,20 +140,24 @@ class Failures:
             leave: called once the reason is told.
         """
         if not (self._closed.is_set() or isinstance(error, PeerError)):
+            text = f"rank {self._rank}: {type(error).__name__}: {error}"
+            self._own = text.encode(errors="backslashreplace").decode()
+            # In words: its frames hold what is let go of meanwhile.
+            self._traceback = "".join(traceback.format_exception(error))
             # The store can be gone, with the process that had it.
             with contextlib.suppress(RuntimeError):
-                self._leave_word(f"rank {self._rank}: {type(error).__name__}: {error}", leave)
+                self._leave_word(self._own, leave)
         if self._is_stuck():
             self._end_waits()
 
     def _leave_word(self, text: str, leave: Callable[[], None]) -> None:
-        if self._found():
-            self._say_why()  # of which the error here is a consequence
-            return
-        self._failed, self._has_said = text, True  # no other process has failed, and this one says why
-        self._store.set(_FAILED, text)
-        self._store.set(f"read/{self._rank}", "")
-        leave()
+        try:
+            # If another one has left it already, that is why this one fails.
+            self._failed = self._store.compare_set(_FAILED, "", text).decode()
+            self._say_why()
+            self._store.set(f"read/{self._rank}", "")
+        finally:
+            leave()
         if self._rank == 0:
             others = [f"read/{rank}" for rank in range(1, self._size)]
             deadline_s = time.monotonic() + _READ_TIMEOUT_S
@@ -148,7 +165,7 @@ class Failures:
                 self._closed.wait(0.05)
 
     def _found(self) -> bool:
-        """Whether another process has left an error."""
+        """Whether a process has left an error, be it this one."""
         if self._failed is None and self._store.check([_FAILED]):
             self._failed = self._store.get(_FAILED).decode()
             self._store.set(f"read/{self._rank}", "")
@@ -186,8 +203,7 @@ class Failures:
             return
         self._end_waits()
         if not self._closed.wait(_GRACE_S):
-            print(f"lightning_cudagraph: rank {self._rank} ends by force", file=sys.stderr, flush=True)
-            os._exit(1)
+            self._end_by_force()
 
     def _end_waits(self) -> None:
         """End what waits for other processes on the device, if nobody does so yet.
@@ -195,17 +211,28 @@ class Failures:
         In a thread: NCCL waits in turn for the graphs, which are let go of meanwhile, or never.
         """
         if self._is_ending_waits.acquire(blocking=False):
-            threading.Thread(target=_abort, name="cudagraph-abort", daemon=True).start()
+            thread = threading.Thread(target=_abort, name="cudagraph-abort", daemon=True)
+            thread.start()
+            self._aborting = thread
+
+    def _end_by_force(self) -> None:
+        # Python does not come to show the error of this process any more.
+        _say(f"{self._traceback}lightning_cudagraph: rank {self._rank} ends by force")
+        os._exit(1)
 
     def _say_why(self) -> None:
-        if not self._has_said:
+        if not self._has_said and self._failed != self._own:
             self._has_said = True
-            print(
+            _say(
                 f"lightning_cudagraph: rank {self._rank} ends, because another process has failed:"
-                f" {self._failed}",
-                file=sys.stderr,
-                flush=True,
+                f" {self._failed}"
             )
+
+
+def _say(text: str) -> None:
+    # Whoever reads may be gone, as `tee` is with Ctrl-C, and the process must end all the same.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _abort() -> None:
