@@ -31,8 +31,9 @@ class CudaParts:
         self._generators = generators
         self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        # A node does not keep its event alive.
-        self._knots: list[torch.cuda.Event] = []
+        # A node does not keep its event alive; and CUDA, when a capture ends, looks at those that it has
+        # met, also where a step that failed has let go of its own (a segmentation fault).
+        self._events: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
         """Begin the capture of the next part, on the current stream."""
@@ -42,9 +43,9 @@ class CudaParts:
         self._graphs.append(graph)
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def knot(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        """Put a node into the part under way, that comes after all that `stream` waits for."""
-        self._knots.append(event)
+    def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        """Record an event in the part under way, behind all that `stream` waits for, and keep it."""
+        self._events.append(event)
         event.record(stream)
 
     def end(self) -> None:

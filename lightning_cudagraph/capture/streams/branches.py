@@ -58,7 +58,6 @@ class Branches:
         # By the address of memory, the stream that it was allocated on; the step's own if it is not
         # known: what allocates unseen does so there.
         self._homes: dict[int, int] = {}
-        self._events: list[torch.cuda.Event] = []
         self._flow = Flow(len(self._streams))
         self._kept = Kept(self._flow, _is_free)
         self._nodes: list[tuple[int, ...]] = []
@@ -80,8 +79,7 @@ class Branches:
         self._kept = Kept(self._flow, _is_free)
         self._nodes = []
         fork = torch.cuda.Event()
-        fork.record(self._own)
-        self._events.append(fork)
+        self._graph.record(fork, self._own)
         for stream in self._streams[1:]:
             stream.wait_event(fork)
         self._left = self._position(self._own)
@@ -171,7 +169,7 @@ class Branches:
     def _notice(self) -> None:
         """See whether something was issued that was no op."""
         if not self._nodes and not self._position(self._own):
-            self._graph.knot(torch.cuda.Event(external=True), self._own)  # to begin in one node
+            self._graph.record(torch.cuda.Event(external=True), self._own)  # to begin in one node
         if self._position(self._own) != self._left:
             self._bar(_UNSEEN if self._nodes else None)
 
