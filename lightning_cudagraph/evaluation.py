@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.capture.audit.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import (
+    compared_outputs,
     copied_leaf,
     flatten_batch,
     map_leaves,
@@ -274,12 +275,7 @@ class GraphedEvaluation:
 
     def _values(self, outputs: _Outputs) -> dict[str, Tensor]:
         """What can be compared just after the step, by name, in its order."""
-        output = f"the output of `{self._step_name}`"
-        returned = {
-            path.replace("batch", output, 1): leaf
-            for path, leaf in flatten_batch(outputs.returned)
-            if isinstance(leaf, Tensor)
-        }
+        returned = compared_outputs(outputs.returned, f"the output of `{self._step_name}`")
         return {**outputs.logs.values(), **returned}
 
     def _state(self) -> dict[str, Tensor]:

@@ -239,6 +239,21 @@ class ReadsForABuffer(ReadsAGlobal):
         return outputs
 
 
+class ReadsForAnOutput(ReadsAGlobal):
+    """The scale is in a tensor that is returned beside the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = Net.training_step(self, batch, batch_idx)
+        return {"loss": outputs["loss"], "seen": [outputs["logits"].detach() * _scale()]}
+
+
+class ReturnsANumber(ReadsAGlobal):
+    """The scale is returned beside the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": Net.training_step(self, batch, batch_idx)["loss"], "scale": _scale()}
+
+
 @pytest.mark.parametrize(
     ("module", "scope", "message"),
     [

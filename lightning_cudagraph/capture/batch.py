@@ -26,6 +26,7 @@ __all__ = [
     "PLAIN",
     "Signature",
     "comparable",
+    "compared_outputs",
     "copied_leaf",
     "flatten_batch",
     "map_leaves",
@@ -36,6 +37,14 @@ __all__ = [
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
+# Numbers that are compared, by numpy's kinds, and as what.
+_NUMBERS: dict[str, Any] = {
+    "b": np.bool_,
+    "i": np.int64,
+    "u": np.float64,
+    "f": np.float64,
+    "c": np.complex128,
+}
 # Elements; kernels read several at once where the memory is aligned to as many.
 _ALIGNED = 16
 
@@ -205,6 +214,28 @@ def refuse_odd_outputs(tree: Any, what: str) -> None:
                 " tuples, named tuples, mappings or dataclasses.",
                 "Return a list of tensors, or make the object in `on_train_batch_end`.",
             )
+
+
+def compared_outputs(returned: Any, what: str) -> dict[str, Tensor]:
+    """What a check compares of that which a step returned: its tensors, and its numbers as such.
+
+    Args:
+        returned: what it returned.
+        what: its name.
+
+    Returns:
+        By name (``the output['image'][0]``), in the order of `flatten_batch`.
+    """
+    found: dict[str, Tensor] = {}
+    for path, leaf in flatten_batch(returned):
+        if isinstance(leaf, (int, float, complex, np.generic)):
+            number = np.asarray(leaf)
+            if number.dtype.kind not in _NUMBERS:
+                continue
+            leaf = torch.from_numpy(number.astype(_NUMBERS[number.dtype.kind]))
+        if isinstance(leaf, Tensor):
+            found[f"{what}{path.removeprefix('batch')}"] = leaf
+    return found
 
 
 def _hides_tensor(value: Any, depth: int = 3, walked: bool = False) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.capture.audit.frozen import frozen_python_audit
 from lightning_cudagraph.capture.audit.host_calls import HostRules
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import flatten_batch, map_leaves, refuse_odd_outputs
+from lightning_cudagraph.capture.batch import compared_outputs, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.capture.gradients import GradientHabits
 from lightning_cudagraph.errors import CaptureError
@@ -59,11 +59,7 @@ class StepResult:
 
     def values(self) -> dict[str, Tensor]:
         """What can be compared just after the step, by name."""
-        named = {
-            f"`{path.replace('batch', 'output', 1)}`": leaf
-            for path, leaf in flatten_batch(self.returned)
-            if isinstance(leaf, Tensor)
-        }
+        named = compared_outputs(self.returned, "the output")
         for name, parameter in self.gradients.items():
             if parameter.grad is not None:
                 named[f"the gradient of `{name}`"] = parameter.grad

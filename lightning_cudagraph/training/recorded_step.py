@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_cudagraph.capture.batch import compared_outputs
 from lightning_cudagraph.capture.local import local
 from lightning_cudagraph.capture.recomputed import Recomputed
 from lightning_cudagraph.capture.steps import Place
@@ -72,7 +73,7 @@ class StepOutputs:
             for name, parameter in self.parameters.items()
             if parameter.grad is not None
         }
-        found = {"the loss": self.loss}
+        found = {"the loss": self.loss, **compared_outputs(self.extra, "the output of `training_step`")}
         for index, logs in enumerate((*(turn.logs for turn in self.turns), self.logs)):
             part = f" (part {index + 1})" if self.turns else ""
             found |= {f"{name}{part}": value for name, value in logs.values().items()}
