@@ -24,7 +24,7 @@ from lightning_cudagraph.distributed import (
     settle_nccl,
     wrapped_on_side_stream,
 )
-from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.evaluation import GraphedEvaluation
 from lightning_cudagraph.layer_timings import LayerTimings
 from lightning_cudagraph.settings import Scope, Settings
@@ -170,6 +170,8 @@ class CUDAGraphCallback(Callback):
         self._no_evaluation: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._description = ""
+        # Of a `fit` that a hook has interrupted: the report until then, and what became of its steps.
+        self._interrupted: tuple[str, StepCounts | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is bound to a trainer, so that copies and pickles work at any time."""
@@ -177,6 +179,8 @@ class CUDAGraphCallback(Callback):
         return {**self.__dict__, **dict.fromkeys(bound)}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != TrainerFn.FITTING and self._training is not None:
+            self._interrupt(trainer, self._training, stage)
         self._close()  # a run that another callback's exception ended before our hooks
         check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
         if stage != TrainerFn.FITTING or self.backend == "off":
@@ -193,7 +197,7 @@ class CUDAGraphCallback(Callback):
         processes, self._processes = self._processes or Distributed(trainer), None
         self._close()
         self._backend, self._processes = backend, processes
-        self.report = self.counts = self.evaluation_counts = None
+        self.report = self.counts = self.evaluation_counts = self._interrupted = None
         if self.backend == "off":
             processes.compare(self._arguments())
             self._leave_others()
@@ -252,6 +256,8 @@ class CUDAGraphCallback(Callback):
         if self._training is not None:
             notes += [] if self._no_evaluation is None else [self._no_evaluation.reason]
             self.report = self._training.finish(self._description, counts, notes)
+        elif self._interrupted is not None:
+            self.report, self.counts = self._interrupted
         elif self.report is not None and counts is not None:
             self.report += "\n" + evaluation_report(self._description, counts, notes)
         self._close()
@@ -273,6 +279,25 @@ class CUDAGraphCallback(Callback):
             self.report = evaluation_report(self._description, evaluation.counts, evaluation.notes)
             rank_zero_info(self.report)
         self._close()
+
+    def _interrupt(self, trainer: pl.Trainer, training: GraphedTraining, stage: str) -> None:
+        """A hook of a `fit` has called another of the trainer's methods, which takes all down.
+
+        Raises:
+            HookError: if that was in the middle of a step.
+        """
+        stage = TrainerFn(stage).value
+        if training.is_in_step:
+            raise HookError(
+                f"In the middle of a step, a hook called `trainer.{stage}`, which ends its graph.",
+                "Call it between two fits.",
+            )
+        note = (
+            f"the graphs of a `fit` ended behind step {trainer.global_step}, and the steps that it still"
+            f" takes are eager: `trainer.{stage}` was called before its end"
+        )
+        self._interrupted = training.finish(self._description, notes=[note]), self.counts
+        rank_zero_warn(f"lightning_cudagraph: {note}. Call it between two fits.")
 
     def _evaluate(self, trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
         """An evaluation begins, in a `fit` or in a run of its own."""

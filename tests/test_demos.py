@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.demos import boring_classes, lstm, transformer
 
 from lightning_cudagraph import CUDAGraphCallback
-from tests.harness import differences
+from tests.harness import Trace, differences
 from tests.rows import became, refused, row
 
 WORDS = 40
@@ -98,6 +98,11 @@ def test_a_manual_boring_model(tmp_path: Path, accelerator: str) -> None:
     )
 
 
+def _saved_at(trace: Trace) -> set[int]:
+    """The steps of the checkpoints whose contents were compared."""
+    return {saved["global_step"] for saved in trace.checkpoints.values()}
+
+
 @pytest.mark.usefixtures("wikitext")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_the_transformer(tmp_path: Path, accelerator: str) -> None:
@@ -108,9 +113,10 @@ def test_the_transformer(tmp_path: Path, accelerator: str) -> None:
         fit=_alone,
         max_epochs=2,
         limit_train_batches=6,
-        checkpoint_every=0,
+        checkpoint_every=5,
     )
     became(done.graph, replayed=12 - 3)
+    assert _saved_at(done.graph) == {5, 10}
 
 
 def _small_lstm() -> pl.LightningModule:
@@ -123,7 +129,8 @@ def _small_lstm() -> pl.LightningModule:
 @pytest.mark.usefixtures("wikitext")
 def test_the_lstm(tmp_path: Path, accelerator: str) -> None:
     build = _small_lstm if accelerator == "cpu" else lambda: lstm.LightningLSTM(vocab_size=WORDS)
-    done = row(tmp_path, accelerator, build, fit=_alone, max_epochs=2, checkpoint_every=0)
+    done = row(tmp_path, accelerator, build, fit=_alone, max_epochs=2, checkpoint_every=5)
+    assert _saved_at(done.graph) == {5, 10}
     # It drops its hidden state at the end of an epoch, and begins the next one without.
     batches = done.graph.final["global_step"] // 2
     became(

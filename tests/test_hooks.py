@@ -629,6 +629,57 @@ def test_host_work_after_the_backward_pass(
         train(make(cls), tmp_path / "step", CUDAGraphCallback(scope="step"), accelerator=accelerator)
 
 
+class ClipsStrictly(Net):
+    """Asks on the host whether the gradients are finite, and is given others where `spoilt` says so."""
+
+    spoilt = -1
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == self.spoilt:
+            batch[0].fill_(float("inf"))
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.5, error_if_nonfinite=True)
+
+
+class ClipsStrictlyInVain(ClipsStrictly):
+    spoilt = 12
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_clipping_that_asks_for_finite_gradients(tmp_path: Path, accelerator: str, every: int) -> None:
+    done = row(
+        tmp_path, accelerator, ClipsStrictly, accumulate_grad_batches=every, max_epochs=1 + 2 * every
+    )
+    assert done.graph.counts.replayed >= 14
+    assert done.graph.callback is not None
+    report = str(done.graph.callback.report)
+    line = ClipsStrictly.configure_gradient_clipping.__code__.co_firstlineno + 1
+    assert "and the optimizer steps eagerly" in report
+    assert f"test_hooks.py:{line} (`nn.utils.clip_grad_norm_(" in report
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_clipping_that_finds_other_gradients(tmp_path: Path, accelerator: str, every: int) -> None:
+    done = row(
+        tmp_path,
+        accelerator,
+        ClipsStrictlyInVain,
+        accumulate_grad_batches=every,
+        max_epochs=1 + 2 * every,
+        raises=RuntimeError,
+    )
+    assert "is non-finite, so it cannot be clipped" in str(done.graph.error)
+    assert done.graph.counts.replayed >= 4
+    for left in (
+        lambda trace: trace.module.state_dict(),
+        lambda trace: [parameter.grad for parameter in trace.module.parameters()],
+        lambda trace: trace.trainer.optimizers[0].state_dict(),
+        lambda trace: trace.trainer.fit_loop.state_dict(),
+    ):
+        assert not differences(left(done.plain), left(done.graph))
+
+
 @pytest.mark.parametrize("hook", ["on_before_backward", "backward"])
 def test_host_work_before_and_in_the_backward_pass(tmp_path: Path, accelerator: str, hook: str) -> None:
     def work(self: Any, loss: Tensor) -> None:

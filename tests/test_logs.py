@@ -236,6 +236,45 @@ def test_graphs_that_share_sums(
     assert captured <= 26
 
 
+class FromOverrides(Net):
+    """Logs where an epoch starts, around the optimizer's step, and in a backward pass of its own."""
+
+    def on_train_epoch_start(self) -> None:
+        self.log("epoch_start", float(self.current_epoch))
+        self.log("epoch_start_weight", self.head.weight.sum())
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.log("in_backward", loss * 2, on_step=True, on_epoch=True)
+        loss.backward()
+        self.log("in_backward_peak", self.head.weight.grad.max(), on_step=True, reduce_fx="max")
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        self.log("before_step", float(batch_idx), on_step=True, on_epoch=True)
+        optimizer.step(closure=optimizer_closure)
+        self.log("after_step", self.head.weight.sum(), on_step=True, on_epoch=True, prog_bar=True)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("scope", ["step", "forward_backward"])
+def test_overrides(tmp_path: Path, accelerator: str, scope: Any, window: int) -> None:
+    _, graph = _both(
+        tmp_path,
+        FromOverrides,
+        CUDAGraphCallback(scope=scope),
+        accelerator=accelerator,
+        accumulate_grad_batches=window,
+        max_epochs=4,
+        val_check_interval=4,
+    )
+    assert graph.counts.replayed >= 20
+    assert graph.counts.recaptures == []
+    logged = {name for step in graph.steps for name in step["logged_metrics"]}
+    assert {"in_backward_step", "in_backward_peak", "before_step_step", "after_step_step"} <= logged
+    assert {"epoch_start", "epoch_start_weight", "in_backward_epoch", "after_step_epoch"} <= logged
+
+
 class InTheMiddle(Callback):
     """Logs on the host in the middle of a replay, under a name that the graph logs too."""
 

@@ -16,10 +16,12 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.errors import HookError
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.rows import became, refused, row
 
@@ -395,11 +397,18 @@ class ItsOwnLoaders(Net):
         return loader(seed=99, batches=1)
 
 
-def test_loaders_of_the_module_that_are_made_anew(tmp_path: Path, accelerator: str) -> None:
-    def fit(trainer: pl.Trainer, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        trainer.fit(module)
+def _with_its_own_loaders(trainer: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
+    trainer.fit(module)
 
-    done = row(tmp_path, accelerator, ItsOwnLoaders, reload_dataloaders_every_n_epochs=1, fit=fit)
+
+def test_loaders_of_the_module_that_are_made_anew(tmp_path: Path, accelerator: str) -> None:
+    done = row(
+        tmp_path,
+        accelerator,
+        ItsOwnLoaders,
+        reload_dataloaders_every_n_epochs=1,
+        fit=_with_its_own_loaders,
+    )
     became(done.graph, replayed=18, eager={RAGGED: 3})
 
 
@@ -530,6 +539,99 @@ def test_a_loader_that_fails(tmp_path: Path, accelerator: str) -> None:
     )
     # One less than were given: a loader without a length is asked one batch ahead.
     assert done.graph.counts.replayed == 6
+
+
+# Validation that a hook asks for: it works, or fails, as without the callback.
+
+
+def _runs_the_loop(module: pl.LightningModule) -> None:
+    module.trainer.fit_loop.epoch_loop.val_loop.run()
+
+
+def _runs_the_loop_as_lightning_does(module: pl.LightningModule) -> None:
+    trainer = module.trainer
+    logs, trainer.validating = trainer._logger_connector, True
+    is_first = logs._first_loop_iter
+    _runs_the_loop(module)
+    logs._first_loop_iter, trainer.training = is_first, True
+
+
+def _validates(module: pl.LightningModule) -> None:
+    module.trainer.validate(module, verbose=False)
+
+
+def _validates_and_goes_on(module: pl.LightningModule) -> None:
+    _validates(module)
+    module.trainer.training = True
+
+
+def _validates_with_others(module: pl.LightningModule) -> None:
+    module.trainer.validate(module, loader(seed=5, batches=2), verbose=False)
+
+
+# What is asked for, in which hook, by which module, and how it fails.
+ASKING: dict[str, tuple[Callable[[Any], None], str, type[Net], type[Exception] | None]] = {
+    "loop, epoch's end": (_runs_the_loop, "on_train_epoch_end", Net, None),
+    "loop, validation's end": (_runs_the_loop, "on_validation_end", Net, None),
+    "loop, batch's end": (_runs_the_loop, "on_train_batch_end", Net, AssertionError),
+    "whole loop, batch's end": (_runs_the_loop_as_lightning_does, "on_train_batch_end", Net, None),
+    "whole loop, in a step": (_runs_the_loop_as_lightning_does, "on_before_zero_grad", Net, None),
+    "validate, epoch's start": (_validates, "on_train_epoch_start", ItsOwnLoaders, AssertionError),
+    "validate, epoch's end": (_validates, "on_train_epoch_end", ItsOwnLoaders, AssertionError),
+    "validate, going on": (_validates_and_goes_on, "on_train_epoch_end", ItsOwnLoaders, None),
+    "validate, validation's end": (_validates, "on_validation_end", ItsOwnLoaders, None),
+    "validate, batch's end": (_validates, "on_train_batch_end", ItsOwnLoaders, AssertionError),
+    "validate, forgotten loaders": (
+        _validates_with_others,
+        "on_validation_end",
+        Net,
+        MisconfigurationException,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:lightning_cudagraph. the graphs of a `fit` ended behind step")
+@pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", ASKING)
+def test_validation_in_a_hook(tmp_path: Path, accelerator: str, name: str, evaluation: bool) -> None:
+    ask, hook, cls, raises = ASKING[name]
+    callback = CUDAGraphCallback(evaluation=evaluation)
+    if accelerator == "gpu" and cls is ItsOwnLoaders and raises is None:
+        raises = RuntimeError  # `validate` leaves the weights on the CPU
+
+    def once(self: Any, *args: Any) -> None:
+        if self.global_step > 8 and not self.has_asked:
+            self.has_asked = True
+            ask(self)
+
+    done = row(
+        tmp_path,
+        accelerator,
+        type("Asks", (cls,), {hook: once, "has_asked": False}),
+        ours=lambda: callback,
+        fit=_with_its_own_loaders if cls is ItsOwnLoaders else pl.Trainer.fit,
+        raises=raises,
+    )
+    assert done.graph.module.has_asked  # type: ignore[union-attr]
+    states = [trace.module.state_dict() for trace in (done.plain, done.graph)]  # type: ignore[union-attr]
+    assert not differences(*states)
+    if "loop" in name and raises is None:
+        assert done.graph.counts.replayed >= 15
+    if "validate" in name and raises is None:
+        assert callback.report is not None
+        assert "still takes are eager: `trainer.validate` was called before its end" in callback.report
+
+
+def test_validation_in_a_step(tmp_path: Path, accelerator: str) -> None:
+    class Asks(Net):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            if self.global_step == 10:
+                _validates_with_others(self)
+
+    with pytest.raises(AssertionError):
+        train(make(Asks), tmp_path / "plain", accelerator=accelerator)
+    with pytest.raises(HookError, match=r"In the middle of a step, a hook called `trainer\.validate`"):
+        train(make(Asks), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
 
 
 # Several runs, one after the other.

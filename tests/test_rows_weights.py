@@ -83,6 +83,7 @@ def test_swa_with_batch_norm(tmp_path: Path, accelerator: str, accumulate: int, 
 
 AVERAGES: dict[str, Callable[[], Any]] = {
     "mean": WeightAveraging,
+    "mean-without-buffers": lambda: WeightAveraging(use_buffers=False),
     "EMA": lambda: EMAWeightAveraging(decay=0.9),
     "EMA-without-buffers": lambda: EMAWeightAveraging(decay=0.9, use_buffers=False),
     "EMA-seldom": lambda: EMAWeightAveraging(update_every_n_steps=3, update_starting_at_step=5),

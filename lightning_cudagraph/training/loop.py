@@ -245,6 +245,11 @@ class GraphedTraining:
             stack.callback(self._part.optimizer.restore)
             stack.callback(self._patches.close)
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is under way, with a hook of its own in it."""
+        return self._steps.is_in_step
+
     def suspect(self) -> None:
         """Something other than training steps has happened, and can have changed what is baked in."""
         self._suspect_between()

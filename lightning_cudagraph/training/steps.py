@@ -88,6 +88,7 @@ class TrainingSteps:
         self._hand_over = hand_over
         self._is_timed = is_timed
         self.phase = Phase.EAGER
+        self.is_in_step = False
 
     def take(self, closure: GraphClosure, body: StepBody, run: Callable[[], object]) -> Tensor | None:
         """Take a batch through its phase.
@@ -112,7 +113,11 @@ class TrainingSteps:
 
         step = self._step(closure, body, run, self._clock.is_due(steps_before))
         checked = self._verifier.checked
-        self.phase, outputs = self._engine.step(step, refresh)
+        self.is_in_step = True
+        try:
+            self.phase, outputs = self._engine.step(step, refresh)
+        finally:
+            self.is_in_step = False
         if self.phase is not Phase.CAPTURED or self._verifier.checked != checked:
             self._clock.interrupted()
         if outputs is not None:
