@@ -41,6 +41,7 @@ class Declared(TorchDispatchMode):
     Attributes:
         ops: the names of the ops it has seen.
         written: of those, the names of the ones that wrote into memory older than themselves.
+        known: those whose effects are known, and that are not views.
         unknown: those whose effects are not known.
         lies: what was written without its being said, and what is not as it was said.
     """
@@ -49,6 +50,7 @@ class Declared(TorchDispatchMode):
         super().__init__()
         self.ops: set[str] = set()
         self.written: set[str] = set()
+        self.known: set[str] = set()
         self.unknown: set[str] = set()
         self.lies: set[str] = set()
         self._met: dict[int, StorageWeakRef] = {}
@@ -94,6 +96,8 @@ class Declared(TorchDispatchMode):
 
         def compare(result: Any) -> None:
             self.meet(result)
+            if access is not None and not looks:
+                self.known.add(func._schema.name)
             if not looks and access is None:
                 self.unknown.add(name)
                 if not name.startswith(_CHECKED_ALL_THE_SAME):

@@ -453,8 +453,8 @@ def _patches_given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}],
-    ids=["mode", "options"],
+    [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}],
+    ids=["mode", "tuned", "options"],
 )
 def test_graphs_of_inductors_own(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]

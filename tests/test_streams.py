@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, LayerTimings
 from lightning_cudagraph.capture.emulator import EmulatorBackend
@@ -96,6 +97,8 @@ def test_same_with_lists_of_tensors_and_clipping(
     graph = _run(tmp_path / "graph", accelerator, 4, timed=timed, **kwargs)
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
+    assert graph.callback is not None
+    assert ("on several streams layers overlap" in str(graph.callback.report)) is timed
 
 
 def test_same_when_gradients_are_accumulated_and_validation_is_captured(
@@ -109,6 +112,65 @@ def test_same_when_gradients_are_accumulated_and_validation_is_captured(
     assert graph.counts.replayed > 6
     assert callback.evaluation_counts is not None
     assert callback.evaluation_counts.replayed > 0
+
+
+class _Checkpointed(Branched):
+    """A part is computed again in the backward pass, with the same random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def part(x: Tensor) -> Tensor:
+            return nn.functional.dropout(self.left(x).relu(), 0.2)[:, :4]
+
+        # On a CPU the state of the generator cannot be set in a capture.
+        again = checkpoint(part, x, use_reentrant=False, preserve_rng_state=x.is_cuda)
+        return super().forward(x) + again
+
+
+class _Penalised(Branched):
+    """The loss has a gradient in it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        weights = [self.left.weight, self.gate.weight]
+        gradients = torch.autograd.grad(loss, weights, create_graph=True)
+        return loss + 0.1 * sum(gradient.square().sum() for gradient in gradients)
+
+
+class _PerSample(Branched):
+    """Gradients of each sample by itself, by `torch.func`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        layer = self.right
+
+        def size(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+            out: Tensor = torch.func.functional_call(layer, parameters, (x,))
+            return out.tanh().square().mean()
+
+        gradients = torch.func.vmap(torch.func.grad(size), (None, 0))(
+            dict(layer.named_parameters()), batch[0]
+        )
+        return loss + 0.1 * sum(gradient.square().mean() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+@pytest.mark.parametrize("cls", [_Checkpointed, _Penalised, _PerSample])
+def test_nested_passes(
+    tmp_path: Path, accelerator: str, cls: type[Branched], streams: AskedStreams
+) -> None:
+    def run(folder: str, callback: CUDAGraphCallback | None) -> Trace:
+        batches = loader(ragged=False)
+        return train(
+            make(cls), tmp_path / folder, callback, accelerator=accelerator, train_loader=batches
+        )
+
+    plain = run("plain", None)
+    callback = CUDAGraphCallback(streams=streams, timings=None, verify_every_n_steps=5)
+    graph = run("graph", callback)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+    if streams == 4:
+        assert "captured on 4 streams" in str(callback.report)
 
 
 # The other rules are taken out in `test_dataflow`, where schedules are made in which each one shows.

@@ -89,12 +89,32 @@ def test_a_race_that_waits_come_right_in() -> None:
         assert differences(one, several) == []
 
 
-@pytest.mark.parametrize("rule", ["_read_after_write", "_write_after_read"])
-def test_without_a_rule_the_race_is_lost(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _overwritten(x: Tensor, buffer: Tensor) -> Callable[[], list[Tensor]]:
+    def step() -> list[Tensor]:
+        buffer.copy_(_slow(x))
+        buffer.fill_(3.0)
+        return [x * 2.0]
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("rule", "race"),
+    [
+        ("_read_after_write", _race),
+        ("_write_after_read", _race),
+        ("_write_after_write", _overwritten),
+    ],
+)
+def test_without_a_rule_the_race_is_lost(
+    rule: str, race: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, buffer = torch.randn(2, 64, 32, device=_DEVICE)
-    one, _ = _replayed(_race(x, buffer), 1, [x], [buffer])
+    one, _ = _replayed(race(x, buffer), 1, [x], [buffer])
+    several, _ = _replayed(race(x, buffer), 4, [x], [buffer])
+    assert differences(one, several) == []
     monkeypatch.setattr(Flow, rule, lambda flow, piece: iter(()))
-    several, _ = _replayed(_race(x, buffer), 4, [x], [buffer])
+    several, _ = _replayed(race(x, buffer), 4, [x], [buffer])
     assert differences(one, several) != []
 
 
@@ -124,7 +144,7 @@ def test_memory_is_not_given_again_while_another_stream_uses_it(
     assert differences(one, racing) != []
 
 
-def test_a_triton_kernel_comes_after_all_and_before_all() -> None:
+def _with_a_triton_kernel(x: Tensor, buffer: Tensor) -> Callable[[], list[Tensor]]:
     triton = pytest.importorskip("triton")
     language: Any = pytest.importorskip("triton.language")
 
@@ -136,19 +156,69 @@ def test_a_triton_kernel_comes_after_all_and_before_all() -> None:
         new = language.load(source + places, mask=inside)
         language.store(target + places, old * 0.5 + new, mask=inside)
 
-    x, buffer = torch.randn(2, 64, 32, device=_DEVICE)
-
     def step() -> list[Tensor]:
         late, other = _slow(x), x * 3.0
         add_in_place[(8,)](buffer, late, buffer.numel(), 256)
         add_in_place[(8,)](other, buffer, other.numel(), 256)
         return [buffer * 2.0, other + 1.0, _slow(other), x - buffer]
 
-    one, _ = _replayed(step, 1, [x], [buffer])
-    several, branches = _replayed(step, 4, [x], [buffer])
+    return step
+
+
+def test_a_triton_kernel_comes_after_all_and_before_all() -> None:
+    x, buffer = torch.randn(2, 64, 32, device=_DEVICE)
+    one, _ = _replayed(_with_a_triton_kernel(x, buffer), 1, [x], [buffer])
+    several, branches = _replayed(_with_a_triton_kernel(x, buffer), 4, [x], [buffer])
     assert branches is not None
     assert list(branches.barriers.values()) == [1]  # two kernels, one after the other
     assert differences(one, several) == []
+
+
+def test_a_kernel_that_is_not_noticed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, buffer = torch.randn(2, 64, 32, device=_DEVICE)
+    one, _ = _replayed(_with_a_triton_kernel(x, buffer), 1, [x], [buffer])
+    notice = Branches._notice
+
+    def blind(self: Branches) -> None:
+        if self._nodes:
+            self._left = self._position(self._own)
+        else:
+            notice(self)
+
+    monkeypatch.setattr(Branches, "_notice", blind)
+    several, branches = _replayed(_with_a_triton_kernel(x, buffer), 4, [x], [buffer])
+    assert branches is not None
+    assert not branches.barriers
+    assert differences(one, several) != []
+
+
+def test_a_mark_waits_for_ops_on_all_streams() -> None:
+    """The end of a layer is that of its ops, wherever they are."""
+    x = torch.randn(64, 32, device=_DEVICE)
+    took_ms = []
+    for streams in (1, 4):
+        backend = CudaBackend(_DEVICE, streams=streams)
+        begin, end = backend.event(), backend.event()
+
+        def step(
+            backend: CudaBackend = backend, begin: Any = begin, end: Any = end
+        ) -> tuple[Tensor, Tensor]:
+            other = x + 1.0
+            backend.mark(begin)
+            layer = _slow(x, 8)
+            backend.mark(end)
+            return layer, other * 2.0
+
+        with backend.on_side_stream():
+            _slow(x)
+        graph, _ = backend.capture(step)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        took_ms.append(begin.elapsed_time(end))
+        backend.release(graph)
+    # That it took no time would be the mistake; some more or less is not.
+    assert took_ms[1] > 0.5 * took_ms[0] > 0.5
 
 
 def test_a_stream_of_the_steps_own() -> None:

@@ -97,17 +97,22 @@ class ByInductor(Net):
         self.features: Any = torch.compile(self.features, **arguments)
 
 
+@pytest.mark.parametrize("streams", [None, 4])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated", "ignore:TensorFloat32 tensor cores")
-def test_kernels_of_inductors(tmp_path: Path, mode: str) -> None:
+def test_kernels_of_inductors(tmp_path: Path, mode: str, streams: int | None) -> None:
     """Whatever graphs of its own were asked for; the plain run is one without them."""
 
     def run(name: str, mode: str, callback: CUDAGraphCallback | None = None) -> Trace:
         return fit(lambda: ByInductor(mode=mode), tmp_path / name, callback, accelerator="gpu")
 
-    plain, graph = run("plain", "default"), run("graph", mode, callback := CUDAGraphCallback())
+    callback = CUDAGraphCallback(streams=streams)
+    plain, graph = run("plain", "default"), run("graph", mode, callback)
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
+    if streams is not None:
+        assert "captured on 4 streams" in callback.report
+        assert "work that is no op of torch's" in callback.report
     assert ("without the CUDA graphs of its own" in callback.report) is (mode != "default")
 
 
