@@ -7,18 +7,29 @@ import inspect
 import itertools
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    Timer,
+    timer,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
@@ -317,6 +328,59 @@ def same_numbers_with_shared_logs(here: Here) -> None:
     """What is logged of all processes takes collectives between two replays."""
     _, graph = here.assert_same_runs(build=SharedLogs, max_epochs=4)
     assert graph.counts.replayed >= 10, graph.counts
+
+
+def _same_beside(here: Here, make_callback: Callable[[], Callback], **kwargs: Any) -> Trace:
+    """Trains without our callback and with it, each time beside another one; returns the latter."""
+    plain = here.train("plain", None, callbacks=(make_callback(),), **kwargs)
+    graph = here.train("graph", CUDAGraphCallback(), callbacks=(make_callback(),), **kwargs)
+    assert_same(plain, graph, ignore=("_ms/",))
+    return graph
+
+
+def same_numbers_with_averaged_weights(here: Here) -> None:
+    """Evaluated in the middle of epochs, where the averages are in the place of the weights."""
+    graph = _same_beside(here, lambda: EMAWeightAveraging(decay=0.9), max_epochs=4, val_check_interval=3)
+    assert graph.counts.replayed >= 10, graph.counts
+
+
+def same_numbers_with_learning_rates_logged(here: Here) -> None:
+    """They are read between two replays, and written by one process."""
+    graph = _same_beside(here, lambda: LearningRateMonitor("step"))
+    assert "lr-AdamW" in graph.csv
+    assert graph.counts.replayed >= 8, graph.counts
+
+
+def same_numbers_with_scheduled_accumulation(here: Here) -> None:
+    """All processes capture anew where gradients of more batches are added."""
+    graph = _same_beside(here, lambda: GradientAccumulationScheduler({0: 1, 3: 2}), max_epochs=8)
+    assert "`accumulate_grad_batches` of the trainer changed" in graph.counts.recaptures[0]
+    assert graph.counts.replayed >= 20, graph.counts
+
+
+def same_numbers_stopped_early(here: Here) -> None:
+    """All stop as soon as one of them would."""
+    graph = _same_beside(
+        here,
+        lambda: EarlyStopping("val_loss", patience=4 - 2 * here.rank, min_delta=0.5),
+        max_epochs=9,
+    )
+    assert graph.final["global_step"] == 24
+    assert graph.counts.replayed >= 8, graph.counts
+
+
+def same_numbers_stopped_by_the_clock(here: Here) -> None:
+    """That of the first process, a second later whenever it looks; those of the others stand still."""
+
+    def make_timer() -> Callback:
+        look = itertools.count(0, 1 if here.rank == 0 else 0).__next__
+        patch.setattr(timer, "time", SimpleNamespace(monotonic=look))
+        return Timer(timedelta(seconds=60))
+
+    with pytest.MonkeyPatch.context() as patch:
+        graph = _same_beside(here, make_timer, max_epochs=9)
+    assert graph.final["should_stop"]
+    assert graph.counts.replayed >= 8, graph.counts
 
 
 @contextlib.contextmanager
@@ -624,6 +688,44 @@ def a_check_that_one_fails(here: Here) -> None:
     assert "comes to other numbers than the eager step" in str(graph.error), graph.error
 
 
+class CountsInBufferOnOne(Net):
+    """On one process, a buffer depends on how often Python has run between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("counted", torch.zeros(()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.calls += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1:
+            self.counted += result["loss"].detach() * self.calls
+        return result
+
+
+def a_check_that_one_fails_alone(here: Here) -> None:
+    """A replay that differs in one process only, in what is not averaged, ends all."""
+    callback = CUDAGraphCallback(harmless=["calls"])
+    graph = here.train("graph", callback, CountsInBufferOnOne, raises=VerificationError)
+    found = str(graph.error)
+    assert "comes to other numbers than the eager step" in found, found
+    assert "`counted`" in found, found
+    assert found.startswith("On rank 1: ") == (here.rank == 0), found
+
+
+def a_check_that_one_fails_alone_goes_on(here: Here) -> None:
+    """Or all go on without a graph."""
+    callback = CUDAGraphCallback(harmless=["calls"], on_unsupported="eager")
+    _, graph = here.assert_same_runs(callback, build=CountsInBufferOnOne)
+    assert graph.counts.replayed == 1, graph.counts  # the step of the capture, where nothing had changed
+    reasons = [reason for reason in graph.counts.eager if "comes to other numbers" in reason]
+    assert reasons, graph.counts
+    assert reasons[0].startswith("On rank 1: ") == (here.rank == 0), reasons
+
+
 def different_arguments(here: Here) -> None:
     """The processes were given different arguments."""
     callback = CUDAGraphCallback(verify_replays=1 + here.rank)
@@ -661,13 +763,6 @@ def fewer_epochs_on_rank_0(here: Here) -> None:
 def fewer_epochs_on_rank_1(here: Here) -> None:
     """The same where the other one has the store that both use."""
     _fewer_epochs(here, here.rank == 1)
-
-
-def fewer_epochs_over_sockets(here: Here) -> None:
-    """The same without memory that they share."""
-
-    with _no_page():
-        _fewer_epochs(here, here.rank == 1)
 
 
 def _fewer_epochs(here: Here, is_first: bool) -> None:
@@ -751,8 +846,15 @@ def an_error_before_training_on_rank_1(here: Here) -> None:
 class RaisesInStep(Net):
     """Raises in a step of warm-up, in one process."""
 
+    at_step = 5
+    rank = 1
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        here = self.trainer.global_rank == self.rank
+        self.has_cheese = not here or self.trainer.global_step != self.at_step
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_rank == 1 and self.trainer.global_step == 5:
+        if not self.has_cheese:
             raise ValueError("no more cheese")
         return super().training_step(batch, batch_idx)
 
@@ -760,6 +862,34 @@ class RaisesInStep(Net):
 def an_error_in_a_step_on_rank_1(here: Here) -> None:
     """Raises where the other processes are about to average gradients with this one."""
     here.train("graph", CUDAGraphCallback(), RaisesInStep)
+
+
+def an_error_in_a_step_on_rank_0(here: Here) -> None:
+    """The same where it has the store, in which the reason lies."""
+    here.train("graph", CUDAGraphCallback(), type("RaisesInStep", (RaisesInStep,), {"rank": 0}))
+
+
+class RaisesInCapture(RaisesInStep):
+    """Raises in the step that is captured, in one process; and once more when it is taken eagerly."""
+
+    at_step = WARM_UP
+
+
+def an_error_in_a_capture_on_rank_1(here: Here) -> None:
+    """Raises where the other processes have captured, and tells what became of its steps."""
+    _error_in_a_capture(here, CUDAGraphCallback())
+
+
+def an_error_in_a_capture_on_rank_1_eager(here: Here) -> None:
+    """The same where what cannot be captured is taken eagerly; this cannot be taken at all."""
+    _error_in_a_capture(here, CUDAGraphCallback(on_unsupported="eager"))
+
+
+def _error_in_a_capture(here: Here, callback: CUDAGraphCallback) -> None:
+    try:
+        here.train("graph", callback, RaisesInCapture)
+    finally:
+        print(callback.counts, file=sys.stderr)
 
 
 class Signalled(Callback):
@@ -867,3 +997,26 @@ class Notes(Callback):
 def trains_for_ever(here: Here) -> None:
     """Until somebody ends it."""
     here.train("graph", CUDAGraphCallback(), callbacks=(Notes(here),), max_epochs=100_000)
+
+
+def _over_sockets(case: Callable[[Here], None]) -> Callable[[Here], None]:
+    def called(here: Here) -> None:
+        with _no_page():
+            case(here)
+
+    return called
+
+
+# The same without memory that processes share.
+OVER_SOCKETS = {
+    f"{case.__name__}_over_sockets": _over_sockets(case)
+    for case in (
+        another_shape,
+        a_guard_in_one_process,
+        a_capture_that_one_refuses,
+        a_shorter_stream,
+        fewer_epochs_on_rank_1,
+        an_error_on_rank_1,
+        a_signal_in_an_evaluation_of_one,
+    )
+}

@@ -26,6 +26,10 @@ from tests.distributed.forks import ROOT, Forked
 
 Process = Forked | subprocess.Popen[bytes]
 
+# The limit of cases in which one process has something else to do than the others. All learn of it at
+# once, and nobody waits for a time limit of torch's.
+AT_ONCE_S = 30.0
+
 
 @dataclass
 class Ended:

@@ -17,20 +17,28 @@ from tests.distributed.launch import Process, assert_all_ok, launch
 ALL_ENDED_S = 30.0
 BEGUN_S = 240.0
 FOR_EVER = "trains_for_ever"
+IN_A_CAPTURE = ("an_error_in_a_capture_on_rank_1", "an_error_in_a_capture_on_rank_1_eager")
 
 
-@pytest.mark.parametrize("case", ["an_error_in_a_step_on_rank_1", "an_error_behind_a_signal"])
+IN_A_STEP = ("an_error_in_a_step_on_rank_0", "an_error_in_a_step_on_rank_1")
+
+
+@pytest.mark.parametrize("case", [*IN_A_STEP, *IN_A_CAPTURE, "an_error_behind_a_signal"])
 def test_an_error_in_a_step_of_one_process_ends_all(tmp_path: Path, accelerator: str, case: str) -> None:
     ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
     # Behind a signal, the host of the other one can be through with the last step, which waits on the
     # GPU. It ends as the signal asked: Lightning's exception for it ends Python as `sys.exit()` does.
     through = accelerator == "gpu" and case == "an_error_behind_a_signal"
-    assert ended[0].status in ((0, 1) if through else (1,)), ended
-    assert ended[1].status == 1, ended
-    assert "ValueError: no more cheese" in ended[1].cases[case]
+    rank = 0 if case.endswith("rank_0") else 1
+    other = ended[1 - rank]
+    assert other.status in ((0, 1) if through else (1,)), ended
+    assert ended[rank].status == 1, ended
+    assert "ValueError: no more cheese" in ended[rank].cases[case]
     # In a collective of the step, the connection is what it misses; then the reason is told beside it.
-    told = ended[0].cases.get(case, "") + ended[0].said
-    assert "rank 1: ValueError: no more cheese" in told, ended[0]
+    told = other.cases.get(case, "") + other.said
+    assert f"rank {rank}: ValueError: no more cheese" in told, other
+    if case in IN_A_CAPTURE:
+        assert "ValueError in the capture: no more cheese" in ended[rank].said, ended[rank]
     apart_s = abs(ended[0].ended_s - ended[1].ended_s)
     assert apart_s < ALL_ENDED_S, apart_s
 
@@ -49,9 +57,11 @@ def test_an_error_before_training_in_one_process_ends_all(
     assert abs(ended[0].ended_s - ended[1].ended_s) < ALL_ENDED_S
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_in_one_process_ends_all(tmp_path: Path, accelerator: str, rank: int) -> None:
-    case = f"an_error_on_rank_{rank}"
+@pytest.mark.parametrize(("rank", "where"), [(0, ""), (1, ""), (1, "_over_sockets")])
+def test_an_error_in_one_process_ends_all(
+    tmp_path: Path, accelerator: str, rank: int, where: str
+) -> None:
+    case = f"an_error_on_rank_{rank}{where}"
     ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
     assert [process.status for process in ended] == [1, 1], ended
     assert "ValueError: no more cheese" in ended[rank].cases[case]
@@ -62,7 +72,7 @@ def test_an_error_in_one_process_ends_all(tmp_path: Path, accelerator: str, rank
     assert apart_s < ALL_ENDED_S, apart_s
 
 
-@pytest.mark.parametrize("where", ["on_rank_0", "on_rank_1", "over_sockets"])
+@pytest.mark.parametrize("where", ["on_rank_0", "on_rank_1", "on_rank_1_over_sockets"])
 def test_who_has_more_to_do_than_the_others_ends(tmp_path: Path, accelerator: str, where: str) -> None:
     cases = [f"fewer_epochs_{where}"]
     assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=BEGUN_S), cases)
@@ -99,12 +109,20 @@ def test_a_signal_ends_all_behind_the_same_batch(
     assert "Received SIGTERM: 15" in ended[ranks[0]].said
 
 
-def test_ctrl_c_in_one_process_ends_all(tmp_path: Path, accelerator: str) -> None:
-    act = _sender(signal.SIGINT, (0,))
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=str)
+def test_ctrl_c_ends_all(tmp_path: Path, accelerator: str, ranks: tuple[int, ...]) -> None:
+    act = _sender(signal.SIGINT, ranks)
     ended = launch(
         tmp_path, [FOR_EVER], accelerator, ALL_ENDED_S, act=act, limit_s=BEGUN_S + ALL_ENDED_S
     )
     assert [process.status for process in ended] == [1, 1], ended
-    # In a collective of the step, the connection is what it misses; then the reason is told beside it.
-    told = ended[1].cases.get(FOR_EVER, "") + ended[1].said
-    assert "rank 0: KeyboardInterrupt" in told, ended[1]
+    for rank, process in enumerate(ended):
+        note = (tmp_path / FOR_EVER / f"ended{rank}").read_text()
+        # In a collective, the connection is what it misses; then the reason is told beside it.
+        told = note + process.cases.get(FOR_EVER, "") + process.said
+        if ranks == (rank,):
+            assert note.startswith("KeyboardInterrupt after "), note
+        elif rank in ranks:  # or that of the other one, which was faster
+            assert "KeyboardInterrupt" in told, process
+        else:
+            assert f"rank {ranks[0]}: KeyboardInterrupt" in told, process

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import assert_all_ok, launch
+from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
 
 SAME = (
     "plain_loop",
@@ -31,9 +31,15 @@ AGREED = (
 )
 
 
-@pytest.mark.parametrize("cases", [SAME, FABRIC, AGREED], ids=["same numbers", "fabric", "agreed"])
+@pytest.mark.parametrize("cases", [SAME, FABRIC], ids=["same numbers", "fabric"])
 def test_processes_train_as_without_graphs(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
     named = [f"step_cases.{case}" for case in cases]
     assert_all_ok(launch(tmp_path, named, accelerator, timeout_s=240), named)
+
+
+def test_processes_decide_together_at_once(tmp_path: Path, accelerator: str) -> None:
+    named = [f"step_cases.{case}" for case in AGREED]
+    ended = launch(tmp_path, named, accelerator, timeout_s=240, limit_s=AT_ONCE_S)
+    assert_all_ok(ended, named)

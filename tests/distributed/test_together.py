@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import assert_all_ok, launch
+from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
 
 SAME = (
     "same_numbers",
@@ -21,15 +21,25 @@ SAME = (
     "same_numbers_over_sockets",
     "same_numbers_with_shared_logs",
     "same_numbers_on_several_streams",
+    "same_numbers_with_averaged_weights",
+    "same_numbers_with_learning_rates_logged",
+    "same_numbers_with_scheduled_accumulation",
+    "same_numbers_stopped_early",
+    "same_numbers_stopped_by_the_clock",
 )
 AGREED = (
     "another_shape",
+    "another_shape_over_sockets",
     "another_shape_on_the_short_way",
     "a_guard_in_one_process",
+    "a_guard_in_one_process_over_sockets",
     "a_capture_that_one_refuses",
+    "a_capture_that_one_refuses_over_sockets",
     "a_capture_that_one_refuses_goes_on",
     "a_capture_that_fails_in_the_backward_pass",
     "a_check_that_one_fails",
+    "a_check_that_one_fails_alone",
+    "a_check_that_one_fails_alone_goes_on",
     "sent_back_to_one_stream",
 )
 DIFFERENT = (
@@ -40,10 +50,12 @@ DIFFERENT = (
     "a_shorter_loader",
     "different_accumulation",
     "a_shorter_stream",
+    "a_shorter_stream_over_sockets",
 )
 SIGNALS = (
     "a_signal_before_and_in_an_evaluation",
     "a_signal_in_an_evaluation_of_one",
+    "a_signal_in_an_evaluation_of_one_over_sockets",
     "a_signal_at_the_end_of_an_epoch_of_one",
     "a_signal_at_the_end_of_one",
     "a_signal_before_what_all_need",
@@ -52,14 +64,20 @@ SIGNALS = (
 
 
 @pytest.mark.parametrize(
-    "cases",
-    [SAME[::2], SAME[1::2], AGREED, DIFFERENT, SIGNALS],
-    ids=["same numbers", "same numbers too", "agreed", "different from the start", "signals"],
+    "cases", [SAME[::2], SAME[1::2], SIGNALS], ids=["same numbers", "same numbers too", "signals"]
 )
 def test_processes_train_as_without_the_callback(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
     assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=400), cases)
+
+
+@pytest.mark.parametrize("cases", [AGREED, DIFFERENT], ids=["agreed", "different from the start"])
+def test_processes_decide_together_at_once(
+    tmp_path: Path, accelerator: str, cases: tuple[str, ...]
+) -> None:
+    ended = launch(tmp_path, cases, accelerator, timeout_s=400, limit_s=AT_ONCE_S)
+    assert_all_ok(ended, cases)
 
 
 def test_a_group_that_is_there_already(tmp_path: Path, accelerator: str) -> None:

@@ -43,6 +43,9 @@ _IGNORED = (
 _OF_OTHER_NAMES = (sharded_cases, step_cases)
 _ROOT = str(Path(__file__).parents[2])
 _LOOK_EVERY_S = 0.05
+# What is noted once a process has been started, and how long it waits for the others.
+_BEGUN = "begun"
+_BEGUN_S = 120.0
 # How long a process may go on with a case that has failed in another one.
 _FAILED_ELSEWHERE_S = 25.0
 
@@ -78,6 +81,11 @@ class _Results:
                 found.append(json.loads(path.read_text()).get(case) if path.exists() else None)
         return found
 
+    def wait_for_others(self, case: str) -> None:
+        """Until all processes have noted what came of a case."""
+        while None in self.of_others(case):
+            threading.Event().wait(_LOOK_EVERY_S)
+
     def has_failed_elsewhere(self, case: str) -> bool:
         return any(found is not None and found != "ok" for found in self.of_others(case))
 
@@ -108,7 +116,7 @@ def _run(case: str, here: cases.Here) -> str:
         warnings.simplefilter("always")
         warnings.showwarning = note
         try:
-            known = vars(cases) | vars(time_cases) | model_cases.CASES
+            known = vars(cases) | cases.OVER_SOCKETS | vars(time_cases) | model_cases.CASES
             for module in _OF_OTHER_NAMES:
                 room = module.__name__.rpartition(".")[2]
                 known |= {f"{room}.{name}": value for name, value in vars(module).items()}
@@ -125,6 +133,11 @@ def main(folder: Path, accelerator: str, limit_s: float, names: list[str]) -> in
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     results = _Results(folder, rank, size)
+    # How long it takes to start them is no time of the first case.
+    faulthandler.dump_traceback_later(_BEGUN_S, exit=True)
+    results.note(_BEGUN, "ok")
+    results.wait_for_others(_BEGUN)
+    faulthandler.cancel_dump_traceback_later()
     for name in names:
         place = folder / name
         place.mkdir(exist_ok=True)
@@ -137,9 +150,8 @@ def main(folder: Path, accelerator: str, limit_s: float, names: list[str]) -> in
         finally:
             ended.set()
         results.note(name, result)
-        # The next one begins with all processes in the same place.
-        while result == "ok" and None in results.of_others(name):
-            threading.Event().wait(_LOOK_EVERY_S)
+        if result == "ok":
+            results.wait_for_others(name)  # the next one begins with all processes in the same place.
         faulthandler.cancel_dump_traceback_later()
         watch.join()
         if result != "ok" or results.has_failed_elsewhere(name):

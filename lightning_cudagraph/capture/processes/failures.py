@@ -1,7 +1,7 @@
 """Failures of single processes of a run, so that none waits for one that does not come any more.
 
 A process that fails leaves its error in the store that the process group was made with. The others find
-it while they wait for one another, or, where they wait for the GPU, in a thread that looks every now and
+it while they wait for one another, or, where they wait for a collective, in a thread that looks now and
 then; so they end with the reason in seconds, and do not wait for what will not come.
 """
 
@@ -67,10 +67,10 @@ class Failures:
         """From now on, end this process with one that has failed.
 
         Args:
-            device: what this process trains on. It can wait for a GPU, and then a thread looks.
+            device: what this process trains on.
         """
         self._device = device
-        if device.type == "cuda" and self._watch is None:
+        if self._watch is None:
             self._watch = threading.Thread(target=self._look_out, name="cudagraph-ranks", daemon=True)
             self._watch.start()
 
@@ -199,6 +199,8 @@ class Failures:
         else:
             return
         self._say_why()
+        if self._device.type != "cuda":
+            return  # collectives between hosts end with the process that does not come
         if self._closed.wait(_ABORT_AFTER_S):
             return
         self._end_waits()

@@ -100,8 +100,7 @@ class Ranks:
         """From now on, look for failures of others; before `start`, or with it.
 
         Args:
-            device: what this process trains on. If it is a GPU, which a process can wait for, a thread
-                looks.
+            device: what this process trains on.
         """
         self._failures.watch(device)
 
