@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.timing.layers import Placement, select_layers
+from lightning_cudagraph.timing.layers import Placement, left_out, select_layers, untimed_notes
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 from tests.harness import Net, Trace, assert_same, make, train
@@ -107,6 +107,17 @@ def test_too_many_layers(arguments: dict[str, Any]) -> None:
 def test_many_layers_and_an_automatic_choice() -> None:
     model = nn.ModuleList(nn.ReLU() for _ in range(20_000))
     assert len(select_layers(model, LayerTimings())) == 32
+    (note,) = untimed_notes(left_out(model, LayerTimings()))
+    assert "not timed: `32`, `33`," in note
+    assert (
+        "20000 layers side by side, and the automatic choice takes `LayerTimings(max_layers=32)`" in note
+    )
+    assert left_out(model, LayerTimings(modules=["0"])) == {}
+
+
+def test_layers_for_which_there_is_no_room_are_named(tmp_path: Path, accelerator: str) -> None:
+    timed = run(tmp_path, accelerator, LayerTimings(max_layers=1), Net)
+    assert "not timed: `head`: there are 2 layers side by side" in report_of(timed)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_cudagraph.errors import ConfigurationError
 
-__all__ = ["LayerChoice", "Placement", "select_layers", "untimed_notes"]
+__all__ = ["LayerChoice", "Placement", "left_out", "select_layers", "untimed_notes"]
 
 Placement = Literal["forked", "serial"]
 
@@ -243,6 +243,18 @@ def select_layers(model: nn.Module, timings: LayerChoice) -> dict[str, nn.Module
             " `timings=None` times nothing."
         )
     return {name: named[name] for name in by_module.values()}
+
+
+def left_out(model: nn.Module, timings: LayerChoice) -> dict[str, str]:
+    """The outermost layers for which the automatic choice has no room, each with the reason."""
+    if timings.modules or timings.types or timings.depth is not None:
+        return {}
+    outermost = next(iter(_levels(model)), [])
+    reason = (
+        f"there are {len(outermost)} layers side by side, and the automatic choice takes"
+        f" `LayerTimings(max_layers={timings.max_layers})`"
+    )
+    return {f"`{name}`": reason for name in outermost[timings.max_layers :]}
 
 
 def untimed_notes(untimed: Mapping[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ from lightning_cudagraph.capture.steps import Place, StepCounts
 from lightning_cudagraph.replicas import has_replicas
 from lightning_cudagraph.timing.clock import FitClock, Sink
 from lightning_cudagraph.timing.dashboard import Dashboard
-from lightning_cudagraph.timing.layers import LayerChoice, select_layers, untimed_notes
+from lightning_cudagraph.timing.layers import LayerChoice, left_out, select_layers, untimed_notes
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
@@ -83,6 +83,7 @@ class RunTimes:
         choice: LayerChoice | None,
     ) -> None:
         self.layers: dict[str, nn.Module] = {} if choice is None else select_layers(module, choice)
+        self._left_out = {} if choice is None else left_out(module, choice)
         self.pace = StepPace()
         self._trainer = trainer
         self._backend = backend
@@ -218,7 +219,7 @@ class RunTimes:
         return [] if table is None else ranks_lines(table)
 
     def _notes(self) -> list[str]:
-        notes = []
+        notes = untimed_notes(self._left_out)
         if self._ranks is not None and self._ranks.trouble:
             notes.append(f"the times of other processes are not known: {self._ranks.trouble}")
         if self._every_n_steps > 1:

@@ -1,0 +1,76 @@
+"""Between two replays the host waits for nothing but the end of an earlier one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cudagraph import CUDAGraphCallback
+from tests.harness import Net, make
+
+_FIRST, _LAST, _STEPS = 8, 40, 44
+
+
+class _Watch(pl.Callback):
+    """Has torch raise where it waits for the device, and counts who asks it to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits: list[str] = []
+        self.seen: list[str] | None = None
+        for owner in (torch.cuda, torch.cuda.Stream):
+            monkeypatch.setattr(owner, "synchronize", self._counted(owner.synchronize))
+
+    def _counted(self, synchronize: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.waits.append(synchronize.__qualname__)
+            return synchronize(*args, **kwargs)
+
+        return counted
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == _FIRST:
+            self.waits.clear()
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == _LAST:
+            torch.cuda.set_sync_debug_mode("default")
+            self.seen = list(self.waits)
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_the_device_is_not_waited_for(
+    tmp_path: Path, logs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    n = 8 * (_STEPS + 2)
+    data = TensorDataset(
+        torch.randn(n, 12, generator=generator), torch.randint(4, (n,), generator=generator)
+    )
+    watch, callback = _Watch(monkeypatch), CUDAGraphCallback()
+    trainer = pl.Trainer(
+        accelerator="gpu",
+        devices=1,
+        max_steps=_STEPS,
+        logger=TensorBoardLogger(tmp_path) if logs else False,
+        log_every_n_steps=10**6,  # to write a value that was logged is to wait for it
+        callbacks=[callback, watch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    try:
+        trainer.fit(make(Net), DataLoader(data, batch_size=8, pin_memory=True))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watch.seen == []
+    assert callback.counts is not None
+    assert callback.counts.replayed == _STEPS - 3
+    assert "slowest layers" in str(callback.report)
