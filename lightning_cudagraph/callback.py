@@ -179,8 +179,9 @@ class CUDAGraphCallback(Callback):
         return {**self.__dict__, **dict.fromkeys(bound)}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != TrainerFn.FITTING and self._training is not None:
-            self._interrupt(trainer, self._training, stage)
+        training = self._training
+        if stage != TrainerFn.FITTING and training is not None and training.is_under_way:
+            self._interrupt(training, stage)
         self._close()  # a run that another callback's exception ended before our hooks
         check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
         if stage != TrainerFn.FITTING or self.backend == "off":
@@ -252,14 +253,13 @@ class CUDAGraphCallback(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         evaluation = self._evaluation
-        counts, notes = (None, []) if evaluation is None else (evaluation.counts, evaluation.notes)
         if self._training is not None:
-            notes += [] if self._no_evaluation is None else [self._no_evaluation.reason]
-            self.report = self._training.finish(self._description, counts, notes)
+            self.report = self._finished(self._training)
         elif self._interrupted is not None:
             self.report, self.counts = self._interrupted
-        elif self.report is not None and counts is not None:
-            self.report += "\n" + evaluation_report(self._description, counts, notes)
+        elif self.report is not None and evaluation is not None:
+            text = evaluation_report(self._description, evaluation.counts, evaluation.notes)
+            self.report += f"\n{text}"
         self._close()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -280,8 +280,8 @@ class CUDAGraphCallback(Callback):
             rank_zero_info(self.report)
         self._close()
 
-    def _interrupt(self, trainer: pl.Trainer, training: GraphedTraining, stage: str) -> None:
-        """A hook of a `fit` has called another of the trainer's methods, which takes all down.
+    def _interrupt(self, training: GraphedTraining, stage: str) -> None:
+        """A hook of a `fit` has called another of a trainer's methods, which takes all down.
 
         Raises:
             HookError: if that was in the middle of a step.
@@ -289,15 +289,23 @@ class CUDAGraphCallback(Callback):
         stage = TrainerFn(stage).value
         if training.is_in_step:
             raise HookError(
-                f"In the middle of a step, a hook called `trainer.{stage}`, which ends its graph.",
+                f"In the middle of a step, a hook called `trainer.{stage}`, which takes the step down.",
                 "Call it between two fits.",
             )
         note = (
-            f"the graphs of a `fit` ended behind step {trainer.global_step}, and the steps that it still"
+            f"the graphs of a `fit` ended behind step {training.global_step}, and what steps it still"
             f" takes are eager: `trainer.{stage}` was called before its end"
         )
-        self._interrupted = training.finish(self._description, notes=[note]), self.counts
+        self._interrupted = self._finished(training, note), self.counts
         rank_zero_warn(f"lightning_cudagraph: {note}. Call it between two fits.")
+
+    def _finished(self, training: GraphedTraining, *notes: str) -> str:
+        """The report of a training, with that of the evaluations in it."""
+        evaluation = self._evaluation
+        counts = None if evaluation is None else evaluation.counts
+        said = [*notes, *([] if evaluation is None else evaluation.notes)]
+        said += [] if self._no_evaluation is None else [self._no_evaluation.reason]
+        return training.finish(self._description, counts, said)
 
     def _evaluate(self, trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
         """An evaluation begins, in a `fit` or in a run of its own."""

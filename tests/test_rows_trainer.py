@@ -619,13 +619,41 @@ def test_validation_in_a_hook(tmp_path: Path, accelerator: str, name: str, evalu
         assert done.graph.counts.replayed >= 15
     if "validate" in name and raises is None:
         assert callback.report is not None
-        assert "still takes are eager: `trainer.validate` was called before its end" in callback.report
+        assert "takes are eager: `trainer.validate` was called before its end" in callback.report
 
 
-def test_validation_in_a_step(tmp_path: Path, accelerator: str) -> None:
+def test_validation_after_a_fit_that_failed(tmp_path: Path, accelerator: str) -> None:
+    """Where another callback's error kept ours from hearing of it: no warning."""
+
+    class Fails(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 5:
+                raise ValueError("mine")
+
+        def on_exception(self, *args: Any) -> None:
+            raise KeyError("also mine")
+
+    trainer = pl.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        max_epochs=1,
+        callbacks=[Fails(), CUDAGraphCallback()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = make(Net)
+    with pytest.raises(KeyError, match="also mine"):
+        trainer.fit(module, loader())
+    trainer.validate(module, loader(), verbose=False)
+
+
+@pytest.mark.parametrize("at", [1, 3, 10], ids=["warm-up", "capture", "replay"])
+def test_validation_in_a_step(tmp_path: Path, accelerator: str, at: int) -> None:
     class Asks(Net):
         def on_before_zero_grad(self, optimizer: Any) -> None:
-            if self.global_step == 10:
+            if self.global_step == at:
                 _validates_with_others(self)
 
     with pytest.raises(AssertionError):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, VerificationError
 from lightning_cudagraph.capture.backend import CudaBackend
+from lightning_cudagraph.capture.batch import OF_THE_HOST
 from lightning_cudagraph.capture.checks import verify
 from lightning_cudagraph.capture.checks.compare import distance, names_that_differ, rounding
 from lightning_cudagraph.capture.checks.verify import Verifier
@@ -258,6 +259,16 @@ class ReturnsANumber(ReadsAGlobal):
     ("module", "scope", "message"),
     [
         (ReadsAGlobal, "auto", "first in the loss, .*returned or logged differs: it reads something"),
+        (
+            ReadsForAnOutput,
+            "auto",
+            r"first in the output of `training_step`\['seen'\]\[0\], .*it reads something",
+        ),
+        (
+            ReturnsANumber,
+            "auto",
+            r"first in the output of `training_step`\['scale'\], a number, expected 3, found 1",
+        ),
         (ReadsInBackward, "auto", "first in `exp_avg` .*frozen in the backward pass"),
         (
             ReadsInBackward,
@@ -434,6 +445,66 @@ def test_other_kernels_are_told_from_faults() -> None:
     assert verifier.checked == 2
     with pytest.raises(VerificationError, match=r"30 times the precision of torch\.float32 apart"):
         verifier.check(graph, step.state(), step.eagerly, lambda: step.replay(loss_units=30.0))
+
+
+@pytest.mark.parametrize("output", [lambda loss: loss > 1.0, lambda loss: (loss > 1.0).sum()])
+def test_what_the_last_place_decides(output: Any) -> None:
+    """A mask or a count may differ with the number that decides it; not so a number of the host's."""
+
+    def check(name: str, replayed_units: float) -> None:
+        def with_output(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {**outputs, name: output(outputs["the loss"])}
+
+        step = _Rounding()
+        _verifier(step).check(
+            _Graph(),
+            step.state(),
+            lambda: with_output(step.eagerly()),
+            lambda: (None, with_output(step.replay(loss_units=replayed_units)[1])),
+        )
+
+    check("decided", 3.0)
+    with pytest.raises(VerificationError):
+        check(f"decided{OF_THE_HOST}", 3.0)
+    with pytest.raises(VerificationError):
+        check("decided", 30.0)
+
+
+def test_what_is_decided_does_not_differ_by_itself() -> None:
+    step = _Rounding()
+    masks = iter([torch.tensor(True), *[torch.tensor(False)] * 9])
+    with pytest.raises(VerificationError, match="first in a mask, expected True, found False"):
+        _verifier(step).check(
+            _Graph(),
+            step.state(),
+            lambda: {**step.eagerly(), "a mask": next(masks)},
+            lambda: (None, {**step.replay()[1], "a mask": next(masks)}),
+        )
+
+
+class _Key:
+    """Has another name each time it is made."""
+
+
+class _OddOutputs(Net):
+    """What cannot be compared, or has a name of one step, beside the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        return {
+            **outputs,
+            _Key(): outputs["logits"].mean(),
+            "meta": torch.empty(3, device="meta"),
+            "nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_outputs_that_cannot_be_compared(tmp_path: Path) -> None:
+    callback = CUDAGraphCallback(verify_every_n_steps=1)
+    train(make(_OddOutputs), tmp_path, callback, watched=False)
+    assert callback.counts is not None
+    assert callback.counts.replayed > 0
 
 
 class _Replayed:

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_cudagraph.errors import BatchError
 
 __all__ = [
+    "OF_THE_HOST",
     "PLAIN",
     "Signature",
     "comparable",
@@ -37,11 +38,13 @@ __all__ = [
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
+# How the names of compared numbers end that the host has made, which are the same to the last bit.
+OF_THE_HOST = ", a number"
 # Numbers that are compared, by numpy's kinds, and as what.
 _NUMBERS: dict[str, Any] = {
     "b": np.bool_,
     "i": np.int64,
-    "u": np.float64,
+    "u": np.int64,
     "f": np.float64,
     "c": np.complex128,
 }
@@ -58,7 +61,7 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]] | None:
     if isinstance(value, Tensor):
         return None
     if isinstance(value, Mapping):
-        return [(f"{path}[{key!r}]", value[key]) for key in value]
+        return [(f"{path}[{_shown(key, i)}]", value[key]) for i, key in enumerate(value)]
     if _is_namedtuple(value):
         return [(f"{path}.{name}", getattr(value, name)) for name in value._fields]
     if isinstance(value, (list, tuple)):
@@ -66,6 +69,12 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
     return None
+
+
+def _shown(key: Any, place: int) -> str:
+    """A key in words, which are the same for the same key of the next batch."""
+    plain = (*PLAIN, Enum, PurePath, tuple, frozenset)
+    return repr(key) if isinstance(key, plain) else f"<{type(key).__qualname__}, key {place}>"
 
 
 def _rebuild(value: Any, members: list[Any]) -> Any:
@@ -224,18 +233,23 @@ def compared_outputs(returned: Any, what: str) -> dict[str, Tensor]:
         what: its name.
 
     Returns:
-        By name (``the output['image'][0]``), in the order of `flatten_batch`.
+        By name (``the output['image'][0]``), in the order of `flatten_batch`. Tensors whose numbers do
+        not lie in one piece of memory are left out.
     """
     found: dict[str, Tensor] = {}
     for path, leaf in flatten_batch(returned):
+        name = f"{what}{path.removeprefix('batch')}"
         if isinstance(leaf, (int, float, complex, np.generic)):
             number = np.asarray(leaf)
-            if number.dtype.kind not in _NUMBERS:
-                continue
-            leaf = torch.from_numpy(number.astype(_NUMBERS[number.dtype.kind]))
-        if isinstance(leaf, Tensor):
-            found[f"{what}{path.removeprefix('batch')}"] = leaf
+            if kind := _NUMBERS.get(number.dtype.kind):
+                found[name + OF_THE_HOST] = torch.from_numpy(number.astype(kind))
+        elif isinstance(leaf, Tensor) and _is_whole(leaf):
+            found[name] = leaf
     return found
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
 
 
 def _hides_tensor(value: Any, depth: int = 3, walked: bool = False) -> str | None:

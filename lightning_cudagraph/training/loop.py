@@ -9,6 +9,7 @@ through one `ExitStack`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -249,6 +250,23 @@ class GraphedTraining:
     def is_in_step(self) -> bool:
         """Whether a step is under way, with a hook of its own in it."""
         return self._steps.is_in_step
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the fit has not come to its end; to be asked by who is called in it, if so."""
+        loop: Any = self._trainer.fit_loop
+        code = inspect.unwrap(type(loop).run).__code__
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code is code and frame.f_locals.get("self") is loop:
+                return True
+            frame = frame.f_back
+        return False
+
+    @property
+    def global_step(self) -> int:
+        """That of the trainer."""
+        return self._trainer.global_step
 
     def suspect(self) -> None:
         """Something other than training steps has happened, and can have changed what is baked in."""

@@ -24,7 +24,7 @@ from lightning_cudagraph.capture.checks.structure import Identity
 from lightning_cudagraph.capture.compiled import recompilation
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.recomputed import recomputed_apart
-from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
 from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.logs.recorder import Logs
 from lightning_cudagraph.metrics.states import StepMetrics
@@ -268,7 +268,7 @@ def _run(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -
     try:
         body.run(closure)
     except Exception as error:
-        if not is_behind():
+        if not is_behind() or isinstance(error, HookError):
             raise
         error = recompilation(error) or error
         if isinstance(error, UnsupportedError):

@@ -89,32 +89,14 @@ def test_a_race_that_waits_come_right_in() -> None:
         assert differences(one, several) == []
 
 
-def _overwritten(x: Tensor, buffer: Tensor) -> Callable[[], list[Tensor]]:
-    def step() -> list[Tensor]:
-        buffer.copy_(_slow(x))
-        buffer.fill_(3.0)
-        return [x * 2.0]
-
-    return step
-
-
-@pytest.mark.parametrize(
-    ("rule", "race"),
-    [
-        ("_read_after_write", _race),
-        ("_write_after_read", _race),
-        ("_write_after_write", _overwritten),
-    ],
-)
-def test_without_a_rule_the_race_is_lost(
-    rule: str, race: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+# What an op writes counts as read by it, too: write after write shows in `test_dataflow` alone, where
+# ops say themselves what they do.
+@pytest.mark.parametrize("rule", ["_read_after_write", "_write_after_read"])
+def test_without_a_rule_the_race_is_lost(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, buffer = torch.randn(2, 64, 32, device=_DEVICE)
-    one, _ = _replayed(race(x, buffer), 1, [x], [buffer])
-    several, _ = _replayed(race(x, buffer), 4, [x], [buffer])
-    assert differences(one, several) == []
+    one, _ = _replayed(_race(x, buffer), 1, [x], [buffer])
     monkeypatch.setattr(Flow, rule, lambda flow, piece: iter(()))
-    several, _ = _replayed(race(x, buffer), 4, [x], [buffer])
+    several, _ = _replayed(_race(x, buffer), 4, [x], [buffer])
     assert differences(one, several) != []
 
 

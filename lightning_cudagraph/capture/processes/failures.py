@@ -198,9 +198,11 @@ class Failures:
                 break
         else:
             return
-        self._say_why()
         if self._device.type != "cuda":
-            return  # collectives between hosts end with the process that does not come
+            # Collectives between hosts end with the process that does not come, and do not say why.
+            self._say_why("knows that")
+            return
+        self._say_why()
         if self._closed.wait(_ABORT_AFTER_S):
             return
         self._end_waits()
@@ -222,11 +224,11 @@ class Failures:
         _say(f"{self._traceback}lightning_cudagraph: rank {self._rank} ends by force")
         os._exit(1)
 
-    def _say_why(self) -> None:
+    def _say_why(self, what: str = "ends, because") -> None:
         if not self._has_said and self._failed != self._own:
             self._has_said = True
             _say(
-                f"lightning_cudagraph: rank {self._rank} ends, because another process has failed:"
+                f"lightning_cudagraph: rank {self._rank} {what} another process has failed:"
                 f" {self._failed}"
             )
 
