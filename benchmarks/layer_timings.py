@@ -62,14 +62,16 @@ class Result:
     took_s: float
 
 
-def fit(workload: Workload, timings: LayerTimings | None, batches: BlockedBatches, tiny: bool) -> None:
+def fit(
+    workload: Workload, timings: LayerTimings | None, batches: BlockedBatches, streams: int, tiny: bool
+) -> None:
     """Train on the batches, to their end.
 
     Raises:
         RuntimeError: if steps were not replayed.
     """
     torch.manual_seed(1)
-    callback = CUDAGraphCallback(timings=timings, streams=1)
+    callback = CUDAGraphCallback(timings=timings, streams=streams)
     with trainer_for(workload, [callback]) as trainer:
         trainer.fit(workload.make(tiny), batches)
     counts = callback.counts
@@ -77,12 +79,14 @@ def fit(workload: Workload, timings: LayerTimings | None, batches: BlockedBatche
         raise RuntimeError(f"Not all steps were replayed from one capture:\n{callback.report}")
 
 
-def measure(workload: Workload, variants: list[str], blocks: Blocks, tiny: bool) -> Result:
+def measure(
+    workload: Workload, variants: list[str], blocks: Blocks, tiny: bool, streams: int = 1
+) -> Result:
     """Run all variants of one model in turn."""
     started_s = time.perf_counter()
     leaves = leaf_names(workload.make(tiny))
     fits: dict[str, Callable[[BlockedBatches], None]] = {
-        name: lambda batches, name=name: fit(workload, VARIANTS[name](leaves), batches, tiny)  # type: ignore[misc]
+        name: lambda batches, name=name: fit(workload, VARIANTS[name](leaves), batches, streams, tiny)  # type: ignore[misc]
         for name in variants
     }
     with contextlib.redirect_stdout(io.StringIO()):  # samples, progress
@@ -124,6 +128,7 @@ def main() -> int:
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=2 * SAMPLED_EVERY, help="steps of a block")
     parser.add_argument("--rounds", type=float, default=1.0, help="this many times as many rounds")
+    parser.add_argument("--streams", type=int, default=1, help="of the captures")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to see whether all runs")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
@@ -138,7 +143,7 @@ def main() -> int:
             continue
         rounds = max(2, round(ROUNDS[workload.name] * args.rounds))
         blocks = Blocks(warm_steps=40, lead_steps=10, steps=args.steps, rounds=rounds)
-        result = measure(workload, args.variants, blocks, args.tiny)
+        result = measure(workload, args.variants, blocks, args.tiny, args.streams)
         results.append(result)
         said = f"{workload.name}: {rounds} rounds, {result.took_s:.0f} s\n{table([result])}\n"
         print(said, file=sys.stderr, flush=True)

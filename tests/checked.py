@@ -87,6 +87,23 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1).flatten(1)[:, :12]
 
 
+class Norms(nn.Module):
+    """Layers whose weights are computed anew in each step, and one that keeps what it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.RMSNorm(12),
+            nn.utils.parametrizations.weight_norm(nn.Linear(12, 24)),
+            nn.utils.parametrizations.spectral_norm(nn.Linear(24, 24)),
+            nn.RMSNorm(24, elementwise_affine=False),
+            nn.Linear(24, 12),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -142,6 +159,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "convolutions": Convolutions,
     "attention": Attention,
+    "norms": Norms,
     "recurrent": Recurrent,
     "embeddings": Embeddings,
     "lists": Lists,
@@ -329,7 +347,7 @@ def attended(device: str) -> Iterator[Declared]:
 
 
 def worked(workload: Workload, device: str) -> Declared:
-    """Two steps of a model of the benchmarks; as large as there on a GPU, where that chooses kernels."""
+    """A step of a model of the benchmarks; as large as there on a GPU, where that chooses kernels."""
     torch.manual_seed(0)
     tiny = device == "cpu"
     module = workload.make(tiny).to(device).train()
@@ -342,16 +360,16 @@ def worked(workload: Workload, device: str) -> Declared:
         device, torch.bfloat16, enabled=workload.precision == "bf16-mixed", cache_enabled=False
     )
 
-    def steps() -> None:
-        for _ in range(2):
-            optimizer.zero_grad()
-            with autocast:
-                loss: Any = module.training_step(batch, 0)
-            loss.backward()
-            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-            optimizer.step()
+    def step() -> None:
+        optimizer.zero_grad()
+        with autocast:
+            loss: Any = module.training_step(batch, 0)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
 
-    return told(steps, list(module.state_dict().values()), batch)
+    step()  # makes the optimizer's state
+    return told(step, list(module.state_dict().values()), batch)
 
 
 def _watches(device: str, samples: int) -> Iterator[Declared]:

@@ -35,6 +35,32 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: int
     return "somebody else"
 
 
+def _by_device(memory: dict[int, Tensor]) -> dict[torch.device, list[int]]:
+    keys: dict[torch.device, list[int]] = {}
+    for key, data in memory.items():
+        keys.setdefault(data.device, []).append(key)
+    return keys
+
+
+def _in_one(memory: dict[int, Tensor]) -> dict[torch.device, Tensor]:
+    """A copy of all memory, one tensor for each device: hundreds take long to compare one by one."""
+    return {
+        device: torch.cat([memory[key] for key in keys]) for device, keys in _by_device(memory).items()
+    }
+
+
+def _is_equal(before: dict[torch.device, Tensor], after: dict[torch.device, Tensor]) -> bool:
+    return all(torch.equal(was, after[device]) for device, was in before.items())
+
+
+def _each(copies: dict[torch.device, Tensor], memory: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The copies of each memory, out of the one of all."""
+    found: dict[int, Tensor] = {}
+    for device, keys in _by_device(memory).items():
+        found |= zip(keys, copies[device].split([memory[key].numel() for key in keys]), strict=True)
+    return found
+
+
 class Declared(TorchDispatchMode):
     """Looks at all memory that it has met, before and after each op.
 
@@ -90,7 +116,7 @@ class Declared(TorchDispatchMode):
         self.ops.add(name)
         self.meet((args, kwargs))
         memory = self._memory()
-        before = {key: data.clone() for key, data in memory.items()}
+        before = _in_one(memory)
         looks = only_looks(func)
         access = access_of(func, args, kwargs)
 
@@ -107,7 +133,8 @@ class Declared(TorchDispatchMode):
                 writes = [] if access is None else access.writes
             if access is not None and access.moved():
                 self.lies.add(f"{name} gives a tensor other memory")
-            for key, was in before.items():
+            changed = not _is_equal(before, _in_one(memory))
+            for key, was in _each(before, memory).items() if changed else ():
                 if torch.equal(memory[key], was):
                     continue
                 self.written.add(name)

@@ -656,7 +656,8 @@ def test_validation_in_a_step(tmp_path: Path, accelerator: str, at: int) -> None
             if self.global_step == at:
                 _validates_with_others(self)
 
-    with pytest.raises(AssertionError):
+    # The Trainer that ends has taken the weights to the CPU, if they were not there.
+    with pytest.raises(RuntimeError if accelerator == "gpu" else AssertionError):
         train(make(Asks), tmp_path / "plain", accelerator=accelerator)
     with pytest.raises(HookError, match=r"In the middle of a step, a hook called `trainer\.validate`"):
         train(make(Asks), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)

@@ -44,6 +44,7 @@ class _Watch(pl.Callback):
             self.seen = list(self.waits)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("logs", [False, True])
 def test_the_device_is_not_waited_for(
     tmp_path: Path, logs: bool, monkeypatch: pytest.MonkeyPatch
@@ -67,7 +68,7 @@ def test_the_device_is_not_waited_for(
         limit_val_batches=0,
     )
     try:
-        trainer.fit(make(Net), DataLoader(data, batch_size=8, pin_memory=True))
+        trainer.fit(make(Net), DataLoader(data, batch_size=8, pin_memory=True), DataLoader(data))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert watch.seen == []
