@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cudagraph.capture.local import is_around_another
+from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 
 __all__ = ["Generators"]
 
@@ -76,7 +76,7 @@ def _address(generator: torch.Generator) -> int:
 _Note = Callable[[torch.Generator | None], None]
 
 
-class _CallSpotter(TorchFunctionMode):
+class _CallSpotter(OwnFunctionMode):
     def __init__(self, note: _Note) -> None:
         super().__init__()
         self._note = note

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.local import is_around_another
+from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from lightning_cudagraph.capture.sentry import Sentry, forbid, user_location
 from lightning_cudagraph.capture.streams.branches import Branches
 from lightning_cudagraph.capture.writes import storage_id
@@ -82,7 +82,7 @@ def _is_python(data: Any) -> bool:
     return all(isinstance(leaf, (bool, int, float, complex)) for leaf in tree_iter(data))
 
 
-class Constants(TorchFunctionMode):
+class Constants(OwnFunctionMode):
     """Makes constants on the device without a blocking copy.
 
     Args:

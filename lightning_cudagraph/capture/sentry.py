@@ -17,20 +17,20 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.audit.known import KnownValues
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.local import is_around_another
+from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from lightning_cudagraph.capture.processes.heard import call_heard
 from lightning_cudagraph.capture.writes import Writes
 from lightning_cudagraph.errors import CaptureError
@@ -80,6 +80,10 @@ _GENERATOR = (
     "a random op with a generator that no step has drawn from in warm-up",
     "Draw from it in every step, or use the default generator of the device.",
 )
+_NESTED = (
+    "nested tensors, which `nn.TransformerEncoder` makes of what is not padded in evaluation mode",
+    "Pass it `enable_nested_tensor=False`; what it returns for padded places is then not zero.",
+)
 
 # User's words for ops whose aten name nobody ever typed.
 _WORDS: dict[str, tuple[str, str]] = {
@@ -100,6 +104,9 @@ _WORDS: dict[str, tuple[str, str]] = {
         "`pack_padded_sequence`",
         "Run the RNN on the padded batch, and mask the outputs.",
     ),
+    # aten/src/ATen/native/nested/NestedTensorMath.cpp: both count what is not padded, on the host.
+    "aten::_nested_tensor_from_mask": _NESTED,
+    "aten::_nested_tensor_from_mask_left_aligned": _NESTED,
     # aten/src/ATen/native/BatchLinearAlgebra.cpp reads the error code on the host.
     "aten::_linalg_check_errors": (
         "a `torch.linalg` function that checks for errors on the host",
@@ -125,16 +132,22 @@ _ALWAYS_FORBIDDEN = frozenset(
 )
 
 
+# Torch's files that are between any call and its op, and say nothing of it.
+_IN_BETWEEN = ("_dynamo", "_compile.py", "_ops.py", "_tensor.py", "overrides.py", "autograd", "utils")
+
+
 @dataclass(frozen=True)
 class Location:
-    """A line of somebody's source."""
+    """A line of somebody's source, and the line of a library that it has called, if it has."""
 
     path: str
     line: int
     source: str
+    called: Location | None = None
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}" + (f" (`{self.source}`)" if self.source else "")
+        text = f"{self.path}:{self.line}" + (f" (`{self.source}`)" if self.source else "")
+        return text if self.called is None else f"{text}, which comes to {self.called}"
 
 
 def _library_dirs() -> tuple[str, ...]:
@@ -208,6 +221,7 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
     """
     own = _PACKAGE_DIR + os.sep
     left_own_frames = False
+    called: Location | None = None
     without_file: Location | None = None
     for code, namespace, line in frames:
         if code.co_name in ("__torch_dispatch__", "__torch_function__"):
@@ -224,8 +238,15 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
             continue
         left_own_frames = True
         if not _is_library(path):
-            return location_in(code, line)
+            return replace(location_in(code, line), called=called)
+        if called is None and not _is_in_between(path):
+            called = location_in(code, line)
     return without_file
+
+
+def _is_in_between(path: str) -> bool:
+    torchs = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+    return path.startswith(tuple(torchs + name for name in _IN_BETWEEN))
 
 
 def user_location() -> Location | None:
@@ -321,7 +342,7 @@ def _refusal(
     return None
 
 
-class HostReads(TorchFunctionMode):
+class HostReads(OwnFunctionMode):
     """Refuses the calls that read a tensor's memory without dispatching an op.
 
     Args:

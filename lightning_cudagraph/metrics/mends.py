@@ -13,15 +13,16 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torchmetrics.utilities import data
+
+from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 
 __all__ = ["FixedCounts"]
 
 _COUNTS = getattr(getattr(data, "_bincount", None), "__code__", None)
 
 
-class FixedCounts(TorchFunctionMode):
+class FixedCounts(OwnFunctionMode):
     """Counts classes without asking the device, where torchmetrics knows how many there are."""
 
     def __torch_function__(

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
+
+from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 
 __all__ = ["TensorAlphaMode"]
 
@@ -65,7 +66,7 @@ def _any_sparse(others: Any) -> bool:
     )
 
 
-class TensorAlphaMode(TorchFunctionMode):
+class TensorAlphaMode(OwnFunctionMode):
     """Lets ``add_``, ``_foreach_add_`` and ``addcdiv_`` take a tensor as a scalar without reading it."""
 
     def __torch_function__(

@@ -24,9 +24,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from lightning_cudagraph.capture.stand_ins import in_place
 from lightning_cudagraph.errors import CaptureError, HookError
 from lightning_cudagraph.support import callbacks_of, described_hook, is_overridden
@@ -57,7 +57,7 @@ _OF_AUTOGRAD = frozenset(
 )
 
 
-class _AutogradOfLoss(TorchFunctionMode):
+class _AutogradOfLoss(OwnFunctionMode):
     """Notices who asks for the autograd of the loss, which a replay has only in its graph.
 
     Args:

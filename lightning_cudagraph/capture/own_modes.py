@@ -1,0 +1,57 @@
+"""Function modes of this package's own, under which torch's modules do as they do without.
+
+Under any function mode `torch.overrides.has_torch_function` says that tensors override functions, and
+attention then takes another path than without one (torch/nn/modules/transformer.py, activation.py): in
+evaluation mode `nn.TransformerEncoder` leaves what is padded at zero on the one, and not on the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, overrides
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["OwnFunctionMode"]
+
+_DOES_NOT: Any = torch._C._disabled_torch_function_impl
+
+# How many modes are entered, in all threads; and torch's own function, which is there while none is.
+_lock = threading.Lock()
+_entered = 0
+_asked_torch: Any = overrides.has_torch_function
+
+
+class OwnFunctionMode(TorchFunctionMode):
+    """A function mode that watches a step, and that the step does not see."""
+
+    def __enter__(self) -> Any:
+        global _entered, _asked_torch
+        with _lock:
+            if not _entered:
+                _asked_torch = overrides.has_torch_function
+                overrides.has_torch_function = _has_torch_function  # type: ignore[assignment]
+            _entered += 1
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        global _entered
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        with _lock:
+            _entered -= 1
+            if not _entered:
+                overrides.has_torch_function = _asked_torch
+
+
+def _has_torch_function(relevant_args: Iterable[Any]) -> bool:
+    modes = overrides._get_current_function_mode_stack()
+    if all(isinstance(mode, OwnFunctionMode) for mode in modes):
+        return any(_overrides(type(argument)) for argument in relevant_args)
+    return bool(_asked_torch(relevant_args))
+
+
+def _overrides(kind: type) -> bool:
+    return kind is not Tensor and getattr(kind, "__torch_function__", _DOES_NOT) is not _DOES_NOT
