@@ -235,7 +235,7 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
 
 
 CALLS: list[tuple[Callable[[Any, Tensor], Any], str]] = [
-    (lambda step, x: step(x.requires_grad_()), r"`batch\['x'\]` requires a gradient"),
+    (lambda step, x: step(x.requires_grad_()), r"`arguments\['x'\]` requires a gradient"),
     (lambda step, x: step(3.0), r"neither a module with parameters nor a tensor"),
 ]
 

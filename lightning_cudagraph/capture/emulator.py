@@ -50,12 +50,17 @@ def _address(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def _addressed(value: Any) -> Any:
-    """An argument of an op, with the addresses of its tensors."""
+def _addressed(value: Any, known: dict[int, Tensor]) -> Any:
+    """An argument of an op, with the addresses of its tensors.
+
+    Args:
+        value: the argument.
+        known: those of the op so far, by tensor: attention looks whether it is given one tensor thrice.
+    """
     if isinstance(value, Tensor):
-        return _address(value)
+        return known.setdefault(id(value), _address(value))
     if type(value) in (list, tuple):
-        return type(value)(map(_addressed, value))
+        return type(value)(_addressed(member, known) for member in value)
     return value
 
 
@@ -218,8 +223,9 @@ class _Recorder(Sentry):
         inputs = tensors_in(args, kwargs)
         placed = self._graph.tape.place(func, args, kwargs)
         self._undo.before(inputs)
-        frozen_args = _addressed(args)
-        frozen_kwargs = {name: _addressed(value) for name, value in kwargs.items()}
+        known: dict[int, Tensor] = {}
+        frozen_args = _addressed(args, known)
+        frozen_kwargs = {name: _addressed(value, known) for name, value in kwargs.items()}
         result = returned_unrun(func, args) if collective else func(*args, **kwargs)
         outputs = tensors_in(result)
         self._undo.after(outputs)

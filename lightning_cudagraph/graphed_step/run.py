@@ -340,11 +340,12 @@ class StepRun:
         if len(self._lanes) + 1 == _MANY_SIGNATURES and not (
             self.counts.captures or self.counts.variety
         ):
-            difference = next(iter(self._lanes.values())).signature.difference(lane.signature)
+            first = next(iter(self._lanes.values())).signature
+            difference = first.difference(lane.signature).replace("`batch[", "`arguments[")
             self.counts.variety = (
-                f"{_MANY_SIGNATURES} different signatures of arguments, and none came up more than"
-                f" {self._settings.warmup_steps} times: {difference}. Pad to one shape, and pass numbers"
-                " that differ from call to call as tensors"
+                f"{_MANY_SIGNATURES} or more different signatures of arguments, and none came up more"
+                f" than {self._settings.warmup_steps} times: {difference}. Pad to one"
+                " shape, and pass numbers that differ from call to call as tensors"
             )
             _log.info("There is no graph yet: %s.", self.counts.variety)
 

@@ -54,6 +54,7 @@ _WORDS = {
     ),
     'pass `scope="forward_backward"`': _OPTIMIZER_OUTSIDE,
     "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": "Use",
+    "`batch[": "`arguments[",
     "What `training_step` returned or logged": "What the step returned",
     "What `training_step` returned and logged": "What the step returned",
     "CUDAGraphCallback(": "GraphedStep(",

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_cudagraph.capture.batch import flatten_batch
 from lightning_cudagraph.errors import CUDAGraphError
+from lightning_cudagraph.timing.encoder_layers import unseen_by_encoder_layers
 from lightning_cudagraph.timing.layer_calls import LayerCalls, Layers
 from lightning_cudagraph.timing.recomputation import PRIVATE_NAMES, Recomputation
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG
@@ -148,6 +149,10 @@ class _Hook:
         return _make_no_hook, ()
 
 
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, _Hook)
+
+
 class LayerMarks:
     """Follows a step through its layers.
 
@@ -172,6 +177,7 @@ class LayerMarks:
         self._watched: set[tuple[int, int]] = set()
         self._runs: set[int] = set()
         self._made_nodes: set[str] = set()
+        self._unhooked: set[nn.Module] = set()
         self._differentiated_twice = False
 
     @contextmanager
@@ -187,6 +193,7 @@ class LayerMarks:
         with ExitStack() as stack:
             stack.callback(self._leave)
             stack.enter_context(self._recomputation.noticed())
+            stack.enter_context(unseen_by_encoder_layers(_is_ours, self._unhooked.add))
             for name, layer in self._layers.items():
                 if name not in self._out_of_reach:
                     for handle in self._hook(name, layer):
@@ -232,9 +239,14 @@ class LayerMarks:
             timed: the tags of all that is.
         """
         found: dict[str, str] = {}
-        for name in self._layers:
+        for name, layer in self._layers.items():
             if name in self._out_of_reach:
                 found[f"`{name}`"] = self._out_of_reach[name]
+            elif FORWARD_TAG + name not in timed and layer in self._unhooked:
+                found[f"`{name}`"] = (
+                    "the `TransformerEncoderLayer` around it is in evaluation mode, where torch computes"
+                    " it in one piece if there are no hooks in it"
+                )
             elif FORWARD_TAG + name not in timed:
                 found[f"`{name}`"] = "it is not called in the step, or by compiled code only"
             elif self._differentiated_twice:

@@ -187,5 +187,6 @@ def _changed(change: Change, where: Location | None) -> CaptureError:
     return CaptureError(
         f"The training step sets or changes {named}{_at(where)}, which a replay would not do: it would"
         " keep what this one step left there.",
-        f"{_HOST_HOOK}." + allowance(change.name),
+        f"{_HOST_HOOK}. To keep what the step computes, return it, and take it from the outputs in"
+        " `on_train_batch_end`." + allowance(change.name),
     )

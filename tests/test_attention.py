@@ -1,0 +1,224 @@
+"""Attention in evaluation mode, where torch chooses its path by what it sees of us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn, overrides
+from torch.overrides import TorchFunctionMode
+
+from lightning_cudagraph import CaptureError, CUDAGraphCallback, LayerTimings
+from lightning_cudagraph.capture import own_modes
+from lightning_cudagraph.capture.own_modes import OwnFunctionMode
+from tests.harness import Net, Trace, assert_same, loader, make, train
+
+# of Lightning, which counts the frozen modules
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Found .* in eval mode at the start of training", "ignore:.* nested tensors is in prototype"
+)
+
+_FAST = "aten::_transformer_encoder_layer_fwd"
+
+
+class Distilled(Net):
+    """Learns from a teacher of torch's own attention that is frozen, and in evaluation mode."""
+
+    padded = False
+    nested = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        layer = nn.TransformerEncoderLayer(12, 2, 48, batch_first=True)
+        self.teacher = nn.TransformerEncoder(layer, 2, enable_nested_tensor=self.nested)
+        self.last = nn.MultiheadAttention(12, 2, batch_first=True)
+        self.pieces = 0
+
+    def on_fit_start(self) -> None:
+        for module in (self.teacher, self.last):
+            module.eval().requires_grad_(False)
+
+    on_validation_end = on_fit_start
+
+    def taught(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, 4, 12)
+        mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        mask[1:, 3] = True
+        with torch.no_grad():
+            y = self.teacher(x, src_key_padding_mask=mask if self.padded else None)
+            return torch.cat([y, self.last(y, y, y)[0]], 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        taught = self.taught(batch[0])
+        self.log("taught", taught.square().mean())
+        loss = result["loss"] + (result["logits"].mean() - taught[:, 2]).square().mean()
+        return {"loss": loss, "taught": taught}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val_taught", self.taught(batch[0]).square().mean())
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)  # with a tensor as its learning rate, under a mode
+
+
+def _fit(kind: type[Distilled], path: Path, accelerator: str, *args: Any, **kwargs: Any) -> Trace:
+    loaders = {"train_loader": loader(ragged=False), "val_loader": loader(False, seed=1, batches=2)}
+    return train(make(partial(kind, _sgd)), path, *args, accelerator=accelerator, **loaders, **kwargs)
+
+
+@pytest.mark.parametrize("timings", [None, LayerTimings(), LayerTimings(modules=["teacher.*"])])
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_a_frozen_teacher(
+    tmp_path: Path, accelerator: str, timings: LayerTimings | None, evaluation: bool
+) -> None:
+    callback = CUDAGraphCallback(timings=timings, evaluation=evaluation)
+    plain = _fit(Distilled, tmp_path / "plain", accelerator)
+    graph = _fit(Distilled, tmp_path / "graph", accelerator, callback)
+    assert_same(plain, graph)
+    assert graph.counts.replayed >= 16
+    if timings is not None:
+        assert "`teacher.layers.0.linear1`" in str(callback.report)
+        assert "is in evaluation mode, where torch computes it in one piece" in str(callback.report)
+
+
+def test_a_teacher_timed_without_graphs(tmp_path: Path, accelerator: str) -> None:
+    timings = LayerTimings(modules=["teacher.*"])
+    plain = _fit(Distilled, tmp_path / "plain", accelerator)
+    timed = _fit(Distilled, tmp_path / "timed", accelerator, callbacks=(timings,))
+    assert_same(plain, timed)
+    assert "teacher.layers.0 " in (timings.report or "")
+
+
+def _pieces(kind: type[Distilled], path: Path, accelerator: str, *callbacks: pl.Callback) -> int:
+    """How often an encoder layer was computed in one piece, in a run without graphs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        _fit(kind, path, accelerator, callbacks=callbacks)
+    return sum(event.count for event in found.key_averages() if event.key == _FAST)
+
+
+def test_timed_layers_are_computed_as_without(tmp_path: Path, accelerator: str) -> None:
+    pieces = _pieces(Distilled, tmp_path / "plain", accelerator)
+    timed = LayerTimings(modules=["teacher.*"])
+    assert pieces > 40
+    assert _pieces(Distilled, tmp_path / "timed", accelerator, timed) == pieces
+
+
+class Hooked(Distilled):
+    """With a hook of its own in the teacher, which torch sees, and ours beside it."""
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if not self.teacher.layers[0].linear1._forward_hooks:
+            self.teacher.layers[0].linear1.register_forward_hook(lambda *_: None)
+
+
+def test_a_hook_of_the_users(tmp_path: Path, accelerator: str) -> None:
+    timings = LayerTimings(modules=["teacher.*"])
+    plain = _fit(Hooked, tmp_path / "plain", accelerator)
+    graph = _fit(Hooked, tmp_path / "graph", accelerator, CUDAGraphCallback(timings=timings))
+    assert_same(plain, graph)
+    assert "teacher.layers.0.linear1 " in str(graph.callback.report)  # type: ignore[union-attr]
+
+
+class OnADevice(Distilled):
+    """Under a function mode of the user's, which torch sees, too."""
+
+    def taught(self, x: Tensor) -> Tensor:
+        with torch.device(x.device):
+            return super().taught(x)
+
+
+def test_a_function_mode_of_the_users(tmp_path: Path, accelerator: str) -> None:
+    plain = _fit(OnADevice, tmp_path / "plain", accelerator)
+    graph = _fit(OnADevice, tmp_path / "graph", accelerator, CUDAGraphCallback())
+    assert_same(plain, graph)
+
+
+class Padded(Distilled):
+    padded = True
+
+
+class PaddedNotNested(Padded):
+    nested = False
+
+
+def test_what_is_padded(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError, match=r"hold nested tensors.*test_attention.*comes to"):
+        _fit(Padded, tmp_path / "refused", accelerator, CUDAGraphCallback())
+    plain = _fit(Padded, tmp_path / "plain", accelerator)
+    padded = plain.steps[-1]["outputs"]["taught"][1, 3]
+    assert not padded.any()
+    eager = _fit(Padded, tmp_path / "eager", accelerator, CUDAGraphCallback(on_unsupported="eager"))
+    assert_same(plain, eager)
+    assert eager.counts.replayed == 0
+
+
+def test_what_is_padded_without_nested_tensors(tmp_path: Path, accelerator: str) -> None:
+    plain = _fit(PaddedNotNested, tmp_path / "plain", accelerator)
+    graph = _fit(PaddedNotNested, tmp_path / "graph", accelerator, CUDAGraphCallback())
+    assert_same(plain, graph)
+    assert graph.counts.replayed >= 16
+
+
+def test_a_mode_that_torch_sees_is_found(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tests above compare differs if torch is told of our modes."""
+    plain = _fit(Distilled, tmp_path / "plain", accelerator)
+    monkeypatch.setattr(own_modes, "_has_torch_function", lambda relevant_args: True)
+    told = _fit(Distilled, tmp_path / "told", accelerator, CUDAGraphCallback(verify_replays=0))
+    with pytest.raises(AssertionError, match="taught"):
+        assert_same(plain, told)
+
+
+class _Watches(OwnFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Users(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Overriding(Tensor):
+    pass
+
+
+@pytest.fixture
+def torchs_own() -> Iterator[Callable[..., bool]]:
+    own = overrides.has_torch_function
+    yield own
+    assert overrides.has_torch_function is own
+
+
+def test_which_modes_are_told_of(torchs_own: Callable[..., bool]) -> None:
+    plain = (torch.zeros(1), nn.Parameter(torch.zeros(1)), None, 1.5)
+    other = torch.zeros(1).as_subclass(_Overriding)
+    assert not torchs_own(plain)
+    assert torchs_own((*plain, other))
+    with _Watches():
+        assert torchs_own(plain)  # what would be answered
+        assert not overrides.has_torch_function(plain)
+        assert overrides.has_torch_function((*plain, other))
+        with _Users():
+            assert overrides.has_torch_function(plain)
+            with _Watches():
+                assert overrides.has_torch_function(plain)
+        with _Watches():
+            assert not overrides.has_torch_function(plain)
+        assert overrides.has_torch_function is not torchs_own
+
+
+def test_a_mode_that_ends_in_an_error(torchs_own: Callable[..., bool]) -> None:
+    with pytest.raises(KeyError), _Watches():
+        raise KeyError
+    assert overrides.has_torch_function is torchs_own
