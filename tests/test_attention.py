@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.capture import own_modes
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
-from tests.harness import Net, Trace, assert_same, loader, make, train
+from tests.harness import Net, Trace, assert_same, fused_adamw, loader, make, train
 
 # of Lightning, which counts the frozen modules
 pytestmark = pytest.mark.filterwarnings(
@@ -69,9 +69,13 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)  # with a tensor as its learning rate, under a mode
 
 
-def _fit(kind: type[Distilled], path: Path, accelerator: str, *args: Any, **kwargs: Any) -> Trace:
+def _fit(
+    kind: type[Distilled], path: Path, accelerator: str, *args: Any, optimizer: Any = _sgd, **kwargs: Any
+) -> Trace:
     loaders = {"train_loader": loader(ragged=False), "val_loader": loader(False, seed=1, batches=2)}
-    return train(make(partial(kind, _sgd)), path, *args, accelerator=accelerator, **loaders, **kwargs)
+    return train(
+        make(partial(kind, optimizer)), path, *args, accelerator=accelerator, **loaders, **kwargs
+    )
 
 
 @pytest.mark.parametrize("timings", [None, LayerTimings(), LayerTimings(modules=["teacher.*"])])
@@ -140,6 +144,30 @@ def test_a_function_mode_of_the_users(tmp_path: Path, accelerator: str) -> None:
     plain = _fit(OnADevice, tmp_path / "plain", accelerator)
     graph = _fit(OnADevice, tmp_path / "graph", accelerator, CUDAGraphCallback())
     assert_same(plain, graph)
+
+
+class Compiled(Distilled):
+    """Compiled code asks whether torch's functions are those that there were when it was compiled."""
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.teacher.layers[0]._compiled_call_impl is None:
+            self.teacher.layers[0].compile(backend="aot_eager")
+            self.last.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize("optimizer", [_sgd, fused_adamw])
+@pytest.mark.parametrize("timings", [None, LayerTimings()])
+def test_a_compiled_teacher(
+    tmp_path: Path, accelerator: str, optimizer: Any, timings: LayerTimings | None
+) -> None:
+    def fit(name: str, *args: Any) -> Trace:
+        torch.compiler.reset()
+        return _fit(Compiled, tmp_path / name, accelerator, *args, optimizer=optimizer)
+
+    plain, graph = fit("plain"), fit("graph", CUDAGraphCallback(timings=timings))
+    assert_same(plain, graph)
+    assert graph.counts.replayed >= 16
 
 
 class Padded(Distilled):

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, overrides
 
 from lightning_cudagraph.capture.inductor import wants_graphs
+from lightning_cudagraph.capture.own_modes import unpatched
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["CompiledCode", "compilations", "is_held", "is_left_out", "recompilation"]
@@ -117,6 +118,7 @@ def _unwatched(backend: Any) -> Callable[[], None]:
     stack = overrides._get_current_function_mode_stack()
     kept = [mode for mode in stack if not getattr(mode, "only_in_captures", False)]
     _exchange(len(stack), kept)
+    patch = unpatched()
     watcher = sys.getprofile()
     if callable(watcher):  # not one that is written in C (cProfile)
         sys.setprofile(None)
@@ -124,6 +126,7 @@ def _unwatched(backend: Any) -> Callable[[], None]:
     def put_back() -> None:
         if callable(watcher):
             sys.setprofile(watcher)
+        patch()
         _exchange(len(kept), stack)
 
     return put_back

@@ -8,14 +8,14 @@ evaluation mode `nn.TransformerEncoder` leaves what is padded at zero on the one
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["OwnFunctionMode"]
+__all__ = ["OwnFunctionMode", "unpatched"]
 
 _DOES_NOT: Any = torch._C._disabled_torch_function_impl
 
@@ -46,9 +46,29 @@ class OwnFunctionMode(TorchFunctionMode):
                 overrides.has_torch_function = _asked_torch
 
 
+def unpatched() -> Callable[[], None]:
+    """Have torch's own function in its place until what this returns is called, if no mode is left.
+
+    For compiled code, from which the modes of captures are taken off: Dynamo asks whether it is the
+    function that there was when it was compiled.
+    """
+    before: Any = overrides.has_torch_function
+    if not any(map(_is_own, overrides._get_current_function_mode_stack())):
+        overrides.has_torch_function = _asked_torch
+
+    def put_back() -> None:
+        overrides.has_torch_function = before
+
+    return put_back
+
+
+def _is_own(mode: TorchFunctionMode) -> bool:
+    return isinstance(mode, OwnFunctionMode)
+
+
 def _has_torch_function(relevant_args: Iterable[Any]) -> bool:
     modes = overrides._get_current_function_mode_stack()
-    if all(isinstance(mode, OwnFunctionMode) for mode in modes):
+    if all(map(_is_own, modes)):
         return any(_overrides(type(argument)) for argument in relevant_args)
     return bool(_asked_torch(relevant_args))
 

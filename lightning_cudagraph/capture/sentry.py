@@ -133,7 +133,10 @@ _ALWAYS_FORBIDDEN = frozenset(
 
 
 # Torch's files that are between any call and its op, and say nothing of it.
-_IN_BETWEEN = ("_dynamo", "_compile.py", "_ops.py", "_tensor.py", "overrides.py", "autograd", "utils")
+_IN_BETWEEN = (
+    *("_compile.py", "_dynamo", "_functorch", "_inductor", "_ops.py", "_tensor.py"),
+    *("autograd", "overrides.py", "utils"),
+)
 
 
 @dataclass(frozen=True)
