@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,63 @@ def test_the_steps_and_the_tags_of_a_run_with_graphs(
     assert set(steps(graph, "step_ms/total")) < set(steps(eager, "step_ms/total"))
     text = eager.Tensors("layer_timings/report/text_summary")[0].tensor_proto.string_val[0].decode()
     assert (timings.report or "?") in text
+
+
+class _SlowHook(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_hooks_before_a_step_are_in_the_gap(tmp_path: Path, accelerator: str, graphed: bool) -> None:
+    """Of a run with graphs and of one without: what the host does there is no part of the step."""
+    timings = LayerTimings()
+    train(
+        make(_SlowHook),
+        tmp_path,
+        CUDAGraphCallback(timings=timings) if graphed else None,
+        accelerator=accelerator,
+        callbacks=() if graphed else (timings,),
+        logger=TensorBoardLogger(tmp_path),
+        max_epochs=1,
+    )
+    gaps = [point.value for point in events(tmp_path).Scalars("step_ms/gap")]
+    assert len(gaps) >= 2
+    assert min(gaps) > 195
+
+
+class _Drops(Net):
+    """Leaves out its head in every second step, and never calls another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.features(x)
+        return self.head(features) if self.trainer.global_step % 2 else features[:, :4]
+
+
+def test_layers_of_some_steps_are_timed(tmp_path: Path, accelerator: str) -> None:
+    timings = LayerTimings()
+    for last in (7, 8):
+        train(
+            make(_Drops),
+            tmp_path / str(last),
+            accelerator=accelerator,
+            callbacks=(timings,),
+            max_steps=last,
+            max_epochs=-1,
+        )
+        (note,) = [line for line in str(timings.report).splitlines() if "is not called" in line]
+        assert "`idle`" in note
+        assert "`head`" not in note
+
+
+def test_no_step_was_timed(tmp_path: Path, accelerator: str) -> None:
+    timings = LayerTimings(every_n_steps=1000)
+    run(tmp_path, accelerator, timings)
+    assert "in 1000 is timed, and the run has come to none of them" in str(timings.report)
 
 
 def test_the_parts_come_to_the_whole(tmp_path: Path, accelerator: str) -> None:

@@ -115,6 +115,18 @@ def test_many_layers_and_an_automatic_choice() -> None:
     assert left_out(model, LayerTimings(modules=["0"])) == {}
 
 
+def test_blocks_for_which_there_is_no_room() -> None:
+    """Of a model whose blocks do not fit next to nothing is timed, which is said."""
+    model = nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(40))))
+    assert set(select_layers(model, LayerTimings())) == {"0"}
+    (note,) = untimed_notes(left_out(model, LayerTimings()))
+    assert note.startswith("not timed: `0.0`, `0.1`, ")
+    assert "there are 40 layers side by side" in note
+    with_room = LayerTimings(max_layers=50)
+    assert len(select_layers(model, with_room)) == 41
+    assert left_out(model, with_room) == {}
+
+
 def test_layers_for_which_there_is_no_room_are_named(tmp_path: Path, accelerator: str) -> None:
     timed = run(tmp_path, accelerator, LayerTimings(max_layers=1), Net)
     assert "not timed: `head`: there are 2 layers side by side" in report_of(timed)

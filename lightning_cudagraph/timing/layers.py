@@ -20,6 +20,8 @@ Placement = Literal["forked", "serial"]
 # Each layer has up to four events, and as many scalars for every step that is timed.
 _MOST_LAYERS = 1000
 _NAMES_SHOWN = 12
+# Fewer than this share of what there is room for are few.
+_FEW = 1 / 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,13 +204,18 @@ def _chosen(model: nn.Module, max_layers: int) -> set[str]:
     The model stays covered, and containers stay beside their members, so that sums can be checked by
     eye.
     """
+    chosen, beyond = _levels_with_room(model, max_layers)
+    return chosen or set(beyond[:max_layers])  # wide and flat: the first ones
+
+
+def _levels_with_room(model: nn.Module, max_layers: int) -> tuple[set[str], list[str]]:
+    """The levels that are timed as a whole, and the next one, for which there is no room."""
     chosen: set[str] = set()
     for level in _levels(model):
         if len(chosen) + len(level) > max_layers:
-            # Wide and flat: the first ones.
-            return chosen or set(level[:max_layers])
+            return chosen, level
         chosen |= set(level)
-    return chosen
+    return chosen, []
 
 
 def select_layers(model: nn.Module, timings: LayerChoice) -> dict[str, nn.Module]:
@@ -246,15 +253,21 @@ def select_layers(model: nn.Module, timings: LayerChoice) -> dict[str, nn.Module
 
 
 def left_out(model: nn.Module, timings: LayerChoice) -> dict[str, str]:
-    """The outermost layers for which the automatic choice has no room, each with the reason."""
+    """Layers for which the automatic choice has no room, each with the reason.
+
+    Not of every model, whose innermost levels seldom fit: where few are timed because many others lie
+    side by side.
+    """
     if timings.modules or timings.types or timings.depth is not None:
         return {}
-    outermost = next(iter(_levels(model)), [])
+    chosen, beyond = _levels_with_room(model, timings.max_layers)
+    if len(chosen) >= timings.max_layers * _FEW:
+        return {}
     reason = (
-        f"there are {len(outermost)} layers side by side, and the automatic choice takes"
+        f"there are {len(beyond)} layers side by side, and the automatic choice takes"
         f" `LayerTimings(max_layers={timings.max_layers})`"
     )
-    return {f"`{name}`": reason for name in outermost[timings.max_layers :]}
+    return {f"`{name}`": reason for name in (beyond if chosen else beyond[timings.max_layers :])}
 
 
 def untimed_notes(untimed: Mapping[str, str]) -> list[str]:

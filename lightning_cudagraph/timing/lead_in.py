@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_cudagraph.capture.backend import Backend, Event
+from lightning_cudagraph.timing.kept import kept
 from lightning_cudagraph.timing.spans import STEP_TAG, Span, SpanLayout
 
 __all__ = ["COPY_TAG", "GAP_TAG", "Layouts", "LeadIn", "LeadInTimes"]
 
 COPY_TAG = f"{STEP_TAG}copy"
 GAP_TAG = f"{STEP_TAG}gap"
-
-# Steps take turns with few events; where they do not, what was prepared for others is not kept.
-_MOST_READERS = 64
 
 
 class LeadIn:
@@ -65,10 +63,7 @@ class LeadInTimes:
         if not lead_in.events:
             return []
         events = (*lead_in.events, start)
-        if (reader := self._readers.get(events)) is None:
-            if len(self._readers) >= _MOST_READERS:
-                self._readers.clear()
-            reader = self._readers[events] = self._backend.event_times(events)
+        reader = kept(self._readers, events, lambda: self._backend.event_times(events))
         *times_ms, start_ms = reader()
         return [time_ms - start_ms for time_ms in times_ms]
 
@@ -86,10 +81,8 @@ class Layouts:
             step: the layout of the step itself.
             lead_in: what lies before it.
         """
-        key = (step, lead_in.kind)
-        if key not in self._made:
-            self._made[key] = _with_lead_in(step, *lead_in.kind)
-        return self._made[key]
+        kind = lead_in.kind
+        return kept(self._made, (step, kind), lambda: _with_lead_in(step, *kind))
 
 
 def _with_lead_in(step: SpanLayout, has_gap: bool, n_events: int) -> SpanLayout:

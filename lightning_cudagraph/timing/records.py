@@ -10,12 +10,14 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_cudagraph.timing.crc32c import AlikeRows, masked_crc32c
+from lightning_cudagraph.timing.kept import kept
 from lightning_cudagraph.timing.spans import Reading, SpanLayout
 
 __all__ = ["ReadingRecords", "ScalarRecords"]
@@ -149,16 +151,15 @@ class ReadingRecords:
         """How long the records of readings are, or will be."""
         found = 0
         for layout, n in Counter(reading.layout for reading in readings).items():
-            if (of_one := self._n_bytes.get(layout.tags)) is None:
-                of_one = len(_event(layout.tags)[0]) + _FRAME_BYTES if layout.tags else 0
-                self._n_bytes[layout.tags] = of_one
-            found += n * of_one
+            found += n * kept(self._n_bytes, layout.tags, partial(_n_bytes, layout.tags))
         return found
 
     def _of_tags(self, tags: tuple[str, ...]) -> ScalarRecords:
-        if (records := self._by_tags.get(tags)) is None:
-            records = self._by_tags[tags] = ScalarRecords(tags)
-        return records
+        return kept(self._by_tags, tags, lambda: ScalarRecords(tags))
+
+
+def _n_bytes(tags: tuple[str, ...]) -> int:
+    return len(_event(tags)[0]) + _FRAME_BYTES if tags else 0
 
 
 def _rows(records: ScalarRecords, layout: SpanLayout, readings: list[Reading]) -> NDArray[np.uint8]:

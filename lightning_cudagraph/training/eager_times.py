@@ -6,12 +6,12 @@ strategy have hooks and stand-ins of ours during a timed step only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
@@ -47,9 +47,10 @@ class EagerTimes:
         self._times = RunTimes(trainer, module, self._backend, choice)
         self._clock = self._times.clock
         self._marks: StepMarks | None = None
+        self._is_recording = False
         # What is in place during a timed step.
         self._step = ExitStack()
-        self._untimed: dict[str, str] = {}
+        self._untimed: dict[str, str] | None = None  # in no step so far
         self._patches = ExitStack()
         self._move = trainer.strategy.batch_to_device
         replace_method(trainer.strategy, "batch_to_device", self._batch_to_device, self._patches)
@@ -63,22 +64,19 @@ class EagerTimes:
         # Without the optimizer if the gradients of more batches come to these.
         steps = not (module.automatic_optimization and trainer.fit_loop._should_accumulate())
         marks = self._marks = self._times.eager_marks(steps)
-        strategy = trainer.strategy
-        original = strategy.optimizer_step
-        self._step.enter_context(
-            in_place(strategy, "optimizer_step", lambda *args, **kw: self._steps(original, *args, **kw))
-        )
-        self._step.enter_context(marks.recording())
-        self._step.enter_context(timed_stages(marks, trainer, module))
+        self._is_recording = False
+        for name, instead in (("training_step", self._forwards), ("optimizer_step", self._steps)):
+            original = getattr(trainer.strategy, name)
+            self._step.enter_context(in_place(trainer.strategy, name, partial(instead, marks, original)))
 
     def forward_ended(self, loss: Any) -> None:
         """The backward pass from a loss begins."""
-        if self._marks is not None:
+        if self._marks is not None and self._is_recording:
             self._marks.forward_ended(loss)
 
     def backward_ended(self) -> None:
         """A backward pass has ended."""
-        if self._marks is None:
+        if self._marks is None or not self._is_recording:
             return
         self._marks.backward_ended()
         if not self._module.automatic_optimization:
@@ -86,13 +84,14 @@ class EagerTimes:
 
     def batch_ended(self) -> None:
         """A batch of training has ended."""
-        marks = self._marks
+        marks = self._marks if self._is_recording else None
         self._end_marks()
         self._marks = None
         step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
         self._clock.ended(marks, step, self._is_due(1), *batch_of_step(self._trainer))
         if marks is not None:
-            self._untimed = marks.untimed
+            before, now = self._untimed, marks.untimed
+            self._untimed = {what: why for what, why in now.items() if before is None or what in before}
 
     def pause(self) -> None:
         """Something that is not a training step comes now (validation, a checkpoint), even in a step."""
@@ -106,7 +105,7 @@ class EagerTimes:
     def finish(self) -> str:
         """Read what is left to read, and write the report."""
         step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
-        return self._times.eager_report(self._untimed, step)
+        return self._times.eager_report(self._untimed or {}, step)
 
     def close(self) -> None:
         """Put everything back, and write what is left."""
@@ -126,17 +125,26 @@ class EagerTimes:
         # The optimizers may step any number of times; batches are counted instead.
         return self._clock.is_due(self._trainer.fit_loop.total_batch_idx + batches_ahead)
 
-    def _steps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forwards(
+        self, marks: StepMarks, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """In the place of `Strategy.training_step`, with which a timed step begins, as in a graph."""
+        if self._is_recording:  # LBFGS comes here several times in a step
+            marks.forward_began()
+        else:
+            self._is_recording = True
+            self._step.enter_context(marks.recording())
+            self._step.enter_context(timed_stages(marks, self._trainer, self._module))
+        return original(*args, **kwargs)
+
+    def _steps(self, marks: StepMarks, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of `Strategy.optimizer_step`, during a timed step."""
-        marks = self._marks
-        if marks is None:
-            return original(*args, **kwargs)
-        if not self._module.automatic_optimization:
+        if not self._module.automatic_optimization and self._is_recording:
             with marks.stage("optimizer"):
                 return original(*args, **kwargs)
-        with _forwards_told(args, marks):
-            result = original(*args, **kwargs)
-        self._end_marks()
+        result = original(*args, **kwargs)
+        if self._module.automatic_optimization:
+            self._end_marks()
         return result
 
     def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,26 +162,6 @@ class EagerTimes:
         """Leave a step that has not come to its end."""
         self._step.__exit__(GeneratorExit, GeneratorExit(), None)
         self._marks = None
-
-
-@contextmanager
-def _forwards_told(args: Sequence[Any], marks: StepMarks) -> Iterator[None]:
-    """Tell the marks of each forward pass: LBFGS calls the closure several times in a step."""
-    closure = next((arg for arg in args if isinstance(arg, Closure)), None)
-    if closure is None:
-        yield
-        return
-    before = closure._step_fn
-
-    def told() -> ClosureResult:
-        marks.forward_began()
-        return before()
-
-    closure._step_fn = told
-    try:
-        yield
-    finally:
-        closure._step_fn = before
 
 
 def _clock_of(trainer: pl.Trainer) -> Backend:

@@ -223,7 +223,8 @@ class RunTimes:
         if self._ranks is not None and self._ranks.trouble:
             notes.append(f"the times of other processes are not known: {self._ranks.trouble}")
         if self._every_n_steps > 1:
-            notes.append(f"one step of the optimizer in {self._every_n_steps} is timed")
+            came = "" if len(self._dashboard.window) else ", and the run has come to none of them"
+            notes.append(f"one step of the optimizer in {self._every_n_steps} is timed{came}")
         if self._trace_path is not None and len(self._dashboard.window):
             notes.append(
                 f"the last timed steps are in {str(self._trace_path)!r}: open it at"

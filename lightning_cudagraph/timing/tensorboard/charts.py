@@ -7,10 +7,12 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_cudagraph.timing.kept import kept
 from lightning_cudagraph.timing.spans import (
     BACKWARD_TAG,
     EXPOSED_TAG,
@@ -72,9 +74,8 @@ class StepBand:
     def add(self, readings: Iterable[Reading]) -> list[Band]:
         """Take readings; returns the bands of the windows that are complete with them."""
         for reading in readings:
-            if (known := self._calls.get(reading.layout)) is None:
-                known = self._calls[reading.layout] = _step_calls(reading.layout)
-            is_whole, calls = known
+            layout = reading.layout
+            is_whole, calls = kept(self._calls, layout, partial(_step_calls, layout))
             offsets_ms = reading.offsets_ms
             time_ms = sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
             (self._whole if is_whole else self._without_optimizer).append((reading.step, time_ms))
