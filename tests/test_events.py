@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -274,9 +275,29 @@ def test_functions_that_return_before_their_work() -> None:
 
     async def later() -> None: ...
 
-    for function in (numbers, later):
-        with pytest.raises(TimerError, match=f"{function.__name__}` returns before its work begins"):
-            EventTimer()(function)
+    class Later:
+        async def __call__(self) -> None: ...
+
+    for function, name in (
+        (numbers, "numbers"),
+        (later, "later"),
+        (functools.partial(functools.partial(numbers)), "numbers"),
+        (Later(), "Later"),
+        (Later().__call__, "__call__"),
+        (functools.partial(Later()), "Later"),
+    ):
+        for block in (EventTimer(), TimerRegistry[str]().time("name")):
+            with pytest.raises(TimerError, match=rf"{name}` returns before its work begins"):
+                block(function)
+    assert isinstance(EventTimer()(Later)(), Later), "to make one is work that can be timed"
+
+
+@pytest.mark.parametrize("wrong", ["attention", 5, ()])
+def test_what_is_no_function_is_refused(wrong: Any) -> None:
+    said = rf"expected no argument, .* found an object of type `{type(wrong).__name__}`"
+    for block in (EventTimer(), TimerRegistry[str]().time("name")):
+        with pytest.raises(TimerError, match=said):
+            block(wrong)
 
 
 class Unhashable:
@@ -370,6 +391,25 @@ def test_copies_have_times_of_their_own(work: Work) -> None:
         work.run()
     assert copy.deepcopy(registry).elapsed_times() == []
     assert len(registry.elapsed_times()) == 1
+
+
+def test_a_registry_is_copied_with_its_blocks(work: Work) -> None:
+    registry = TimerRegistry[str]()
+    block = registry.time("a")
+    whole = {"block": block, "registry": registry}
+    work.capture(lambda: block(work.run)()).replay()
+    with block:
+        twins = [copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))]
+        shallow = copy.copy(block)
+    assert len(registry.elapsed_times()) == 2
+    for twin in twins:
+        with twin["block"]:
+            work.run()
+        assert [context for context, _ in twin["registry"].elapsed_times()] == ["a"]
+    assert len(registry.elapsed_times()) == 1
+    with shallow:
+        work.run()
+    assert len(registry.elapsed_times()) == 2
 
 
 @pytest.mark.parametrize("timings", [None, LayerTimings()])

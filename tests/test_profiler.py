@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -287,6 +288,27 @@ def test_made_twice(work: Work, reports: Reports) -> None:
     assert reports == []
 
 
+def test_entered_twice(work: Work, reports: Reports) -> None:
+    with Profiler(reports.add) as outer:
+        with Profiler(reports.add) as inner, inner:
+            assert inner is outer
+            graph = work.capture(lambda: layers(inner, work))
+        with pytest.raises(ZeroDivisionError), Profiler(reports.add):
+            raise ZeroDivisionError
+        assert Profiler.active is outer
+        graph.replay()
+        assert reports.take() == ALL
+        layers(outer, work)
+        assert reports.take() == ALL
+    assert Profiler.active is None
+    with Profiler(reports.add) as closed, closed:
+        closed.close()
+        assert Profiler.active is None
+        with Profiler(reports.add) as second:
+            layers(second, work)
+    assert reports.take() == ALL
+
+
 def test_blocks_of_a_closed_profiler_do_nothing(work: Work, reports: Reports) -> None:
     profiler = Profiler(reports.add)
     with profiler.time("open at the end"):
@@ -419,6 +441,37 @@ def test_entered_and_never_left(profiler: Profiler[Any], work: Work, reports: Re
     assert reports.take() == ALL
 
 
+def test_a_block_that_is_never_left_does_not_silence_the_others(
+    profiler: Profiler[Any], work: Work, reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leak = profiler.time("leak")
+    leak.__enter__()
+    layers(profiler, work)
+    assert reports == []
+    monkeypatch.setattr(profiler_module, "_LONGEST_UNREPORTED_S", 0.0)
+    with profiler.time("later"):
+        work.run()
+    assert reports.take() == [*ALL, "later"]
+    with profiler.time("still later"):
+        work.run()
+    assert reports.take() == ["still later"]
+    leak.__exit__(None, None, None)
+    assert reports.take() == ["leak"]
+
+
+def test_closed_before_blocks_were_reported(
+    profiler: Profiler[Any], work: Work, reports: Reports
+) -> None:
+    leak = profiler.time("leak")
+    leak.__enter__()
+    layers(profiler, work)
+    said = r"timed as 'leak' at .*test_profiler\.py:\d+ has been entered and not left: the blocks that"
+    with pytest.warns(RuntimeWarning, match=said):
+        profiler.close()
+    assert reports == []
+    del leak  # it is told once
+
+
 def test_threads(profiler: Profiler[Any], work: Work) -> None:
     seen: dict[int, list[tuple[int, str]]] = {}
     one_captures = threading.Lock()
@@ -475,8 +528,49 @@ def test_replays_beside_a_capture_are_not_waited_for(
         assert reports.take() == ALL
 
 
-def test_a_copy_of_what_holds_it(profiler: Profiler[Any]) -> None:
-    assert copy.deepcopy({"a": profiler})["a"] is profiler
+def holder(profiler: Profiler[Any], context: str) -> Any:
+    module = nn.Linear(2, 2)
+    module.profiler = profiler
+    module.block = profiler.time(context)
+    return module
+
+
+def test_a_copy_of_what_holds_it(profiler: Profiler[Any], work: Work, reports: Reports) -> None:
+    module = holder(profiler, "block")
+    graph = work.capture(lambda: module.block(work.run)())
+    with module.block:
+        twins = [copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module))]
+        blocks = [copy.copy(module.block), *(twin.block for twin in twins)]
+    assert reports.take() == ["block"]
+    assert copy.copy(profiler) is profiler
+    for twin in twins:
+        assert twin.profiler is profiler
+    for block in blocks:
+        with block:
+            work.run()
+        assert reports.take() == ["block"]
+    graph.replay()
+    assert reports.take() == ["block"]
+
+
+def test_a_pickle_is_loaded_as_the_profiler_of_the_process(work: Work, reports: Reports) -> None:
+    before = of_torch()
+    with Profiler(lambda context, elapsed_ms: None) as first:
+        pickled = pickle.dumps(holder(first, "block"))
+    module = pickle.loads(pickled)
+    assert module.profiler is not first
+    assert Profiler.active is None
+    assert of_torch() == before
+    assert copy.deepcopy(module).profiler is module.profiler
+    with module.profiler, module.block:
+        layers(module.profiler, work)
+        module.profiler.reset()
+    with Profiler(reports.add) as second:
+        loaded = pickle.loads(pickled)
+        assert loaded.profiler is second
+        with module.block, loaded.block:
+            work.run()
+    assert reports.take() == ["block"]
 
 
 class Timed(Net):

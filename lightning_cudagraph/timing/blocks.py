@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from threading import get_ident
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from lightning_cudagraph.errors import TimerError
 from lightning_cudagraph.timing.stretches import Stretch
@@ -15,7 +15,7 @@ from lightning_cudagraph.timing.stretches import Stretch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TimedBlock"]
+__all__ = ["TimedBlock", "name_of"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,7 +24,8 @@ R = TypeVar("R")
 class TimedBlock:
     """What can be entered, nested and repeatedly, in any thread, and put on functions.
 
-    `_entered` and `_left` say what becomes of each stretch.
+    `_entered` and `_left` say what becomes of each stretch. A copy, or what a pickle is loaded as, is a
+    block that has not been entered; `__reduce__` says with what it is made.
     """
 
     def __init__(self) -> None:
@@ -99,13 +100,22 @@ class TimedBlock:
 
         Returns:
             The function that is timed, or `self`.
+
+        Raises:
+            TimerError: if it is given anything else.
         """
         if function is None:
             return self
-        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(is_kind(function) for is_kind in kinds):
+        if not callable(function):
             raise TimerError(
-                f"`{function.__qualname__}` returns before its work begins, so that calls of it have no"
+                "A timed block was called: expected no argument, or the function to be timed, found an"
+                f" object of type `{type(function).__qualname__}`.",
+                "Put a `with` block without an argument around the work, or `@` and the block on a"
+                " function; names are given to `TimerRegistry.time`.",
+            )
+        if _returns_early(function):
+            raise TimerError(
+                f"`{name_of(function)}` returns before its work begins, so that calls of it have no"
                 " time.",
                 "Put a `with` block around the work inside of it.",
             )
@@ -116,3 +126,22 @@ class TimedBlock:
                 return function(*args, **kwargs)
 
         return timed
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What to call it in a message; objects that can be called are named as their class."""
+    called = _without_partial(function)
+    return getattr(called, "__qualname__", type(called).__qualname__)
+
+
+def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _returns_early(function: Callable[..., Any]) -> bool:
+    called = _without_partial(function)
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    # Of an object that can be called, it is the method of its class that says so.
+    return any(is_kind(code) for is_kind in kinds for code in (called, type(called).__call__))

@@ -101,8 +101,12 @@ class TimerRegistry(Generic[Context]):
     """Many timed blocks, whose times are read together.
 
     Blocks of a graph have new times after each replay. Those outside of graphs are handed out once.
-    A registry serves one graph, and one thread at a time: before another capture, `clear` it. `Profiler`
-    does so by itself, for all graphs and threads.
+    A registry serves one graph, and one thread at a time: before another capture, and when a capture has
+    failed, `clear` it. Otherwise it cannot tell which graph was replayed last, and hands out old times
+    of the others too; and waits for the first replay of a graph that does not exist. `Profiler` keeps
+    all graphs and threads apart by itself.
+
+    A copy of it, or what a pickle is loaded as, is empty, and so are the blocks that are copied with it.
 
     Example:
         with torch.cuda.graph(graph):
@@ -122,7 +126,7 @@ class TimerRegistry(Generic[Context]):
         Args:
             context: any object, which comes back with the time; the same one may come again.
         """
-        return _RegisteredBlock(self._stretches, context)
+        return _RegisteredBlock(self, context)
 
     def elapsed_times(self) -> list[tuple[Context, float]]:
         """Contexts and milliseconds of all blocks, in the order in which they were entered.
@@ -130,8 +134,8 @@ class TimerRegistry(Generic[Context]):
         Waits once, for the end of the last block.
 
         Raises:
-            TimerError: if a block is still open, if the graph has not been replayed, or if a capture is
-                under way.
+            TimerError: if a block is still open, if the graph has not been replayed or its capture has
+                failed, or if a capture is under way.
         """
         for stretch in self._stretches.open():
             raise TimerError(
@@ -155,15 +159,15 @@ class TimerRegistry(Generic[Context]):
 class _RegisteredBlock(TimedBlock):
     """A block of a registry."""
 
-    def __init__(self, stretches: Stretches, context: Any) -> None:
+    def __init__(self, registry: TimerRegistry[Any], context: Any) -> None:
         super().__init__()
-        self._stretches = stretches
+        self._registry = registry
         self._context = context
 
     def _entered(self) -> Stretch:
         stretch = Stretch(self._context)
         _keep(stretch)
-        self._stretches.enter(stretch)
+        self._registry._stretches.enter(stretch)
         return stretch
 
     def _left(self, stretch: Stretch, failed: bool) -> None:
@@ -173,3 +177,7 @@ class _RegisteredBlock(TimedBlock):
             stretch.home.discard(stretch)
         else:
             stretch.home.leave(stretch)
+
+    def __reduce__(self) -> Any:
+        # The registry comes along, so that one and its blocks are copied as a whole.
+        return type(self), (self._registry, self._context)

@@ -11,12 +11,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
+from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from lightning_cudagraph.capture.streams.stream_choice import is_trial
 from lightning_cudagraph.errors import TimerError
-from lightning_cudagraph.timing.blocks import TimedBlock
+from lightning_cudagraph.timing.blocks import TimedBlock, name_of
 from lightning_cudagraph.timing.graph_hooks import GraphHooks, GraphListener
 from lightning_cudagraph.timing.stretches import Stretch, Stretches
 
@@ -32,6 +33,9 @@ _events_in: WeakKeyDictionary[Any, list[Stretch]] = WeakKeyDictionary()
 _lock = threading.RLock()
 # Outside of graphs each block has events of its own until it is reported.
 _MOST_UNREPORTED = 4096
+# Nor should they wait for a block around them that goes on for long, or that is never left. What is
+# waited for in this way is next to nothing beside the time of that block.
+_LONGEST_UNREPORTED_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,21 @@ class _Outside(threading.local):
 
     def __init__(self) -> None:
         self.stretches = Stretches()
+        self.unreported_since_s = 0.0
+
+    def enter(self, stretch: Stretch) -> None:
+        """Take one that is being entered."""
+        if not self.stretches.is_open:
+            self.unreported_since_s = monotonic()
+        self.stretches.enter(stretch)
+
+    def is_due(self) -> bool:
+        """Whether they should be reported, now that one of them has been left."""
+        return (
+            not self.stretches.is_open
+            or len(self.stretches) > _MOST_UNREPORTED
+            or monotonic() - self.unreported_since_s >= _LONGEST_UNREPORTED_S
+        )
 
 
 class Profiler(Generic[Context]):
@@ -54,14 +73,18 @@ class Profiler(Generic[Context]):
 
     After each replay of a graph `dump_fn` is called for each block in it, in the order in which they
     were entered at its capture; for that the host waits until the replay has passed the last of them.
-    Blocks outside of graphs are reported in the same way when the outermost one is left, or some
-    thousands have come together, so that no waiting comes into the times of others; but into that of a
-    block around a replay. It does not matter who captures: `torch.cuda.graph`, `make_graphed_callables`,
-    `CUDAGraphCallback`, or any library through `torch.cuda.CUDAGraph`.
+    Blocks outside of graphs are reported in the same way when the outermost one is left, so that no
+    waiting comes into the times of others, but into that of a block around a replay; and while it stays
+    open, when some thousands have come together or some seconds have passed. It does not matter who
+    captures: `torch.cuda.graph`, `make_graphed_callables`, `CUDAGraphCallback`, or any library through
+    `torch.cuda.CUDAGraph`.
 
     There is one at a time. Making it again with the same function gives the same object. `close`, or
-    the end of its ``with`` block, switches it off: then nothing of torch is replaced any more, and
-    blocks that stay in the code cost next to nothing.
+    the end of its outermost ``with`` block, switches it off: then nothing of torch is replaced any more,
+    and blocks that stay in the code cost next to nothing.
+
+    A copy is the object itself. A pickle carries neither the function nor what was timed: it is loaded
+    as the one that is switched on in the process that loads it, or as one that is switched off.
 
     Not reported: replays, while a capture is under way in any thread, which waiting could break; graphs
     whose capture has begun before the profiler was made; replays by which `CUDAGraphCallback` and
@@ -87,10 +110,11 @@ class Profiler(Generic[Context]):
 
     active: ClassVar[Profiler[Any] | None] = None
     _dump_fn: Callable[[Context, float], None]
+    _hooks: GraphHooks
     _stretches_in: WeakKeyDictionary[Any, Stretches]
     _under_way: list[_Capture]
     _outside: _Outside
-    _hooks: GraphHooks
+    _n_entered: int  # `with` blocks
 
     def __new__(cls, dump_fn: Callable[[Context, float], None]) -> Self:
         if not callable(dump_fn):
@@ -102,15 +126,15 @@ class Profiler(Generic[Context]):
         with _lock:
             active = Profiler.active
             if active is None:
-                new = super().__new__(cls)
+                new = cls._switched_off()
                 new._switch_on(dump_fn)
                 return new
             if type(active) is cls and active._dump_fn == dump_fn:
                 return active
             raise TimerError(
-                f"A `Profiler` was made with `{_name(dump_fn)}`, and there is one with"
-                f" `{_name(active._dump_fn)}`; it takes every graph of the process, so that there can be"
-                " one at a time.",
+                f"A `Profiler` was made with `{name_of(dump_fn)}`, and there is one with"
+                f" `{name_of(active._dump_fn)}`; it takes every graph of the process, so that there can"
+                " be one at a time.",
                 "Use that one, or close it before: `Profiler.active.close()`.",
             )
 
@@ -144,7 +168,18 @@ class Profiler(Generic[Context]):
             left = self._hooks.remove()
         self._stretches_in.clear()
         self._under_way.clear()
-        self._outside.stretches.clear()
+        outside = self._outside.stretches
+        still_open = outside.open()
+        is_more = len(outside) > len(still_open)
+        outside.clear()
+        if still_open and is_more:
+            still_open[0].is_told = True
+            warnings.warn(
+                f"{still_open[0]} has been entered and not left: the blocks that waited for its end"
+                " are not reported.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if left:
             names = ", ".join(f"`{name}`" for name in left)
             warnings.warn(
@@ -155,19 +190,43 @@ class Profiler(Generic[Context]):
             )
 
     def __enter__(self) -> Self:
+        with _lock:
+            self._n_entered += 1
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        with _lock:
+            self._n_entered -= 1
+            is_outermost = self._n_entered == 0
+        if is_outermost:
+            self.close()
+
+    def __copy__(self) -> Self:
+        return self
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # copies of modules that hold it go on using it
 
+    def __reduce__(self) -> Any:
+        return type(self)._loaded, ()
+
+    @classmethod
+    def _loaded(cls) -> Self:
+        """What a pickle is loaded as."""
+        active = Profiler.active
+        return active if type(active) is cls else cls._switched_off()
+
+    @classmethod
+    def _switched_off(cls) -> Self:
+        new = super().__new__(cls)
+        new._stretches_in = WeakKeyDictionary()
+        new._under_way = []
+        new._outside = _Outside()
+        new._n_entered = 0
+        return new
+
     def _switch_on(self, dump_fn: Callable[[Context, float], None]) -> None:
         self._dump_fn = dump_fn
-        self._stretches_in = WeakKeyDictionary()
-        self._under_way = []
-        self._outside = _Outside()
         self._hooks = GraphHooks(GraphListener(self._begun, self._ended, self._replayed, self._emptied))
         Profiler.active = self
 
@@ -225,7 +284,7 @@ class Profiler(Generic[Context]):
             return None
         stretch = Stretch(context)
         if not stretch.captured:
-            self._outside.stretches.enter(stretch)
+            self._outside.enter(stretch)
             return stretch
         graph = self._graph_here()
         if graph is None:
@@ -258,7 +317,8 @@ class Profiler(Generic[Context]):
             stretches.leave(stretch)
             return
         stretches.leave(stretch)
-        if (not stretches.is_open or len(stretches) > _MOST_UNREPORTED) and not self._is_capturing():
+        if self._outside.is_due() and not self._is_capturing():
+            self._outside.unreported_since_s = monotonic()
             self._report(stretches)
 
 
@@ -276,6 +336,5 @@ class _ProfiledBlock(TimedBlock):
     def _left(self, stretch: Stretch, failed: bool) -> None:
         self._profiler._left(stretch, failed)
 
-
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)
+    def __reduce__(self) -> Any:
+        return type(self), (self._profiler, self._context)
