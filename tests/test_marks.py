@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.timing.layers import Placement, left_out, select_layers, untimed_notes
@@ -75,6 +76,20 @@ def test_choice(arguments: dict[str, Any], expected: list[str]) -> None:
 
 def test_a_depth_beyond_the_last_level_takes_all() -> None:
     assert len(select_layers(Model(), LayerTimings(depth=99))) == 5 + 3 * 2 + 3 * 3
+
+
+def test_a_name_with_brackets() -> None:
+    model = nn.ModuleDict({"d[0]": nn.Linear(2, 2), "d0": nn.Linear(2, 2)})
+    assert list(select_layers(model, LayerTimings(modules=["d[0]"]))) == ["d[0]"]
+    assert list(select_layers(model, LayerTimings(modules=["d?0?"]))) == ["d[0]"]
+
+
+def test_metrics_of_the_users_own_are_no_layers() -> None:
+    class Own(MeanMetric):
+        pass
+
+    model = nn.ModuleDict({"metric": Own(), "relu": nn.ReLU()})
+    assert list(select_layers(model, LayerTimings())) == ["relu"]
 
 
 def test_a_module_that_holds_itself() -> None:

@@ -92,7 +92,8 @@ LayerChoice.__init__.__qualname__ = "LayerTimings.__init__"
 
 def _is_a_layer(module: nn.Module) -> bool:
     """Whether a module without parameters is worth timing; torchmetrics are modules too."""
-    return not isinstance(module, nn.Identity) and "torchmetrics" not in type(module).__module__
+    is_metric = any("torchmetrics" in base.__module__ for base in type(module).__mro__)
+    return not isinstance(module, nn.Identity) and not is_metric
 
 
 def _children(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -163,7 +164,8 @@ def _matched(model: nn.Module, timings: LayerChoice, named: dict[str, nn.Module]
     if timings.modules:
         by_pattern: set[str] = set()
         for pattern in timings.modules:
-            matched = {name for name in named if fnmatchcase(name, pattern)}
+            with_brackets = pattern.replace("[", "[[]")  # names have them, patterns no classes
+            matched = {name for name in named if fnmatchcase(name, with_brackets)}
             if not matched:
                 raise ConfigurationError(
                     f"`LayerTimings(modules=...)`: the pattern {pattern!r} matches no module {of_model}:"

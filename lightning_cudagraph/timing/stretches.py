@@ -18,8 +18,8 @@ __all__ = ["Stretch", "Stretches", "last_ended", "read_ms"]
 # What torch, CUDA and the emulator say of an event that has no time yet.
 _NO_TIME_YET = ("invalid resource handle", "invalid argument", "must have been recorded")
 _REPLAY_FIRST = (
-    "Replay the graph that holds it, then read; if its capture has failed, make a new timer, or `clear()`"
-    " the registry."
+    "Replay the graph that holds it, then read; if its capture has failed, make a new timer, or"
+    " `clear()` the registry."
 )
 _OWN = "lightning_cudagraph.timing."
 
