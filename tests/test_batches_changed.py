@@ -115,7 +115,7 @@ class WritesIntoItsArgument(Loop):
 
 
 def test_an_argument_that_is_written(accelerator: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"writes into `batch\['x'\]` in place"):
+    with pytest.raises(UnsupportedError, match=r"writes into `arguments\['x'\]` in place"):
         run(WritesIntoItsArgument(device_of(accelerator)), graphed=True)
 
 
@@ -133,7 +133,7 @@ class IsGivenACopy(IsGivenWhatItWrites):
 
 
 def test_an_argument_in_memory_that_the_step_writes(accelerator: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"memory that `batch\['weight'\]` lies in"):
+    with pytest.raises(UnsupportedError, match=r"memory that `arguments\['weight'\]` lies in"):
         run(IsGivenWhatItWrites(device_of(accelerator)), graphed=True)
     assert_equal_runs(lambda: IsGivenACopy(device_of(accelerator)), replays=9)
 
