@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.capture.checks.guards import Guards
@@ -249,3 +250,37 @@ def test_a_stale_graph_would_be_caught(
     plain = train(make(Swapped), tmp_path / "plain", accelerator=accelerator)
     graph = train(make(Swapped), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
     assert differences(plain.final["weights"], graph.final["weights"])
+
+
+class _Whole(Net):
+    """An op that comes to the dispatcher as one and consists of others, which autocast applies to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Bilinear(12, 12, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        result["loss"] = result["loss"] + self.both(batch[0], batch[0].flip(0)).square().mean()
+        return result
+
+
+class _Products(Net):
+    """A backward pass that goes another way under a mode of the dispatcher."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        result["loss"] = result["loss"] + self(batch[0]).sigmoid().prod(1).mean() * 100
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(_Whole, {"precision": "bf16-mixed"}), (_Products, {"max_steps": 3})]
+)
+def test_warm_up_is_under_no_mode_of_the_dispatcher(
+    tmp_path: Path, accelerator: str, kind: type[Net], options: dict[str, Any]
+) -> None:
+    plain = train(make(kind), tmp_path / "plain", accelerator=accelerator, **options)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    eager = train(make(kind), tmp_path / "eager", callback, accelerator=accelerator, **options)
+    assert_same(plain, eager)

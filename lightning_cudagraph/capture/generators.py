@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 
 __all__ = ["Generators"]
@@ -45,10 +43,9 @@ class Generators:
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Note the generators of the random ops inside."""
-        # In inference mode, ops that consist of others would come whole to a mode of the dispatcher, and
-        # be run with autocast off: with other numbers. There, the user's calls are looked at.
-        spotter = _CallSpotter if torch.is_inference_mode_enabled() else _Spotter
-        with spotter(self._note):
+        # Not a mode of the dispatcher, which would see more: under one, ops that consist of others are
+        # run with autocast off, and some backward passes go another way (TensorSubclassLikeUtils.h).
+        with _Spotter(self._note):
             yield
 
     def _note(self, generator: torch.Generator | None) -> None:
@@ -76,7 +73,7 @@ def _address(generator: torch.Generator) -> int:
 _Note = Callable[[torch.Generator | None], None]
 
 
-class _CallSpotter(OwnFunctionMode):
+class _Spotter(OwnFunctionMode):
     def __init__(self, note: _Note) -> None:
         super().__init__()
         self._note = note
@@ -84,23 +81,5 @@ class _CallSpotter(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self._note((kwargs or {}).get("generator"))
-        return func(*args, **(kwargs or {}))
-
-
-class _Spotter(TorchDispatchMode):
-    def __init__(self, note: _Note) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._note = note
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if any(map(is_around_another, types)):
-            return NotImplemented  # comes again, as ops on what it is around
         self._note((kwargs or {}).get("generator"))
         return func(*args, **(kwargs or {}))

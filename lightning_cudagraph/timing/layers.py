@@ -164,8 +164,8 @@ def _matched(model: nn.Module, timings: LayerChoice, named: dict[str, nn.Module]
     if timings.modules:
         by_pattern: set[str] = set()
         for pattern in timings.modules:
-            with_brackets = pattern.replace("[", "[[]")  # names have them, patterns no classes
-            matched = {name for name in named if fnmatchcase(name, with_brackets)}
+            # A name may have brackets, which mean something else in a pattern.
+            matched = {name for name in named if name == pattern or fnmatchcase(name, pattern)}
             if not matched:
                 raise ConfigurationError(
                     f"`LayerTimings(modules=...)`: the pattern {pattern!r} matches no module {of_model}:"
