@@ -129,8 +129,10 @@ class _Cause:
 
 _IN_FORWARD = _Cause(
     "What `training_step` returned or logged differs: it reads something on the host that has changed"
-    " since the capture, such as a global or an attribute of another object",
-    "Pass it with the batch, or keep it in a buffer.",
+    " since the capture, such as a global or an attribute of another object; or, under autocast, an op"
+    " consists of others (`nn.Bilinear`, those of `torch.library.custom_op`), to which autocast does not"
+    " come in a capture",
+    "Pass it with the batch, or keep it in a buffer; cast what such an op is given.",
 )
 _IN_BACKWARD = _Cause(
     f"{_FORWARD_AGREES}, the gradients are not: the backward pass reads something on the host that has"
