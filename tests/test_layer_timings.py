@@ -206,6 +206,29 @@ def test_manual_optimization(tmp_path: Path, accelerator: str, n: int) -> None:
         assert sum(part.value for part in rest) == pytest.approx(total.value, rel=0.05, abs=0.05)
 
 
+class _StepsBefore(TwoNets):
+    """Trains one of its nets in a hook before the step, which is no part of it."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer, _ = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.one(batch[0]).square().mean())
+        optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def test_steps_before_the_step(tmp_path: Path, accelerator: str) -> None:
+    def fit(name: str, *callbacks: Callback) -> Trace:
+        loaders = {"train_loader": loader(ragged=False), "limit_val_batches": 0}
+        kwargs: dict[str, Any] = {"accelerator": accelerator, "callbacks": callbacks, **loaders}
+        return train(make(_StepsBefore), tmp_path / name, checkpoint_every=0, **kwargs)
+
+    timings = LayerTimings()
+    assert_same(fit("plain"), fit("timed", timings))
+    assert "one.0" in (timings.report or "")
+
+
 def test_beside_a_callback_with_graphs(tmp_path: Path, accelerator: str) -> None:
     timings = LayerTimings(modules=["head"])
     with pytest.raises(ConfigurationError, match=r"timings=LayerTimings\(modules=\('head',\)"):

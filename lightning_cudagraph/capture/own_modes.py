@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, overrides
+from torch import Tensor, nn, overrides
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["OwnFunctionMode", "unpatched"]
 
-_DOES_NOT: Any = torch._C._disabled_torch_function_impl
+# What classes have that override nothing.
+_DOES_NOT: Any = nn.Parameter.__torch_function__
 
 # How many modes are entered, in all threads; and torch's own function, which is there while none is.
 _lock = threading.Lock()

@@ -37,7 +37,10 @@ from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES, StepReplic
 from lightning_cudagraph.graphed_step.surroundings import PlainLoop
 from lightning_cudagraph.optim.steps import OptimizerSteps
 
-__all__ = ["StepRun", "StepSettings", "backend_for"]
+__all__ = ["ARGUMENTS", "StepRun", "StepSettings", "backend_for"]
+
+# What a batch is called in messages, and here: the arguments of a call by their names.
+ARGUMENTS = ("`batch[", "`arguments[")
 
 # Signatures whose warm-up is remembered.
 _MAX_SIGNATURES = 64
@@ -341,7 +344,7 @@ class StepRun:
             self.counts.captures or self.counts.variety
         ):
             first = next(iter(self._lanes.values())).signature
-            difference = first.difference(lane.signature).replace("`batch[", "`arguments[")
+            difference = first.difference(lane.signature).replace(*ARGUMENTS)
             self.counts.variety = (
                 f"{_MANY_SIGNATURES} or more different signatures of arguments, and none came up more"
                 f" than {self._settings.warmup_steps} times: {difference}. Pad to one"

@@ -26,7 +26,7 @@ from lightning_cudagraph.capture.unfit import refuse_nameless
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
-from lightning_cudagraph.graphed_step.run import StepRun, StepSettings, backend_for
+from lightning_cudagraph.graphed_step.run import ARGUMENTS, StepRun, StepSettings, backend_for
 from lightning_cudagraph.graphed_step.surroundings import surroundings_of
 from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.timing.report import fit_report
@@ -54,7 +54,7 @@ _WORDS = {
     ),
     'pass `scope="forward_backward"`': _OPTIMIZER_OUTSIDE,
     "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": "Use",
-    "`batch[": "`arguments[",
+    ARGUMENTS[0]: ARGUMENTS[1],
     "What `training_step` returned or logged": "What the step returned",
     "What `training_step` returned and logged": "What the step returned",
     "CUDAGraphCallback(": "GraphedStep(",

@@ -56,11 +56,13 @@ def check_autograd_names() -> None:
     places += [(checkpoint, name) for name in PRIVATE_NAMES]
     handle = RemovableHandle(OrderedDict())
     places += [(handle, name) for name in ("hooks_dict_ref", "extra_dict_ref", "id")]
+    places += [(nn.Module(), name) for name in ("_forward_pre_hooks", "_forward_hooks")]
     for owner, name in places:
         if not hasattr(owner, name):
             raise CUDAGraphError(
-                f"`{name}` of autograd is gone from torch {torch.__version__}, and the times of layers"
-                " are built on it. Use a version of torch that this package names as supported."
+                f"`{name}` of autograd or of hooks is gone from torch {torch.__version__}, and the times"
+                " of layers are built on it. Use a version of torch that this package names as"
+                " supported."
             )
 
 
