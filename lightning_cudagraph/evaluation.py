@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -52,6 +53,13 @@ __all__ = ["GraphedEvaluation"]
 _MAX_SIGNATURES = 8
 # The step drops no gradients that matter, and none is added to them: one kind of step.
 _PLACE = Place(drops=True, steps=False)
+# A capture is under `no_grad`.
+_NO_INFERENCE_MODE = {
+    torch.is_inference_mode_enabled: (
+        "torch.is_inference_mode_enabled()",
+        "Ask `self.training` or `torch.is_grad_enabled()`, which say the same in it.",
+    )
+}
 
 
 @dataclass
@@ -230,7 +238,10 @@ class GraphedEvaluation:
                     self._module,
                     self._trainer,
                     self._backend.device,
-                    host_rules(self._trainer, self._harmless, self._metrics.stays_on_host),
+                    replace(
+                        host_rules(self._trainer, self._harmless, self._metrics.stays_on_host),
+                        other_in_captures=_NO_INFERENCE_MODE,
+                    ),
                 )
                 mentioned = stack.enter_context(audit).mentioned
                 self._guards.mentioned.append(mentioned)

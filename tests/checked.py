@@ -37,6 +37,7 @@ __all__ = [
     "Everything",
     "mlp",
     "optimized",
+    "samples_of_ops",
     "scaled",
     "sweep",
     "told",
@@ -278,7 +279,7 @@ def _lbfgs(model: nn.Module, optimizer: Any, device: str) -> Declared:
     return told(lambda: optimizer.step(closure), list(model.parameters()), x)
 
 
-def _samples(device: str, n: int) -> Iterator[tuple[Callable[..., Any], Any, bool]]:
+def samples_of_ops(device: str, n: int) -> Iterator[tuple[Callable[..., Any], Any, bool]]:
     """Calls of all ops that torch has samples for: what to call, with what, and whether backwards."""
     pytest.importorskip("expecttest", reason="torch's own samples of ops need it")
     # The import forbids to set torch's switches, to all that is tested in the same process.
@@ -306,7 +307,7 @@ def _samples(device: str, n: int) -> Iterator[tuple[Callable[..., Any], Any, boo
 def sweep(device: str, samples: int = _SAMPLES) -> Declared:
     """Call all ops that torch has samples for, and look at what they dispatch."""
     seen = Declared()
-    for form, sample, grad in _samples(device, samples):
+    for form, sample, grad in samples_of_ops(device, samples):
         watch = Declared()
         watch.meet((sample.input, sample.args, sample.kwargs))
         # Samples that a device does not take, or that are meant to fail: what ran was looked at.

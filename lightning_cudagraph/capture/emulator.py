@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -126,17 +126,20 @@ class HostEvent:
 class _Op:
     """One recorded op: what to call, with which addresses, and where its results belong."""
 
-    __slots__ = ("args", "func", "grad_mode", "kwargs", "results")
+    __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, results: list[Tensor | None]) -> None:
         self.func = func
         self.grad_mode = torch.is_grad_enabled()  # some kernels ask for it (mkldnn's RNN)
+        # It is on for those that call others, and comes to these.
+        self.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         self.args = args
         self.kwargs = kwargs
         self.results = results
 
     def run(self) -> None:
-        with torch.set_grad_enabled(self.grad_mode), torch._C._AutoDispatchBelowAutograd():
+        autocast = nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
+        with torch.set_grad_enabled(self.grad_mode), torch._C._AutoDispatchBelowAutograd(), autocast:
             results = self.func(*self.args, **self.kwargs)
             if is_collective(self.func):
                 wait_for(self.func, results)

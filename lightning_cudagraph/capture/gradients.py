@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lightning_cudagraph.capture.autocast import AutocastNoted
 from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.writes import storage_id
 from lightning_cudagraph.errors import UnsupportedError
@@ -29,10 +30,12 @@ class GradientHabits:
 
     Args:
         known: the parameters that the caller knows the step to work on, by name. Asked anew each time.
+        device_type: the type of the device that they are on.
     """
 
-    def __init__(self, known: Callable[[], dict[str, nn.Parameter]]) -> None:
+    def __init__(self, known: Callable[[], dict[str, nn.Parameter]], device_type: str) -> None:
         self._known = known
+        self._device_type = device_type
         # By identity, because tensors compare by value.
         self._drops: set[int] = set()
         self._adds: set[int] = set()
@@ -49,7 +52,7 @@ class GradientHabits:
         known = self._known()
         before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in known.values()]
         self._alive |= {id(parameter): parameter for parameter in known.values()}
-        with _Watch() as watch:
+        with AutocastNoted(self._device_type) as autocast, _Watch(autocast) as watch:
             yield
         for parameter, gradient, version in before:
             self._note(parameter, gradient, version, watch.read)
@@ -124,8 +127,9 @@ class GradientHabits:
 class _Watch(TorchDispatchMode):
     """Notes which trainable leaves ops are given, and which memory they read."""
 
-    def __init__(self) -> None:
+    def __init__(self, autocast: AutocastNoted) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._autocast = autocast
         self.leaves: dict[int, Tensor] = {}
         self.read: set[int] = set()
         self._made: set[int] = set()
@@ -145,7 +149,8 @@ class _Watch(TorchDispatchMode):
             self.read.add(storage_id(tensor))
             if tensor.requires_grad and tensor.is_leaf and storage_id(tensor) not in self._made:
                 self.leaves[id(tensor)] = tensor
-        result = func(*args, **kwargs)
+        with self._autocast.reaching(func):
+            result = func(*args, **kwargs)
         given = {storage_id(tensor) for tensor in inputs}
         made = {storage_id(leaf) for leaf in tree_iter(result) if isinstance(leaf, Tensor)}
         self._made |= made - given

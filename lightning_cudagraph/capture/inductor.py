@@ -53,6 +53,7 @@ def check_compiler_names() -> None:
         (dynamo.eval_frame, "_stance"),
         (dynamo.utils, "counters"),
         (cudagraphs, "CudagraphsBackend"),
+        (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
         *(
             (overrides, f"_{name}")
             for name in ("get_current_function_mode_stack", "pop_mode", "push_mode")

@@ -28,7 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.audit.known import KnownValues
+from lightning_cudagraph.capture.autocast import AutocastNoted
 from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.hidden_reads import in_backward, of_function
 from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from lightning_cudagraph.capture.processes.heard import call_heard
@@ -244,6 +246,8 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
             return replace(location_in(code, line), called=called)
         if called is None and not _is_in_between(path):
             called = location_in(code, line)
+            if "handle_torch_function" in called.source:  # asks the modes, and does nothing yet
+                called = None
     return without_file
 
 
@@ -340,6 +344,8 @@ def _refusal(
         return _MASK if any(map(_is_mask, args[1])) and not fills else None
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
         return None
+    if (hidden := in_backward(name, args)) is not None:
+        return hidden
     if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
         return _WORDS.get(name, (f"`{name.removeprefix('aten::')}`", _DYNAMIC_SIZE[1]))
     return None
@@ -369,6 +375,8 @@ class HostReads(OwnFunctionMode):
             and _works_on(self._device_type, args[:1], {})
         ):
             forbid(*_LIST_OF_TENSORS, user_location())
+        if (hidden := of_function(func, args, kwargs or {})) is not None:
+            forbid(*hidden, user_location())
         if func in _ADDRESSES:
             for sentry in _standing:
                 sentry.known.give_out(args[0])
@@ -395,17 +403,20 @@ class Sentry(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._generators = generators
+        self._autocast = AutocastNoted(device_type)
         self.writes = Writes()
         self.known = KnownValues()
 
     def __enter__(self) -> Sentry:
         _standing.append(self)
+        self._autocast.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        _standing.remove(self)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._autocast.__exit__(*error)
+        _standing.remove(self)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -431,7 +442,8 @@ class Sentry(TorchDispatchMode):
         if func.namespace == "c10d":
             result = call_heard(func, args, lambda: self.run(func, args, kwargs))
         else:
-            result = self.run(func, args, kwargs)
+            with self._autocast.reaching(func):
+                result = self.run(func, args, kwargs)
         self.writes.note(func, args, kwargs, result)
         self.known.note(func, args, kwargs, result)
         return result

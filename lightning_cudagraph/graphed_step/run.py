@@ -290,7 +290,7 @@ class StepRun:
                 break
             del self._lanes[idle]
         settings, backend = self._settings, self.backend
-        habits = GradientHabits(self._recorder.parameters)
+        habits = GradientHabits(self._recorder.parameters, self.backend.device.type)
         guards = Guards(
             self._model,
             self._optimizers.hyperparameters,

@@ -119,6 +119,7 @@ class HostRules:
         harmless: names that may be frozen or not repeated, because the user says so.
         hands_out: whether an object of the framework's has getters for what moves seldom.
         refused: functions of which a replay would do nothing, with their names and what to do instead.
+        other_in_captures: functions written in C that say another thing in a capture; the same of them.
     """
 
     moving: Mapping[CodeType, str] = field(default_factory=dict)
@@ -130,6 +131,7 @@ class HostRules:
     harmless: frozenset[str] = frozenset()
     hands_out: Callable[[Any], bool] = lambda value: False
     refused: Mapping[CodeType, tuple[str, str]] = field(default_factory=dict)
+    other_in_captures: Mapping[Any, tuple[str, str]] = field(default_factory=dict)
 
 
 def allowance(name: str) -> str:
@@ -313,6 +315,9 @@ class HostCalls:
         elif function in _READS_IN_C:
             if (asker := self._asker(frame)) is not None:
                 self._refuse_read(_READS_IN_C[function], asker)
+        elif function in self._rules.other_in_captures:
+            if (asker := self._asker(frame)) is not None:
+                self._refuse_other(*self._rules.other_in_captures[function], asker)
         elif function in _EFFECTS_IN_C:
             if (asker := self._asker(frame)) is not None:
                 self._refuse_effect(_EFFECTS_IN_C[function], asker, frame)
@@ -335,6 +340,16 @@ class HostCalls:
     def _refuse_read(self, name: str, asker: FrameType) -> None:
         if not self._allows(name):
             self._refuse(frozen_read(name, user_frame(asker)))
+
+    def _refuse_other(self, name: str, remedy: str, asker: FrameType) -> None:
+        if not self._allows(name):
+            self._refuse(
+                CaptureError(
+                    f"`{name}` would say another thing in the captured step than without it: found"
+                    f" {_at(user_frame(asker))}.",
+                    remedy + allowance(name),
+                )
+            )
 
     def _refuse_effect(
         self, name: str, asker: FrameType, inside: FrameType, is_python: bool = False

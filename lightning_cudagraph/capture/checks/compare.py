@@ -129,10 +129,8 @@ class _Cause:
 
 _IN_FORWARD = _Cause(
     "What `training_step` returned or logged differs: it reads something on the host that has changed"
-    " since the capture, such as a global or an attribute of another object; or it calls, under"
-    " autocast, an op that consists of others (`nn.Bilinear`, one of `torch.library.custom_op`), into"
-    " which autocast does not reach in a capture",
-    "Pass it with the batch, or keep it in a buffer; cast what such an op is given.",
+    " since the capture, such as a global or an attribute of another object",
+    "Pass it with the batch, or keep it in a buffer.",
 )
 _IN_BACKWARD = _Cause(
     f"{_FORWARD_AGREES}, the gradients are not: the backward pass reads something on the host that has"

@@ -1,0 +1,257 @@
+"""What torch computes in another way under the modes of a capture: here it is the same, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep, VerificationError
+from lightning_cudagraph.capture.autocast import AutocastNoted
+from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+from tests.loops import device_of
+
+
+@torch.library.custom_op("tests_under_modes::times", mutates_args=())
+def times(x: Tensor, weight: Tensor) -> Tensor:
+    return (x @ weight).float()
+
+
+def _saved(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = ctx.saved_tensors
+    return times(gradient, weight.t()), times(x.t(), gradient)
+
+
+torch.library.register_autograd("tests_under_modes::times", _backward, setup_context=_saved)
+
+
+class Whole(Net):
+    """Ops that come to the dispatcher as one, and consist of others, which autocast knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 12) * 0.3)
+
+    def more(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.more(x).float().mean()
+
+
+class Custom(Whole):
+    def more(self, x: Tensor) -> Tensor:
+        return times(times(x, self.weight), self.weight)
+
+
+class ByName(Whole):
+    """The same op, called as those are that C++ registers; and once with autocast off."""
+
+    def more(self, x: Tensor) -> Tensor:
+        op = torch.ops.tests_under_modes.times
+        with torch.autocast(x.device.type, enabled=False):
+            x = op(x, self.weight)
+        return op(x, self.weight)
+
+
+class Bilinear(Whole):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Bilinear(12, 12, 4)
+
+    def more(self, x: Tensor) -> Tensor:
+        return self.both(x, x.flip(0))
+
+
+class Grid(Whole):
+    def more(self, x: Tensor) -> Tensor:
+        theta = (x @ self.weight).float().reshape(-1, 2, 6)[:, 0].reshape(-1, 2, 3)
+        return F.affine_grid(theta, [len(theta), 1, 3, 3], align_corners=False)
+
+
+class Distances(Whole):
+    """What autocast knows, and runs in fp32: it does not come into that."""
+
+    def more(self, x: Tensor) -> Tensor:
+        x = (x @ self.weight).repeat(8, 1)
+        return torch.cdist(x, x.flip(0) + 1, compute_mode="use_mm_for_euclid_dist")
+
+
+class Attends(Whole):
+    """Attention of several ops, some inside of others that autocast knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 2, batch_first=True, dropout=0.1)
+
+    def more(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, 4, 12)
+        mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        mask[1:, 3] = True
+        return self.attention(x, x, x, key_padding_mask=mask, need_weights=self.training)[0]
+
+
+def _fit(kind: type[Net], path: Path, accelerator: str, *args: Any, **kwargs: Any) -> Trace:
+    kwargs.setdefault("train_loader", loader(ragged=False))
+    kwargs.setdefault("val_loader", loader(ragged=False, seed=1, batches=2))
+    return train(make(kind), path, *args, accelerator=accelerator, **kwargs)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    "kind", [Custom, ByName, Bilinear, Grid, Distances, Attends], ids=lambda kind: kind.__name__
+)
+def test_autocast_comes_to_what_ops_consist_of(
+    tmp_path: Path, accelerator: str, kind: type[Net], precision: str
+) -> None:
+    if precision == "16-mixed" and accelerator == "cpu":
+        pytest.skip("a gradient scaler needs a GPU")
+    plain = _fit(kind, tmp_path / "plain", accelerator, precision=precision)
+    callback = CUDAGraphCallback(evaluation=True)
+    graph = _fit(kind, tmp_path / "graph", accelerator, callback, precision=precision)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+
+
+@pytest.mark.parametrize("verify_replays", [0, 2])
+def test_without_that_it_would_not(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, verify_replays: int
+) -> None:
+    plain = _fit(Custom, tmp_path / "plain", accelerator, precision="bf16-mixed")
+    monkeypatch.setattr(AutocastNoted, "reaching", lambda self, func: contextlib.nullcontext())
+    callback = CUDAGraphCallback(verify_replays=verify_replays)
+    if verify_replays:
+        with pytest.raises(VerificationError):
+            _fit(Custom, tmp_path / "graph", accelerator, callback, precision="bf16-mixed")
+    else:
+        graph = _fit(Custom, tmp_path / "graph", accelerator, callback, precision="bf16-mixed")
+        assert list(differences(plain.final, graph.final))
+
+
+@pytest.mark.parametrize("backend", ["auto", "off"])
+def test_autocast_in_a_loop_of_ones_own(accelerator: str, backend: str) -> None:
+    """Its warm-up steps are watched, under a mode."""
+
+    def run(graphed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        device = torch.device(device_of(accelerator))
+        model = Custom().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        graph = GraphedStep(step, modules=model, optimizers=optimizer, backend=backend)
+        call = graph if graphed else step
+        losses = [call(x.to(device), y.to(device)).clone() for x, y in loader(ragged=False)]
+        return [*losses, *model.state_dict().values()]
+
+    assert not list(differences(run(False), run(True)))
+
+
+class Products(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor(self.features(x)).mean()
+
+    def factor(self, x: Tensor) -> Tensor:
+        return x.sigmoid().prod(1)
+
+
+class Running(Products):
+    def factor(self, x: Tensor) -> Tensor:
+        return x.sigmoid().cumprod(1)
+
+
+class Filled(Products):
+    def factor(self, x: Tensor) -> Tensor:
+        return x.masked_fill(x > 0, x.mean())
+
+
+class Smoothed(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = torch.linspace(1, 2, 4, device=self.device)
+        return F.cross_entropy(self(batch[0]), batch[1], weight, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (Products, "the gradient of `prod`.*functools.reduce"),
+        (Running, "the gradient of `cumprod`.*accumulate"),
+        (Filled, "the gradient of the value of `masked_fill`.*torch.where"),
+        (Smoothed, "`cross_entropy` with label smoothing and weights.*reduction"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_reads_that_a_mode_would_hide(
+    tmp_path: Path, accelerator: str, kind: type[Net], what: str
+) -> None:
+    with pytest.raises(CaptureError, match=f"(?s)A CUDA graph cannot hold {what}") as found:
+        _fit(kind, tmp_path / "raise", accelerator, CUDAGraphCallback())
+    assert f"{Path(__file__).stem}.py" in str(found.value)
+    plain = _fit(kind, tmp_path / "plain", accelerator)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    eager = _fit(kind, tmp_path / "eager", accelerator, callback)
+    assert_same(plain, eager)
+    assert eager.counts.replayed == 0
+
+
+class NotRead(Net):
+    """The same ops where torch reads nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        features = self.features(x)
+        known = features.detach()
+        factor = known.sigmoid().prod(1).mean() + known.sigmoid().cumprod(1).mean()
+        features = features.masked_fill(known > 1, known.mean()).masked_fill(known < -1, 0.5)
+        weight = torch.linspace(1, 2, 4, device=self.device)
+        out = self.head(features) * factor
+        loss = F.cross_entropy(out, y, weight) + F.cross_entropy(out, y, label_smoothing=0.1)
+        smoothed = F.cross_entropy(out, y, weight, reduction="none", label_smoothing=0.1)
+        as_chances = F.cross_entropy(out, out.detach().softmax(1), weight, label_smoothing=0.1)
+        return loss + smoothed.sum() / weight[y].sum() + as_chances
+
+
+def test_ops_that_read_only_for_gradients(tmp_path: Path, accelerator: str) -> None:
+    plain = _fit(NotRead, tmp_path / "plain", accelerator)
+    graph = _fit(NotRead, tmp_path / "graph", accelerator, CUDAGraphCallback())
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+
+
+class Asks(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x) * (2.0 if torch.is_inference_mode_enabled() else 1.0)
+        self.log("val_loss", F.cross_entropy(logits, y))
+
+
+def test_a_step_that_asks_for_inference_mode(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback(evaluation=True)
+    with pytest.raises(CaptureError, match=r"is_inference_mode_enabled\(\)` would say another thing"):
+        _fit(Asks, tmp_path / "raise", accelerator, callback)
+    allowed = CUDAGraphCallback(evaluation=True, harmless=["torch.is_inference_mode_enabled()"])
+    _fit(Asks, tmp_path / "allowed", accelerator, allowed, inference_mode=False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.overrides._get_current_function_mode_stack()
