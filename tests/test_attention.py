@@ -111,7 +111,8 @@ def test_a_teacher_timed_without_graphs(tmp_path: Path, accelerator: str) -> Non
 
 def _pieces(kind: type[Distilled], path: Path, accelerator: str, *callbacks: pl.Callback) -> int:
     """How often an encoder layer was computed in one piece, in a run without graphs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as found:
         _fit(kind, path, accelerator, callbacks=callbacks)
     return sum(event.count for event in found.key_averages() if event.key == _FAST)
 

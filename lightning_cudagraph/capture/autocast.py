@@ -34,7 +34,7 @@ class AutocastNoted(OwnFunctionMode):
         device_type: the type of the device that is captured.
     """
 
-    only_in_captures = True  # taken off while compiled code runs
+    not_in_compiled_code = True  # taken off while compiled code runs
 
     def __init__(self, device_type: str) -> None:
         super().__init__()

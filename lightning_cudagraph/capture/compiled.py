@@ -106,17 +106,13 @@ def _around_calls(contexts: list[Any], enter: _Enter) -> Iterator[None]:
             context.enter_exit_hooks.remove(hook)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _unwatched(backend: Any) -> Callable[[], None]:
-    """Take off what watches the calls and the Python of a capture, until compiled code has run.
+    """Take off what watches the calls and the Python of a step, until compiled code has run.
 
     Dynamo asks which function modes there are, and would compile the profiling hook of the interpreter.
     """
     stack = overrides._get_current_function_mode_stack()
-    kept = [mode for mode in stack if not getattr(mode, "only_in_captures", False)]
+    kept = [mode for mode in stack if not getattr(mode, "not_in_compiled_code", False)]
     _exchange(len(stack), kept)
     patch = unpatched()
     watcher = sys.getprofile()
@@ -205,10 +201,9 @@ class CompiledCode:
             nonlocal has_own_graphs
             self.is_called = True
             has_own_graphs = has_own_graphs or wants_graphs(backend)
-            return _nothing
+            return _unwatched(backend)
 
-        if self._contexts is None:
-            self._contexts = _contexts()
+        self._contexts = _contexts()
         with _around_calls(self._contexts, enter):
             yield
         if has_own_graphs and self._older:

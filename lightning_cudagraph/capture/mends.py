@@ -89,7 +89,7 @@ class Constants(OwnFunctionMode):
         memory: what they are copied from.
     """
 
-    only_in_captures = True  # taken off while compiled code runs
+    not_in_compiled_code = True  # taken off while compiled code runs
 
     def __init__(self, memory: HostMemory) -> None:
         super().__init__()

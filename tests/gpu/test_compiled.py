@@ -11,6 +11,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config
+from torch._inductor.utils import fresh_cache
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback
 from lightning_cudagraph.capture.backend import CudaBackend
@@ -19,6 +21,13 @@ from lightning_cudagraph.capture.sentry import HostReads
 from tests.harness import Net, Trace, assert_same, loader, make, train
 from tests.test_compiled import *  # noqa: F403
 from tests.test_compiled import fit
+
+
+@pytest.fixture(autouse=True)
+def compiled_alike() -> Iterator[None]:
+    """Inductor chooses how to reduce by timing it, on a device that other tests use too."""
+    with fresh_cache(), config.patch(deterministic=True):
+        yield
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -69,8 +78,7 @@ def test_a_compiled_module_is_captured_compiled() -> None:
         graph.replay()
         captured.append(loss.clone())
     model.load_state_dict(before)
-    # The code that the graph has. The other was compiled apart, and Inductor chooses how to reduce by
-    # timing it, on a device that other tests use too.
+    # The code that the graph has. The other was compiled apart.
     with backend.on_side_stream(), _as_in_captures(backend):
         eager = [_step(compiled, optimizer, batch.clone()) for batch in batches]
     assert torch.equal(torch.stack(captured), torch.stack(eager))
