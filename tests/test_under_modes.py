@@ -211,6 +211,33 @@ def test_reads_that_a_mode_would_hide(
     assert eager.counts.replayed == 0
 
 
+class FilledWith(Products):
+    def factor(self, x: Tensor) -> Tensor:
+        return x.masked_fill(x > 0, x.detach().mean())
+
+
+class Assigned(Products):
+    def factor(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[x > 0] = x.detach().mean()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (FilledWith, "`masked_fill` with a tensor on the GPU.*torch.where"),
+        (Assigned, "indexing with a boolean mask"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_reads_in_kernels(tmp_path: Path, accelerator: str, kind: type[Net], what: str) -> None:
+    if accelerator == "cpu":
+        pytest.skip("a CPU has its values at hand")
+    with pytest.raises(CaptureError, match=f"(?s)A CUDA graph cannot hold {what}"):
+        _fit(kind, tmp_path, accelerator, CUDAGraphCallback())
+
+
 class NotRead(Net):
     """The same ops where torch reads nothing."""
 
@@ -219,7 +246,7 @@ class NotRead(Net):
         features = self.features(x)
         known = features.detach()
         factor = known.sigmoid().prod(1).mean() + known.sigmoid().cumprod(1).mean()
-        features = features.masked_fill(known > 1, known.mean()).masked_fill(known < -1, 0.5)
+        features = features.masked_fill(known > 1, torch.tensor(2.0)).masked_fill(known < -1, 0.5)
         weight = torch.linspace(1, 2, 4, device=self.device)
         out = self.head(features) * factor
         loss = F.cross_entropy(out, y, weight) + F.cross_entropy(out, y, label_smoothing=0.1)

@@ -1,9 +1,10 @@
-"""Reads on the host that torch leaves out under a mode of the dispatcher, where it rounds otherwise.
+"""Reads on the host that a capture does not see.
 
-A step with one of them waits for the device without us, so no graph can hold it; and a capture, which
-is under such a mode, would not see it. Sources: torch/csrc/autograd/FunctionsManual.cpp, and
-`cross_entropy_loss_label_smoothing` of aten/src/ATen/native/LossNLL.cpp, which ask
-`isTensorSubclassLike`. tests/checked.py looks through all ops for others.
+Torch leaves some out under a mode of the dispatcher, as a capture is, and rounds otherwise then: a step
+with one of them waits for the device without us, so no graph can hold it. Sources:
+torch/csrc/autograd/FunctionsManual.cpp, and `cross_entropy_loss_label_smoothing` of
+aten/src/ATen/native/LossNLL.cpp, which ask `isTensorSubclassLike`. One is inside of a kernel (`masked_fill`
+of aten/src/ATen/native/cuda/Indexing.cu). tests/gpu/test_all_ops_under_modes.py looks for others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["in_backward", "of_function"]
+__all__ = ["in_op", "of_function"]
 
 Words = tuple[str, str]  # what it is to the user, and the remedy
 
@@ -24,6 +25,8 @@ def _product(name: str, by: str) -> Words:
         f"Multiply one by one: `{by}`.",
     )
 
+
+_WHERE = "Use `torch.where(mask, value, x)`."
 
 # By op: of which argument it is the gradient.
 _IN_BACKWARD: dict[str, tuple[int, Words]] = {
@@ -39,10 +42,14 @@ _IN_BACKWARD: dict[str, tuple[int, Words]] = {
                 "the gradient of the value of `masked_fill`, for which torch reads on the host how much"
                 " of the mask is set"
             ),
-            "Use `torch.where(mask, value, x)`.",
+            _WHERE,
         ),
     ),
 }
+_IN_KERNEL: Words = (
+    "`masked_fill` with a tensor on the GPU as its value, which is read on the host",
+    _WHERE,
+)
 _SMOOTHED = (
     (
         "`cross_entropy` with label smoothing and weights of the classes, for whose mean torch reads on"
@@ -55,17 +62,20 @@ _SMOOTHED = (
 )
 
 
-def in_backward(name: str, args: tuple[Any, ...]) -> Words | None:
-    """What it is in the backward pass of an op, or None.
+def in_op(name: str, args: tuple[Any, ...]) -> Words | None:
+    """What it is in the kernel of an op or in its backward pass, or None.
 
     Args:
         name: of the op, such as "aten::prod".
         args: its positional arguments.
     """
-    index, words = _IN_BACKWARD.get(name.removesuffix("_"), (0, None))
+    name = name.removesuffix("_")
+    index, words = _IN_BACKWARD.get(name, (0, None))
     given = args[index] if len(args) > index else None
     if isinstance(given, Tensor) and given.requires_grad and torch.is_grad_enabled():
         return words
+    if name == "aten::masked_fill" and isinstance(given, Tensor) and given.is_cuda:
+        return _IN_KERNEL
     return None
 
 

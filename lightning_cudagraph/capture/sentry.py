@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter
 from lightning_cudagraph.capture.audit.known import KnownValues
 from lightning_cudagraph.capture.autocast import AutocastNoted
 from lightning_cudagraph.capture.generators import Generators
-from lightning_cudagraph.capture.hidden_reads import in_backward, of_function
+from lightning_cudagraph.capture.hidden_reads import in_op, of_function
 from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from lightning_cudagraph.capture.processes.heard import call_heard
@@ -339,12 +339,18 @@ def _refusal(
     if name in _ALWAYS_FORBIDDEN:
         return _WORDS[name]
     if name in ("aten::index", "aten::index_put_", "aten::_index_put_impl_"):
-        # aten/src/ATen/native/IndexingUtils.h, canDispatchToMaskedFill: a mask with one value is a fill.
-        fills = name != "aten::index" and isinstance(args[2], Tensor) and args[2].numel() == 1
+        # aten/src/ATen/native/IndexingUtils.h, canDispatchToMaskedFill: a mask with one value from the
+        # host is a fill.
+        fills = (
+            name != "aten::index"
+            and isinstance(args[2], Tensor)
+            and args[2].numel() == 1
+            and not args[2].is_cuda
+        )
         return _MASK if any(map(_is_mask, args[1])) and not fills else None
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
         return None
-    if (hidden := in_backward(name, args)) is not None:
+    if (hidden := in_op(name, args)) is not None:
         return hidden
     if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
         return _WORDS.get(name, (f"`{name.removeprefix('aten::')}`", _DYNAMIC_SIZE[1]))

@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback
@@ -25,8 +24,11 @@ from tests.test_compiled import fit
 
 @pytest.fixture(autouse=True)
 def compiled_alike() -> Iterator[None]:
-    """Inductor chooses how to reduce by timing it, on a device that other tests use too."""
-    with fresh_cache(), config.patch(deterministic=True):
+    """Inductor chooses how to reduce by timing it, and finds in its files what was chosen before.
+
+    In those of the user, what another process has chosen since, on a device that it uses too.
+    """
+    with fresh_cache():
         yield
 
 
@@ -100,6 +102,9 @@ def test_a_host_read_between_compiled_regions_is_named() -> None:
     with backend.on_side_stream():
         for _ in range(3):
             step(x)
+        # Dynamo compiles anew under function modes; not in the capture, if warm-up has had them.
+        with _as_in_captures(backend):
+            _step(compiled, optimizer, x)
     with pytest.raises(CaptureError, match=r"`float\(tensor\)`.*test_compiled.py:\d+ \(`return loss \*"):
         backend.capture(lambda: step(x))
     # The process is none the worse for it.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch._inductor.utils import fresh_cache
 
 from lightning_cudagraph import CUDAGraphCallback
 from tests.harness import assert_same
@@ -14,8 +16,11 @@ from tests.test_compiled_optimizers import FIT, How, Loop, assert_replayed, besi
 
 
 @pytest.fixture
-def _by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+def _by_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two compilations of one step find the same choice of kernels in files of their own."""
     monkeypatch.setattr(sys.modules[Loop.__module__], "BACKEND", "inductor")
+    with fresh_cache():
+        yield
 
 
 @pytest.mark.usefixtures("_by_inductor")
