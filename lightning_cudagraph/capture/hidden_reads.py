@@ -3,8 +3,9 @@
 Torch leaves some out under a mode of the dispatcher, as a capture is, and rounds otherwise then: a step
 with one of them waits for the device without us, so no graph can hold it. Sources:
 torch/csrc/autograd/FunctionsManual.cpp, and `cross_entropy_loss_label_smoothing` of
-aten/src/ATen/native/LossNLL.cpp, which ask `isTensorSubclassLike`. One is inside of a kernel (`masked_fill`
-of aten/src/ATen/native/cuda/Indexing.cu). tests/gpu/test_all_ops_under_modes.py looks for others.
+aten/src/ATen/native/LossNLL.cpp, which ask `isTensorSubclassLike`. One is inside of a kernel
+(`masked_fill` of aten/src/ATen/native/cuda/Indexing.cu). tests/gpu/test_all_ops_under_modes.py looks for
+others.
 """
 
 from __future__ import annotations
@@ -46,10 +47,7 @@ _IN_BACKWARD: dict[str, tuple[int, Words]] = {
         ),
     ),
 }
-_IN_KERNEL: Words = (
-    "`masked_fill` with a tensor on the GPU as its value, which is read on the host",
-    _WHERE,
-)
+_IN_KERNEL = ("`masked_fill` with a tensor on the GPU as its value, which is read on the host", _WHERE)
 _SMOOTHED = (
     (
         "`cross_entropy` with label smoothing and weights of the classes, for whose mean torch reads on"
