@@ -175,6 +175,7 @@ class GraphedEvaluation:
         returned: list[Any] = []
         # The index of the dataloader comes after that of the batch, and only if there are several.
         dataloader_idx = indices[1:]
+        in_inference_mode = torch.is_inference_mode_enabled()
 
         def run() -> None:
             with self._logs.noted():
@@ -183,8 +184,8 @@ class GraphedEvaluation:
         step = Step(
             batch=batch,
             run=run,
-            record=lambda static, cut, timed: self._record(static, indices, True),
-            rehearse=lambda static: self._record(static, indices, False),
+            record=lambda static, cut, timed: self._record(static, indices, True, in_inference_mode),
+            rehearse=lambda static: self._record(static, indices, False, in_inference_mode),
             between=_no_turn,
             values=self._values,
             state=self._state,
@@ -212,13 +213,16 @@ class GraphedEvaluation:
         # Copies, because predictions are kept, and the next replay overwrites the static ones.
         return map_leaves(outputs.returned, copied_leaf)
 
-    def _record(self, batch: Any, indices: tuple[int, ...], capturing: bool) -> _Outputs:
+    def _record(
+        self, batch: Any, indices: tuple[int, ...], capturing: bool, in_inference_mode: bool
+    ) -> _Outputs:
         """Run a step on the static batch.
 
         Args:
             batch: the static batch.
             indices: of the batch, and of its dataloader.
             capturing: whether a capture is under way.
+            in_inference_mode: whether the step is in inference mode without us.
 
         Raises:
             CaptureError: if it leaves something on the host that a replay would not leave.
@@ -240,7 +244,7 @@ class GraphedEvaluation:
                     self._backend.device,
                     replace(
                         host_rules(self._trainer, self._harmless, self._metrics.stays_on_host),
-                        other_in_captures=_NO_INFERENCE_MODE,
+                        other_in_captures=_NO_INFERENCE_MODE if in_inference_mode else {},
                     ),
                 )
                 mentioned = stack.enter_context(audit).mentioned

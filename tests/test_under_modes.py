@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep, VerificationError
-from lightning_cudagraph.capture.autocast import AutocastNoted
+from lightning_cudagraph.capture import gradients, sentry
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.loops import device_of
+
+# of torch, where it imports its own compiler, and where that looks at every attribute
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.*deprecated:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:size_average and reduce args will be deprecated",
+)
 
 
 @torch.library.custom_op("tests_under_modes::times", mutates_args=())
 def times(x: Tensor, weight: Tensor) -> Tensor:
     return (x @ weight).float()
+
+
+@times.register_fake
+def _made(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1], dtype=torch.float32)
 
 
 def _saved(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -107,10 +121,67 @@ def _fit(kind: type[Net], path: Path, accelerator: str, *args: Any, **kwargs: An
     return train(make(kind), path, *args, accelerator=accelerator, **kwargs)
 
 
+class Checkpointed(Whole):
+    """Computed again in the backward pass, under autocast as in the forward pass."""
+
+    def more(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, self.weight, use_reentrant=False, preserve_rng_state=False)
+
+    def inner(self, x: Tensor, weight: Tensor) -> Tensor:
+        return times(times(x, weight).sigmoid(), weight)
+
+
+class Reentrant(Checkpointed):
+    def more(self, x: Tensor) -> Tensor:
+        x = (x @ self.weight).float()
+        return checkpoint(self.inner, x, self.weight, use_reentrant=True, preserve_rng_state=False)
+
+
+class InFp32(torch.autograd.Function):
+    """Switches autocast off for both of its passes."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return times(x, weight)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return times(gradient, weight.t()), times(x.t(), gradient)
+
+
+class Switched(Whole):
+    def more(self, x: Tensor) -> Tensor:
+        return InFp32.apply(x @ self.weight, self.weight)
+
+
+class CompiledAround(Whole):
+    """The op inside of compiled code, which torch's compiler leaves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = torch.compile(self.inner, backend="eager")
+
+    def inner(self, x: Tensor) -> Tensor:
+        return times(x.sin(), self.weight)
+
+    def more(self, x: Tensor) -> Tensor:
+        return self.fast(x)
+
+
+_WHOLE = [
+    *(Custom, ByName, Bilinear, Grid, Distances, Attends),
+    *(Checkpointed, Reentrant, Switched, CompiledAround),
+]
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize(
-    "kind", [Custom, ByName, Bilinear, Grid, Distances, Attends], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("kind", _WHOLE, ids=lambda kind: kind.__name__)
 def test_autocast_comes_to_what_ops_consist_of(
     tmp_path: Path, accelerator: str, kind: type[Net], precision: str
 ) -> None:
@@ -123,12 +194,16 @@ def test_autocast_comes_to_what_ops_consist_of(
     assert graph.counts.replayed == 18
 
 
+def _not_reaching(func: Any, device_type: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 @pytest.mark.parametrize("verify_replays", [0, 2])
 def test_without_that_it_would_not(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, verify_replays: int
 ) -> None:
     plain = _fit(Custom, tmp_path / "plain", accelerator, precision="bf16-mixed")
-    monkeypatch.setattr(AutocastNoted, "reaching", lambda self, func: contextlib.nullcontext())
+    monkeypatch.setattr(sentry, "reaching", _not_reaching)
     callback = CUDAGraphCallback(verify_replays=verify_replays)
     if verify_replays:
         with pytest.raises(VerificationError):
@@ -138,30 +213,75 @@ def test_without_that_it_would_not(
         assert list(differences(plain.final, graph.final))
 
 
-@pytest.mark.parametrize("backend", ["auto", "off"])
-def test_autocast_in_a_loop_of_ones_own(accelerator: str, backend: str) -> None:
-    """Its warm-up steps are watched, under a mode."""
+Loop = Callable[[type[Whole], bool, bool], list[Tensor]]
 
-    def run(graphed: bool) -> list[Tensor]:
+
+@pytest.fixture
+def looped(accelerator: str) -> Loop:
+    """Losses and weights of a loop of one's own, by the model, and how it is run."""
+    device = torch.device(device_of(accelerator))
+
+    def run(kind: type[Whole], backward_inside: bool, graphed: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        device = torch.device(device_of(accelerator))
-        model = Custom().to(device)
+        model = kind().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16):
                 loss = F.cross_entropy(model(x), y)
-            loss.backward()
+                if backward_inside:
+                    loss.backward()
+            if not backward_inside:
+                loss.backward()
             optimizer.step()
             return loss
 
-        graph = GraphedStep(step, modules=model, optimizers=optimizer, backend=backend)
-        call = graph if graphed else step
-        losses = [call(x.to(device), y.to(device)).clone() for x, y in loader(ragged=False)]
+        with GraphedStep(step, modules=model, optimizers=optimizer) as graph:
+            call = graph if graphed else step
+            losses = [call(x.to(device), y.to(device)).clone() for x, y in loader(ragged=False)]
         return [*losses, *model.state_dict().values()]
 
-    assert not list(differences(run(False), run(True)))
+    return run
+
+
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["behind", "inside"])
+@pytest.mark.parametrize("kind", [Custom, Checkpointed, Switched, Distances], ids=lambda k: k.__name__)
+def test_autocast_in_a_loop_of_ones_own(looped: Loop, kind: type[Whole], backward_inside: bool) -> None:
+    """Its warm-up steps are watched, under a mode."""
+    assert not list(
+        differences(looped(kind, backward_inside, False), looped(kind, backward_inside, True))
+    )
+
+
+def test_without_that_its_warm_up_would_be_another(
+    looped: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = looped(Custom, False, False)
+    monkeypatch.setattr(gradients, "reaching", _not_reaching)
+    assert differences(plain[:2], looped(Custom, False, True)[:2])
+
+
+def test_an_op_that_another_calls(looped: Loop) -> None:
+    """Which has switched autocast off: it stays off."""
+    assert not list(differences(looped(Calls, False, False), looped(Calls, False, True)))
+
+
+_library = torch.library.Library("tests_under_modes", "FRAGMENT")
+_library.define("in_fp32(Tensor x, Tensor weight) -> Tensor")
+
+
+def _in_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.ops.tests_under_modes.times(x.float(), weight)
+
+
+_library.impl("in_fp32", _in_fp32, "CompositeImplicitAutograd")
+
+
+class Calls(Whole):
+    def more(self, x: Tensor) -> Tensor:
+        return torch.ops.tests_under_modes.in_fp32(x, self.weight)
 
 
 class Products(Net):
@@ -185,7 +305,20 @@ class Filled(Products):
 class Smoothed(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         weight = torch.linspace(1, 2, 4, device=self.device)
-        return F.cross_entropy(self(batch[0]), batch[1], weight, label_smoothing=0.1)
+        return self.loss(self(batch[0]), batch[1], weight)
+
+    def loss(self, *args: Tensor) -> Tensor:
+        return F.cross_entropy(*args, label_smoothing=0.1)
+
+
+class SmoothedByAnOldName(Smoothed):
+    def loss(self, *args: Tensor) -> Tensor:
+        return F.cross_entropy(*args, size_average=True, reduction="sum", label_smoothing=0.1)
+
+
+class SmoothedByTheOp(Smoothed):
+    def loss(self, *args: Tensor) -> Tensor:
+        return torch.ops.aten.cross_entropy_loss(*args, 1, -100, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +328,8 @@ class Smoothed(Net):
         (Running, "the gradient of `cumprod`.*accumulate"),
         (Filled, "the gradient of the value of `masked_fill`.*torch.where"),
         (Smoothed, "`cross_entropy` with label smoothing and weights.*reduction"),
+        (SmoothedByAnOldName, "`cross_entropy` with label smoothing and weights.*reduction"),
+        (SmoothedByTheOp, "`cross_entropy` with label smoothing and weights.*reduction"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -262,6 +397,24 @@ def test_ops_that_read_only_for_gradients(tmp_path: Path, accelerator: str) -> N
     assert graph.counts.replayed == 18
 
 
+class CompiledProducts(Products):
+    """Compiled code was traced under modes, and reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = torch.compile(super().factor, backend="aot_eager")
+
+    def factor(self, x: Tensor) -> Tensor:
+        return self.fast(x)
+
+
+def test_compiled_code_reads_nothing(tmp_path: Path, accelerator: str) -> None:
+    plain = _fit(CompiledProducts, tmp_path / "plain", accelerator)
+    graph = _fit(CompiledProducts, tmp_path / "graph", accelerator, CUDAGraphCallback())
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+
+
 class Asks(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -270,11 +423,29 @@ class Asks(Net):
 
 
 def test_a_step_that_asks_for_inference_mode(tmp_path: Path, accelerator: str) -> None:
-    callback = CUDAGraphCallback(evaluation=True)
+    """In `fit`, validation is not in it."""
+    plain = _fit(Asks, tmp_path / "plain", accelerator)
+    graph = _fit(Asks, tmp_path / "graph", accelerator, CUDAGraphCallback(evaluation=True))
+    assert_same(plain, graph)
+
+    def validate(**options: Any) -> float:
+        callback = CUDAGraphCallback(evaluation=True)
+        trainer = pl.Trainer(
+            accelerator=accelerator,
+            devices=1,
+            callbacks=[callback],
+            logger=False,
+            enable_progress_bar=False,
+            **options,
+        )
+        found = trainer.validate(make(Asks), loader(ragged=False, batches=8), verbose=False)
+        assert callback.counts is not None
+        assert callback.counts.replayed == 5
+        return found[0]["val_loss"]
+
     with pytest.raises(CaptureError, match=r"is_inference_mode_enabled\(\)` would say another thing"):
-        _fit(Asks, tmp_path / "raise", accelerator, callback)
-    allowed = CUDAGraphCallback(evaluation=True, harmless=["torch.is_inference_mode_enabled()"])
-    _fit(Asks, tmp_path / "allowed", accelerator, allowed, inference_mode=False)
+        validate()
+    validate(inference_mode=False)
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, overrides
 
+from lightning_cudagraph.capture.hidden_reads import let_go
 from lightning_cudagraph.capture.inductor import wants_graphs
 from lightning_cudagraph.capture.own_modes import unpatched
 from lightning_cudagraph.errors import CaptureError
@@ -106,8 +107,12 @@ def _around_calls(contexts: list[Any], enter: _Enter) -> Iterator[None]:
             context.enter_exit_hooks.remove(hook)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _unwatched(backend: Any) -> Callable[[], None]:
-    """Take off what watches the calls and the Python of a step, until compiled code has run.
+    """Take off what watches the calls and the Python of a capture, until compiled code has run.
 
     Dynamo asks which function modes there are, and would compile the profiling hook of the interpreter.
     """
@@ -201,9 +206,10 @@ class CompiledCode:
             nonlocal has_own_graphs
             self.is_called = True
             has_own_graphs = has_own_graphs or wants_graphs(backend)
-            return _unwatched(backend)
+            return _nothing
 
-        self._contexts = _contexts()
+        if self._contexts is None:
+            self._contexts = _contexts()
         with _around_calls(self._contexts, enter):
             yield
         if has_own_graphs and self._older:
@@ -263,7 +269,7 @@ class CompiledCode:
             CaptureError: if there is no memory for it.
         """
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), let_go():
                 return body()
         except torch.OutOfMemoryError as error:
             raise CaptureError(

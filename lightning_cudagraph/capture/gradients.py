@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_cudagraph.capture.autocast import AutocastNoted
+from lightning_cudagraph.capture.autocast import reaching
 from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.writes import storage_id
 from lightning_cudagraph.errors import UnsupportedError
@@ -52,7 +52,7 @@ class GradientHabits:
         known = self._known()
         before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in known.values()]
         self._alive |= {id(parameter): parameter for parameter in known.values()}
-        with AutocastNoted(self._device_type) as autocast, _Watch(autocast) as watch:
+        with _Watch(self._device_type) as watch:
             yield
         for parameter, gradient, version in before:
             self._note(parameter, gradient, version, watch.read)
@@ -127,9 +127,9 @@ class GradientHabits:
 class _Watch(TorchDispatchMode):
     """Notes which trainable leaves ops are given, and which memory they read."""
 
-    def __init__(self, autocast: AutocastNoted) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._autocast = autocast
+        self._device_type = device_type
         self.leaves: dict[int, Tensor] = {}
         self.read: set[int] = set()
         self._made: set[int] = set()
@@ -149,7 +149,7 @@ class _Watch(TorchDispatchMode):
             self.read.add(storage_id(tensor))
             if tensor.requires_grad and tensor.is_leaf and storage_id(tensor) not in self._made:
                 self.leaves[id(tensor)] = tensor
-        with self._autocast.reaching(func):
+        with reaching(func, self._device_type):
             result = func(*args, **kwargs)
         given = {storage_id(tensor) for tensor in inputs}
         made = {storage_id(leaf) for leaf in tree_iter(result) if isinstance(leaf, Tensor)}

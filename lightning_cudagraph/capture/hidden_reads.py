@@ -1,7 +1,8 @@
 """Reads on the host that a capture does not see.
 
 Torch leaves some out under a mode of the dispatcher, as a capture is, and rounds otherwise then: a step
-with one of them waits for the device without us, so no graph can hold it. Sources:
+with one of them waits for the device without us, so no graph can hold it. Compiled code was traced under
+such modes, and does not read; where its Python is looked at, it is let go. Sources:
 torch/csrc/autograd/FunctionsManual.cpp, and `cross_entropy_loss_label_smoothing` of
 aten/src/ATen/native/LossNLL.cpp, which ask `isTensorSubclassLike`. One is inside of a kernel
 (`masked_fill` of aten/src/ATen/native/cuda/Indexing.cu). tests/gpu/test_all_ops_under_modes.py looks for
@@ -10,12 +11,15 @@ others.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["in_op", "of_function"]
+__all__ = ["in_op", "let_go", "of_function"]
 
 Words = tuple[str, str]  # what it is to the user, and the remedy
 
@@ -23,7 +27,7 @@ Words = tuple[str, str]  # what it is to the user, and the remedy
 def _product(name: str, by: str) -> Words:
     return (
         f"the gradient of `{name}`, for which torch reads on the host whether a factor is zero",
-        f"Multiply one by one: `{by}`.",
+        f"Multiply one by one: `{by}`; or take it of `x.detach()`, if no gradient comes from it.",
     )
 
 
@@ -54,10 +58,35 @@ _SMOOTHED = (
         " the host which targets are ignored"
     ),
     (
-        'Pass `reduction="none"`, and divide the sum by that of the weights of the targets:'
-        " `weight[target].sum()`."
+        'Pass `reduction="none"`, and divide the sum by `(weight[target.clamp(min=0)] * (target !='
+        " ignore_index)).sum()`."
     ),
 )
+_CROSS_ENTROPY = nn.functional.cross_entropy
+_CROSS_ENTROPY_LOSS = (
+    torch._C._nn.cross_entropy_loss,
+    torch.ops.aten.cross_entropy_loss,
+    torch.ops.aten.cross_entropy_loss.default,
+)
+
+
+# The threads in which they are let go.
+_let_go: set[int] = set()
+
+
+@contextmanager
+def let_go() -> Iterator[None]:
+    """Inside, what torch leaves out under a mode is not found, in this thread."""
+    thread = threading.get_ident()
+    _let_go.add(thread)
+    try:
+        yield
+    finally:
+        _let_go.discard(thread)
+
+
+def _is_let_go() -> bool:
+    return threading.get_ident() in _let_go
 
 
 def in_op(name: str, args: tuple[Any, ...]) -> Words | None:
@@ -70,11 +99,15 @@ def in_op(name: str, args: tuple[Any, ...]) -> Words | None:
     name = name.removesuffix("_")
     index, words = _IN_BACKWARD.get(name, (0, None))
     given = args[index] if len(args) > index else None
-    if isinstance(given, Tensor) and given.requires_grad and torch.is_grad_enabled():
-        return words
-    if name == "aten::masked_fill" and isinstance(given, Tensor) and given.is_cuda:
-        return _IN_KERNEL
-    return None
+    if not isinstance(given, Tensor) or words is None:
+        return None
+    if name == "aten::masked_fill":
+        if given.is_cuda:
+            return _IN_KERNEL
+    elif not given.ndim:
+        return None
+    has_gradient = given.requires_grad and torch.is_grad_enabled()
+    return words if has_gradient and not _is_let_go() else None
 
 
 def of_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Words | None:
@@ -85,15 +118,41 @@ def of_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wor
         args: the positional ones.
         kwargs: the others.
     """
-    if func is nn.functional.cross_entropy and _is_smoothed_mean(*args, **kwargs):
-        return _SMOOTHED
-    return None
+    if func is _CROSS_ENTROPY:
+        is_smoothed_mean = _of_cross_entropy(*args, **kwargs)
+    elif func in _CROSS_ENTROPY_LOSS:
+        is_smoothed_mean = _of_cross_entropy_loss(*args, **kwargs)
+    else:
+        return None
+    return _SMOOTHED if is_smoothed_mean and not _is_let_go() else None
 
 
-def _is_smoothed_mean(
-    input: Tensor, target: Tensor, *, weight: Tensor | None, label_smoothing: float, **options: Any
+def _of_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> bool:
+    if size_average is not None or reduce is not None:  # the older names
+        reduction = "mean" if size_average is not False and reduce is not False else ""
+    return _of_cross_entropy_loss(
+        input, target, weight, int(reduction == "mean"), ignore_index, label_smoothing
+    )
+
+
+def _of_cross_entropy_loss(
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> bool:
     """Whether it is divided by the sum of the weights of those targets that are not ignored."""
-    is_mean = options["reduction"] == "mean"
-    is_mean &= options["reduce"] is not False and options["size_average"] is not False  # older names
-    return is_mean and weight is not None and label_smoothing > 0 and not target.is_floating_point()
+    return (
+        reduction == 1 and weight is not None and label_smoothing > 0 and not target.is_floating_point()
+    )

@@ -20,6 +20,7 @@ import torch
 from torch import overrides
 from torch._dynamo.backends import cudagraphs, debugging
 
+from lightning_cudagraph.capture.autocast import PRIVATE_NAMES
 from lightning_cudagraph.capture.sentry import Location, user_location
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
@@ -53,7 +54,7 @@ def check_compiler_names() -> None:
         (dynamo.eval_frame, "_stance"),
         (dynamo.utils, "counters"),
         (cudagraphs, "CudagraphsBackend"),
-        (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
+        *((torch._C, name) for name in PRIVATE_NAMES),
         *(
             (overrides, f"_{name}")
             for name in ("get_current_function_mode_stack", "pop_mode", "push_mode")

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.audit.known import KnownValues
-from lightning_cudagraph.capture.autocast import AutocastNoted
+from lightning_cudagraph.capture.autocast import reaching
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.hidden_reads import in_op, of_function
 from lightning_cudagraph.capture.local import is_around_another
@@ -409,20 +409,17 @@ class Sentry(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._generators = generators
-        self._autocast = AutocastNoted(device_type)
         self.writes = Writes()
         self.known = KnownValues()
 
     def __enter__(self) -> Sentry:
         _standing.append(self)
-        self._autocast.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._autocast.__exit__(*error)
         _standing.remove(self)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -448,7 +445,7 @@ class Sentry(TorchDispatchMode):
         if func.namespace == "c10d":
             result = call_heard(func, args, lambda: self.run(func, args, kwargs))
         else:
-            with self._autocast.reaching(func):
+            with reaching(func, self._device_type):
                 result = self.run(func, args, kwargs)
         self.writes.note(func, args, kwargs, result)
         self.known.note(func, args, kwargs, result)
