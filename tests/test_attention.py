@@ -20,7 +20,9 @@ from tests.harness import Net, Trace, assert_same, fused_adamw, loader, make, tr
 
 # of Lightning, which counts the frozen modules
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Found .* in eval mode at the start of training", "ignore:.* nested tensors is in prototype"
+    "ignore:Found .* in eval mode at the start of training",
+    "ignore:.* nested tensors is in prototype",
+    "ignore:`torch.jit.*deprecated:DeprecationWarning",  # of torch, where it imports its own compiler
 )
 
 _FAST = "aten::_transformer_encoder_layer_fwd"

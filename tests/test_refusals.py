@@ -55,6 +55,15 @@ class ScriptedNet(Net):
         self.head: Any = torch.jit.script(self.head)
 
 
+class SparseBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("neighbours", torch.eye(12).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.sparse.mm(self.neighbours, x.t()).t())
+
+
 class Iter(Net):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
@@ -78,6 +87,7 @@ REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
     "detect_anomaly": (Net, {"detect_anomaly": True}, r"`Trainer\(detect_anomaly=True\)`"),
     "double precision": (Net, {"precision": "64-true"}, r"`DoublePrecision` \(precision '64-true'\)"),
     "sparse gradients": (SparseNet, {}, r"`table` is a `Embedding\(sparse=True\)`"),
+    "sparse buffers": (SparseBuffer, {}, r"The buffer `neighbours` is sparse \(`torch.sparse_coo`\)"),
     "TorchScript": (ScriptedNet, {}, "`head` is a TorchScript module"),
 }
 

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from lightning_cudagraph import GraphedStep
+from lightning_cudagraph import CaptureError, GraphedStep
 from tests.harness import differences
 from tests.loops import Loop, assert_equal_runs, device_of
 
@@ -366,3 +366,34 @@ def test_backward_and_optimizer_apart(accelerator: str, sizes: tuple[int, ...]) 
     for step in steps:
         assert not step.counts.recaptures
         step.close()
+
+
+@pytest.mark.parametrize("on_unsupported", ["raise", "eager"])
+def test_sparse_tensors(accelerator: str, on_unsupported: Any) -> None:
+    """Warm-up, which looks at memory, lets them pass; the capture does not."""
+    device = device_of(accelerator)
+    neighbours = torch.eye(6, device=device).to_sparse()
+
+    def run(graphed: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = nn.Linear(6, 6).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = torch.sparse.mm(neighbours, model(x).t()).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with GraphedStep(step, model, optimizer, on_unsupported=on_unsupported) as graph:
+            call = graph if graphed else step
+            losses = [call(torch.full((5, 6), float(i), device=device)).clone() for i in range(6)]
+        return [*losses, *model.state_dict().values()]
+
+    plain = run(False)
+    if on_unsupported == "raise":
+        with pytest.raises(CaptureError, match=r"hold a sparse tensor: found at .*test_step\.py"):
+            run(True)
+    else:
+        assert all(map(torch.equal, plain, run(True)))

@@ -326,7 +326,7 @@ class SmoothedByTheOp(Smoothed):
     [
         (Products, "the gradient of `prod`.*functools.reduce"),
         (Running, "the gradient of `cumprod`.*accumulate"),
-        (Filled, "the gradient of the value of `masked_fill`.*torch.where"),
+        (Filled, "(the gradient of the value of )?`masked_fill`.*torch.where"),
         (Smoothed, "`cross_entropy` with label smoothing and weights.*reduction"),
         (SmoothedByAnOldName, "`cross_entropy` with label smoothing and weights.*reduction"),
         (SmoothedByTheOp, "`cross_entropy` with label smoothing and weights.*reduction"),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -124,6 +125,11 @@ class GradientHabits:
             )
 
 
+def _has_memory(leaf: Any) -> bool:
+    """Whether it is a tensor with memory of its own. Sparse ones, which no graph can hold, have none."""
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
+
+
 class _Watch(TorchDispatchMode):
     """Notes which trainable leaves ops are given, and which memory they read."""
 
@@ -144,7 +150,7 @@ class _Watch(TorchDispatchMode):
         if any(map(is_around_another, types)):
             return NotImplemented  # comes again, as ops on what it is around
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = list(filter(_has_memory, tree_iter((args, kwargs))))
         for tensor in inputs:
             self.read.add(storage_id(tensor))
             if tensor.requires_grad and tensor.is_leaf and storage_id(tensor) not in self._made:
@@ -152,6 +158,6 @@ class _Watch(TorchDispatchMode):
         with reaching(func, self._device_type):
             result = func(*args, **kwargs)
         given = {storage_id(tensor) for tensor in inputs}
-        made = {storage_id(leaf) for leaf in tree_iter(result) if isinstance(leaf, Tensor)}
+        made = set(map(storage_id, filter(_has_memory, tree_iter(result))))
         self._made |= made - given
         return result

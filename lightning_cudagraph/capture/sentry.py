@@ -87,6 +87,17 @@ _NESTED = (
     "Pass it `enable_nested_tensor=False`; what it returns for padded places is then not zero.",
 )
 
+_SPARSE = (
+    "a sparse tensor",
+    (
+        "Use a dense one; or keep its indices and values as tensors, and compute with `index_select` and"
+        " `index_add`."
+    ),
+)
+_MAKE_SPARSE = tuple(
+    f"aten::{name}" for name in ("to_sparse", "_to_sparse", "sparse_co", "_sparse_co", "sparse_cs")
+)
+
 # User's words for ops whose aten name nobody ever typed.
 _WORDS: dict[str, tuple[str, str]] = {
     "aten::_local_scalar_dense": _HOST_VALUE,
@@ -282,6 +293,10 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
+def _is_sparse(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is not torch.strided
+
+
 def _crosses_devices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name == "aten::copy_":
         target, source = args[0], args[1]
@@ -323,6 +338,8 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
         CaptureError: naming the user's line, the op in the user's words, and a remedy.
     """
     name: str = func._schema.name
+    if name.startswith(_MAKE_SPARSE) or any(map(_is_sparse, tree_iter((args, kwargs)))):
+        forbid(*_SPARSE, user_location())
     if _crosses_devices(name, args, kwargs):
         forbid(*_CROSS_DEVICE, user_location())
     if name in _EMULATOR_ONLY and device_type != "cpu":

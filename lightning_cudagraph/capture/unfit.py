@@ -97,6 +97,13 @@ def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
     for what, tensors in found:
         for name, tensor in tensors:
             made_of = type(tensor)
+            if tensor.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"The {what} `{name}` is sparse (`{tensor.layout}`), and has no memory of its own by"
+                    " which replays could be compared.",
+                    "Register a dense one; or its indices and values, and compute with `index_select`"
+                    " and `index_add`.",
+                )
             if sharded and is_split(made_of) and tensor.device_mesh.ndim > 1:
                 raise UnsupportedError(
                     f"The {what} `{name}` is split between processes in more than one way (a mesh of"

@@ -36,7 +36,9 @@ def _batches(count: int) -> Iterator[torch.Tensor]:
         yield torch.randn(_BATCH, _WIDTH, device="cuda", generator=generator)
 
 
-def _train(model: nn.Module, graphed: bool, clear_at: int | None) -> list[torch.Tensor]:
+def _train(
+    model: nn.Module, graphed: bool, clear_at: int | None, streams: int | None = None
+) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -47,9 +49,8 @@ def _train(model: nn.Module, graphed: bool, clear_at: int | None) -> list[torch.
         return loss
 
     fillers: list[torch.Tensor] = []
-    with GraphedStep(
-        step, modules=model, optimizers=optimizer, backend="cuda" if graphed else "off"
-    ) as run:
+    backend = "cuda" if graphed else "off"
+    with GraphedStep(step, modules=model, optimizers=optimizer, backend=backend, streams=streams) as run:
         for index, x in enumerate(_batches(40)):
             if index == clear_at:
                 _clear_cuda_memory()
@@ -70,10 +71,11 @@ def test_clearing_workspaces_leaves_graphs_their_scratch_memory(clear_at: int) -
 
 
 def test_streams_are_used_again_when_their_graphs_are_gone() -> None:
-    _train(_model(), True, None)
+    # As many each time; trials may choose others, and each has a workspace.
+    _train(_model(), True, None, streams=4)
     reserved_bytes = torch.cuda.memory_reserved()
     for _ in range(4):
-        _train(_model(), True, None)
+        _train(_model(), True, None, streams=4)
         _clear_cuda_memory()
     assert torch.cuda.memory_reserved() <= reserved_bytes
 
