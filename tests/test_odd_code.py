@@ -379,7 +379,7 @@ class SparseInside(Net):
 
 
 REFUSED: dict[type[Net], str] = {
-    SparseInside: r"hold a sparse tensor: found at .*test_odd_code\.py",
+    SparseInside: r"hold a tensor of the layout `torch.sparse_coo`: found at .*test_odd_code\.py",
     IndexTimesTensor: "`batch_idx`",
     TensorTimesIndex: "`batch_idx`",
     FloatTimesIndex: "`batch_idx`",

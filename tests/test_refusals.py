@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
     "detect_anomaly": (Net, {"detect_anomaly": True}, r"`Trainer\(detect_anomaly=True\)`"),
     "double precision": (Net, {"precision": "64-true"}, r"`DoublePrecision` \(precision '64-true'\)"),
     "sparse gradients": (SparseNet, {}, r"`table` is a `Embedding\(sparse=True\)`"),
-    "sparse buffers": (SparseBuffer, {}, r"The buffer `neighbours` is sparse \(`torch.sparse_coo`\)"),
+    "sparse buffers": (SparseBuffer, {}, "`neighbours` has the layout `torch.sparse_coo`"),
     "TorchScript": (ScriptedNet, {}, "`head` is a TorchScript module"),
 }
 

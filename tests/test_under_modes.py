@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep, VerificationError
 from lightning_cudagraph.capture import gradients, sentry
@@ -194,7 +196,7 @@ def test_autocast_comes_to_what_ops_consist_of(
     assert graph.counts.replayed == 18
 
 
-def _not_reaching(func: Any, device_type: str) -> contextlib.AbstractContextManager[None]:
+def _not_reaching(*_: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
@@ -262,11 +264,6 @@ def test_without_that_its_warm_up_would_be_another(
     assert differences(plain[:2], looped(Custom, False, True)[:2])
 
 
-def test_an_op_that_another_calls(looped: Loop) -> None:
-    """Which has switched autocast off: it stays off."""
-    assert not list(differences(looped(Calls, False, False), looped(Calls, False, True)))
-
-
 _library = torch.library.Library("tests_under_modes", "FRAGMENT")
 _library.define("in_fp32(Tensor x, Tensor weight) -> Tensor")
 
@@ -282,6 +279,75 @@ _library.impl("in_fp32", _in_fp32, "CompositeImplicitAutograd")
 class Calls(Whole):
     def more(self, x: Tensor) -> Tensor:
         return torch.ops.tests_under_modes.in_fp32(x, self.weight)
+
+
+def test_an_op_that_another_calls(tmp_path: Path, accelerator: str) -> None:
+    """Nobody knows whether it has switched autocast off."""
+    name = "`tests_under_modes::times`, called by the Python of another one under autocast"
+    with pytest.raises(CaptureError, match=name):
+        _fit(Calls, tmp_path / "raise", accelerator, CUDAGraphCallback(), precision="bf16-mixed")
+    plain = _fit(Calls, tmp_path / "plain", accelerator)
+    graph = _fit(Calls, tmp_path / "graph", accelerator, CUDAGraphCallback())
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
+
+
+class PassesOn(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class UnderAMode(Whole):
+    """Below a mode of the user's, autocast is off in what the op consists of, with us and without."""
+
+    def more(self, x: Tensor) -> Tensor:
+        with PassesOn():
+            return times(times(x, self.weight), self.weight)
+
+
+class Selective(Checkpointed):
+    def more(self, x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(self.inner, x, self.weight, context_fn=contexts, **options)
+
+
+@torch.library.custom_op("tests_under_modes::cast", mutates_args=())
+def cast(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+for _device_type in ("cpu", "cuda"):
+    torch.library.register_autocast("tests_under_modes::cast", _device_type, torch.float32)
+
+
+class Registered(Whole):
+    """Autocast knows the op itself: it is off inside."""
+
+    def more(self, x: Tensor) -> Tensor:
+        return cast(x, self.weight.detach()) * self.weight.mean()
+
+
+class Encodes(Whole):
+    """In evaluation, an op that consists of a whole layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(12, 2, 24, batch_first=True)
+
+    def more(self, x: Tensor) -> Tensor:
+        return self.layer(x.reshape(-1, 4, 12))
+
+
+@pytest.mark.parametrize(
+    "kind", [UnderAMode, Selective, Registered, Encodes], ids=lambda kind: kind.__name__
+)
+def test_autocast_is_off_where_it_is_without(tmp_path: Path, accelerator: str, kind: type[Net]) -> None:
+    plain = _fit(kind, tmp_path / "plain", accelerator, precision="bf16-mixed")
+    callback = CUDAGraphCallback(evaluation=True)
+    graph = _fit(kind, tmp_path / "graph", accelerator, callback, precision="bf16-mixed")
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
 
 
 class Products(Net):
@@ -316,6 +382,24 @@ class SmoothedByAnOldName(Smoothed):
         return F.cross_entropy(*args, size_average=True, reduction="sum", label_smoothing=0.1)
 
 
+class SmoothedOutsideOfCompiledCode(Smoothed):
+    """Where compiled code leaves a function as it is, it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = torch.compile(self.both, backend="aot_eager")
+
+    def both(self, *args: Tensor) -> Tensor:
+        return self.outside(args[0] * 2, *args[1:])
+
+    @torch.compiler.disable
+    def outside(self, *args: Tensor) -> Tensor:
+        return F.cross_entropy(*args, label_smoothing=0.1)
+
+    def loss(self, *args: Tensor) -> Tensor:
+        return self.fast(*args)
+
+
 class SmoothedByTheOp(Smoothed):
     def loss(self, *args: Tensor) -> Tensor:
         return torch.ops.aten.cross_entropy_loss(*args, 1, -100, 0.1)
@@ -329,6 +413,7 @@ class SmoothedByTheOp(Smoothed):
         (Filled, "(the gradient of the value of )?`masked_fill`.*torch.where"),
         (Smoothed, "`cross_entropy` with label smoothing and weights.*reduction"),
         (SmoothedByAnOldName, "`cross_entropy` with label smoothing and weights.*reduction"),
+        (SmoothedOutsideOfCompiledCode, "`cross_entropy` with label smoothing and weights.*reduction"),
         (SmoothedByTheOp, "`cross_entropy` with label smoothing and weights.*reduction"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -8,7 +8,9 @@ torch remembers.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
@@ -24,25 +26,47 @@ PRIVATE_NAMES = ("_RestorePythonTLSSnapshot", "_dispatch_has_kernel_for_dispatch
 # Of torch's ops those that call others that autocast knows; and what calls them, if that is another op.
 _CALL_OTHERS = {
     "aten::_foreach_mm": None,
+    "aten::_transformer_encoder_layer_fwd": None,
     "aten::_trilinear": "aten::bilinear",
     "aten::affine_grid_generator": None,
     "aten::linalg_pinv": "aten::pinverse",
 }
 _TORCHS = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "quantized"})
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _CALLS_OF_OPS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
 
 
-def reaching(func: Any, device_type: str) -> AbstractContextManager[Any]:
+def reaching(
+    func: Any, device_type: str, unknown: Callable[[str], None] = lambda name: None
+) -> AbstractContextManager[Any]:
     """Inside, below a mode, an op is run with autocast on if it would be without the mode.
 
     Args:
         func: the op.
         device_type: the type of the device that is captured.
+        unknown: is told the name of an op of which nobody knows, because the Python of another one calls
+            it, which may have switched autocast off.
     """
-    if not _calls_others(func, device_type) or not _is_on(device_type) or _is_in_another(func):
+    if not _calls_others(func, device_type) or not _is_on(device_type):
         return nullcontext()
+    name = func._schema.name
+    for frame in _frames(sys._getframe(2)):
+        if frame.f_code in _CALLS_OF_OPS:
+            caller = frame.f_locals["self"]
+            if getattr(caller, "overloadpacket", caller)._qualified_op_name != name:
+                unknown(name)
+        elif frame.f_code.co_name == "__torch_dispatch__" and not frame.f_code.co_filename.startswith(
+            _PACKAGE
+        ):
+            return nullcontext()  # a mode of the user's, or torch's, below which autocast is off anyway
     dtype = torch.get_autocast_dtype(device_type)
     return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _calls_others(func: Any, device_type: str) -> bool:
@@ -62,16 +86,3 @@ def _is_on(device_type: str) -> bool:
     """Whether autocast was on where the dispatcher was entered."""
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         return torch.is_autocast_enabled(device_type)
-
-
-def _is_in_another(func: Any) -> bool:
-    """Whether the op is called by the Python of another one, which may have switched autocast off."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code in _CALLS_OF_OPS:
-            caller = frame.f_locals["self"]
-            packet = getattr(caller, "overloadpacket", caller)
-            if packet._qualified_op_name != func._schema.name:
-                return True
-        frame = frame.f_back
-    return False

@@ -24,6 +24,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_cudagraph.capture.backend import Graph
 from lightning_cudagraph.capture.generators import Generators
@@ -208,6 +209,9 @@ class _Undo:
 _Tape = Tape[_Op | _Resize | HostEvent | None]
 
 
+_WRAPPER = ("which consists of other tensors, on the CPU emulator", "Use plain tensors on a CPU.")
+
+
 class _Recorder(Sentry):
     """Runs below autograd and autocast, so that what it sees is what a GPU would be launched with."""
 
@@ -224,6 +228,9 @@ class _Recorder(Sentry):
             return func(*args, **kwargs)
         collective = is_collective(func)
         inputs = tensors_in(args, kwargs)
+        wrappers: list[Any] = [*inputs]
+        for kind in {type(tensor) for tensor in wrappers if is_traceable_wrapper_subclass(tensor)}:
+            forbid(f"a `{kind.__qualname__}`, {_WRAPPER[0]}", _WRAPPER[1], user_location())
         placed = self._graph.tape.place(func, args, kwargs)
         self._undo.before(inputs)
         known: dict[int, Tensor] = {}

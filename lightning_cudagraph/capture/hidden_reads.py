@@ -1,12 +1,14 @@
 """Reads on the host that a capture does not see.
 
 Torch leaves some out under a mode of the dispatcher, as a capture is, and rounds otherwise then: a step
-with one of them waits for the device without us, so no graph can hold it. Compiled code was traced under
-such modes, and does not read; where its Python is looked at, it is let go. Sources:
+with one of them waits for the device without us, so no graph can hold it. Sources:
 torch/csrc/autograd/FunctionsManual.cpp, and `cross_entropy_loss_label_smoothing` of
 aten/src/ATen/native/LossNLL.cpp, which ask `isTensorSubclassLike`. One is inside of a kernel
 (`masked_fill` of aten/src/ATen/native/cuda/Indexing.cu). tests/gpu/test_all_ops_under_modes.py looks for
 others.
+
+Backward passes of compiled code were traced under such modes, and do not read: where its Python is
+looked at, they are let go.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ _SMOOTHED = (
     ),
 )
 _CROSS_ENTROPY = nn.functional.cross_entropy
+_LINEAR_CROSS_ENTROPY = getattr(nn.functional, "linear_cross_entropy", object())  # since torch 2.13
 _CROSS_ENTROPY_LOSS = (
     torch._C._nn.cross_entropy_loss,
     torch.ops.aten.cross_entropy_loss,
@@ -76,7 +79,7 @@ _let_go: set[int] = set()
 
 @contextmanager
 def let_go() -> Iterator[None]:
-    """Inside, what torch leaves out under a mode is not found, in this thread."""
+    """Inside, reads in backward passes are let go, in this thread."""
     thread = threading.get_ident()
     _let_go.add(thread)
     try:
@@ -120,11 +123,19 @@ def of_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wor
     """
     if func is _CROSS_ENTROPY:
         is_smoothed_mean = _of_cross_entropy(*args, **kwargs)
+    elif func is _LINEAR_CROSS_ENTROPY:
+        is_smoothed_mean = _of_cross_entropy(
+            args[0],
+            args[2],
+            kwargs.get("weight"),
+            reduction=kwargs.get("reduction", "mean"),
+            label_smoothing=kwargs.get("label_smoothing", 0.0),
+        )
     elif func in _CROSS_ENTROPY_LOSS:
         is_smoothed_mean = _of_cross_entropy_loss(*args, **kwargs)
     else:
         return None
-    return _SMOOTHED if is_smoothed_mean and not _is_let_go() else None
+    return _SMOOTHED if is_smoothed_mean else None
 
 
 def _of_cross_entropy(

@@ -87,11 +87,11 @@ _NESTED = (
     "Pass it `enable_nested_tensor=False`; what it returns for padded places is then not zero.",
 )
 
-_SPARSE = (
-    "a sparse tensor",
+_LAYOUT = (
+    "a tensor of the layout `{}`",
     (
-        "Use a dense one; or keep its indices and values as tensors, and compute with `index_select` and"
-        " `index_add`."
+        "Use a strided one; in the place of a sparse one, its indices and values, with `index_select`"
+        " and `index_add`."
     ),
 )
 _MAKE_SPARSE = tuple(
@@ -293,10 +293,6 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _is_sparse(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is not torch.strided
-
-
 def _crosses_devices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name == "aten::copy_":
         target, source = args[0], args[1]
@@ -338,8 +334,11 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
         CaptureError: naming the user's line, the op in the user's words, and a remedy.
     """
     name: str = func._schema.name
-    if name.startswith(_MAKE_SPARSE) or any(map(_is_sparse, tree_iter((args, kwargs)))):
-        forbid(*_SPARSE, user_location())
+    layouts = {leaf.layout for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)}
+    if name.startswith(_MAKE_SPARSE):
+        layouts.add(torch.sparse_csr if "_cs" in name else torch.sparse_coo)
+    for layout in layouts - {torch.strided}:
+        forbid(_LAYOUT[0].format(layout), _LAYOUT[1], user_location())
     if _crosses_devices(name, args, kwargs):
         forbid(*_CROSS_DEVICE, user_location())
     if name in _EMULATOR_ONLY and device_type != "cpu":
@@ -372,6 +371,14 @@ def _refusal(
     if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
         return _WORDS.get(name, (f"`{name.removeprefix('aten::')}`", _DYNAMIC_SIZE[1]))
     return None
+
+
+def _refuse_unknown(name: str) -> None:
+    forbid(
+        f"the op `{name}`, called by the Python of another one under autocast, which may be off there",
+        "Call it outside of the other, or switch autocast off around both.",
+        user_location(),
+    )
 
 
 class HostReads(OwnFunctionMode):
@@ -462,7 +469,7 @@ class Sentry(TorchDispatchMode):
         if func.namespace == "c10d":
             result = call_heard(func, args, lambda: self.run(func, args, kwargs))
         else:
-            with reaching(func, self._device_type):
+            with reaching(func, self._device_type, _refuse_unknown):
                 result = self.run(func, args, kwargs)
         self.writes.note(func, args, kwargs, result)
         self.known.note(func, args, kwargs, result)

@@ -99,10 +99,10 @@ def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
             made_of = type(tensor)
             if tensor.layout is not torch.strided:
                 raise UnsupportedError(
-                    f"The {what} `{name}` is sparse (`{tensor.layout}`), and has no memory of its own by"
+                    f"The {what} `{name}` has the layout `{tensor.layout}`, and no memory of its own by"
                     " which replays could be compared.",
-                    "Register a dense one; or its indices and values, and compute with `index_select`"
-                    " and `index_add`.",
+                    "Register a strided one; in the place of a sparse one, its indices and values, with"
+                    " `index_select` and `index_add`.",
                 )
             if sharded and is_split(made_of) and tensor.device_mesh.ndim > 1:
                 raise UnsupportedError(
