@@ -378,7 +378,14 @@ class SparseInside(Net):
         return super().forward(torch.sparse.mm(neighbours, x.t()).t())
 
 
+class SparseRowsInside(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        neighbours = torch.eye(x.shape[1], device=x.device).to_sparse_csr()
+        return super().forward(torch.sparse.mm(neighbours, x.t()).t())
+
+
 REFUSED: dict[type[Net], str] = {
+    SparseRowsInside: r"layout `torch.sparse_c.*`: found at .*test_odd_code\.py",
     SparseInside: r"hold a tensor of the layout `torch.sparse_coo`: found at .*test_odd_code\.py",
     IndexTimesTensor: "`batch_idx`",
     TensorTimesIndex: "`batch_idx`",
@@ -393,6 +400,7 @@ REFUSED: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_refused_and_the_same_eagerly(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     with pytest.raises(UnsupportedError, match=REFUSED[cls]):

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -139,7 +139,9 @@ class _Op:
         self.results = results
 
     def run(self) -> None:
-        autocast = nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if self.autocast is not None:
+            autocast = torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
         with torch.set_grad_enabled(self.grad_mode), torch._C._AutoDispatchBelowAutograd(), autocast:
             results = self.func(*self.args, **self.kwargs)
             if is_collective(self.func):

@@ -46,7 +46,7 @@ def wants_graphs(backend: Any) -> bool:
 
 
 def check_compiler_names() -> None:
-    """Raise if torch has lost private names that captures of compiled code are built on."""
+    """Raise if torch has lost private names that captures are built on, mostly those of compiled code."""
     dynamo: Any = torch._dynamo
     places = [
         (torch, "_TorchCompileInductorWrapper"),
@@ -63,9 +63,8 @@ def check_compiler_names() -> None:
     for owner, name in places:
         if not hasattr(owner, name):
             raise CUDAGraphError(
-                f"`{name}` of `{owner.__name__}` is gone from torch {torch.__version__}, and captures of"
-                " compiled code are built on it. Use a version of torch that this package names as"
-                " supported."
+                f"`{name}` of `{owner.__name__}` is gone from torch {torch.__version__}, and captures"
+                " are built on it. Use a version of torch that this package names as supported."
             )
 
 
