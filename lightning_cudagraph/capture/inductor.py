@@ -46,7 +46,7 @@ def wants_graphs(backend: Any) -> bool:
 
 
 def check_compiler_names() -> None:
-    """Raise if torch has lost private names that captures are built on, mostly those of compiled code."""
+    """Raise if torch has lost private names that captures, of compiled code above all, are built on."""
     dynamo: Any = torch._dynamo
     places = [
         (torch, "_TorchCompileInductorWrapper"),
