@@ -71,12 +71,20 @@ def test_who_comes_to_one_more_exchange_learns_that_another_has_ended() -> None:
 
 def test_who_has_left_has_not_ended() -> None:
     path, _ = Board.made(2)
-    left = Board(path, 1, 2)
-    left.leave()
-    left.end()
-    first = Board(path, 0, 2)
+    first, second = (Board(path, rank, 2) for rank in range(2))
+    second.leave()
     assert first.exchange(1, lambda: None) is None
     assert not first.has_ended
+    os.unlink(path)
+
+
+def test_who_leaves_because_another_has_ended_hides_no_end() -> None:
+    path, _ = Board.made(3)
+    first, second, third = (Board(path, rank, 3) for rank in range(3))
+    third.end()
+    second.leave()
+    assert first.exchange(1, lambda: None) is None
+    assert first.has_ended
     os.unlink(path)
 
 

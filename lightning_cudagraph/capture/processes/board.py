@@ -56,7 +56,8 @@ class Board:
         size: how many processes there are.
 
     Attributes:
-        has_ended: in the last exchange a process was missing that had come to its end.
+        has_ended: in the last exchange a process was missing that had come to its end; others may have
+            left because of it.
 
     Raises:
         OSError: if there is no such file here.
@@ -102,7 +103,7 @@ class Board:
             if all(number >> VALUE_BITS == count for number in numbers):
                 return [number & ((1 << VALUE_BITS) - 1) for number in numbers]
             if _LEFT in numbers or _ENDED in numbers:
-                self.has_ended = _LEFT not in numbers
+                self.has_ended = _ENDED in numbers
                 return None
             looks += 1
             if looks > _LOOKS:
@@ -113,8 +114,7 @@ class Board:
     def end(self) -> None:
         """Tell who comes to another exchange that this process does not."""
         row = self._rows[(self._count + 1) % 2]  # that of this exchange may still be read
-        if row[self._rank] != _LEFT:
-            row[self._rank] = _ENDED
+        row[self._rank] = _ENDED
 
     def leave(self) -> None:
         """Tell who waits for this process that it does not come any more."""

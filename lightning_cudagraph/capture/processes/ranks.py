@@ -93,6 +93,7 @@ class Ranks:
         self._group: Any = None
         self._work: Any = None  # the latest exchange
         self._board: Board | None = None
+        self._has_failed = False
         self._timeout_s = 0.0
         self._since_s = 0.0  # of the meeting at hand
 
@@ -340,6 +341,7 @@ class Ranks:
 
     def fail(self, error: BaseException) -> None:
         """This process ends with an error: let the others know, and wait for nothing that they leave."""
+        self._has_failed = True
         self._failures.tell(error, self._gone)
 
     def _gone(self) -> None:
@@ -351,8 +353,8 @@ class Ranks:
     def close(self) -> None:
         """Meet no more."""
         if self._board is not None:
-            self._board.end()
-        else:
+            (self._board.leave if self._has_failed else self._board.end)()
+        elif not self._has_failed:  # who fails comes to no end
             with contextlib.suppress(RuntimeError):  # the store can be gone, with who had it
                 self._store.set(f"{_ENDED}/{self.rank}", "")
         self._failures.close()
