@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.capture.backend import CudaBackend
+from lightning_cudagraph.capture.backend import _TIMING_BRANCHES, CudaBackend
 from lightning_cudagraph.capture.streams.branches import Branches
 from lightning_cudagraph.capture.streams.dataflow import Flow, Kept
 from tests.harness import differences
@@ -201,6 +202,33 @@ def test_a_mark_waits_for_ops_on_all_streams() -> None:
         backend.release(graph)
     # That it took no time would be the mistake; some more or less is not.
     assert took_ms[1] > 0.5 * took_ms[0] > 0.5
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_many_marks_are_passed_in_order(streams: int) -> None:
+    """However many branches they are on, each comes after the ops before it."""
+    x = torch.randn(64, 32, device=_DEVICE)
+    backend = CudaBackend(_DEVICE, streams=streams)
+    marks = [backend.event() for _ in range(3 * _TIMING_BRANCHES)]
+
+    def step() -> list[Tensor]:
+        outputs = []
+        for mark in marks:
+            backend.mark(mark)
+            outputs.append(_slow(x, 1) if mark is not marks[-2] else x + 1.0)
+        return outputs
+
+    with backend.on_side_stream():
+        _slow(x)
+    graph, _ = backend.capture(step)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    spans_ms = [begin.elapsed_time(end) for begin, end in pairwise(marks)]
+    backend.release(graph)
+    *long_ms, short_ms = spans_ms
+    assert min(long_ms) > 0.5 * max(long_ms) > 0.05, spans_ms
+    assert 0.0 <= short_ms < 0.5 * min(long_ms), spans_ms
 
 
 def test_a_stream_of_the_steps_own() -> None:
