@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,19 @@ def test_who_comes_to_one_more_exchange_learns_that_another_has_ended() -> None:
     thread.join()
     assert first.exchange(6, lambda: None) is None
     assert first.has_ended
+    os.unlink(path)
+
+
+@pytest.mark.parametrize("go", [Board.end, Board.leave])
+def test_what_was_said_last_is_read_when_its_process_has_gone(go: Callable[[Board], None]) -> None:
+    """All who exchange come to the same, and may each end because of it."""
+    path, _ = Board.made(2)
+    first, second = Board(path, 0, 2), Board(path, 1, 2)
+    first._rows[1][0] = 1 << VALUE_BITS | 4  # it has written, and reads later
+    assert second.exchange(5, lambda: None) == [4, 5]
+    go(second)
+    assert first.exchange(4, lambda: None) == [4, 5]
+    assert first.exchange(6, lambda: None) is None
     os.unlink(path)
 
 

@@ -212,10 +212,11 @@ def test_many_marks_are_passed_in_order(streams: int) -> None:
     marks = [backend.event() for _ in range(3 * _TIMING_BRANCHES)]
 
     def step() -> list[Tensor]:
-        outputs = []
+        outputs: list[Tensor] = []
         for mark in marks:
             backend.mark(mark)
-            outputs.append(_slow(x, 1) if mark is not marks[-2] else x + 1.0)
+            last = outputs[-1] if outputs else x
+            outputs.append(_slow(last, 1) if mark is not marks[-2] else last + 1.0)
         return outputs
 
     with backend.on_side_stream():

@@ -112,14 +112,16 @@ class Board:
                 _give_way()
 
     def end(self) -> None:
-        """Tell who comes to another exchange that this process does not."""
-        row = self._rows[(self._count + 1) % 2]  # that of this exchange may still be read
-        row[self._rank] = _ENDED
+        """Tell who comes to another exchange that this process does not, having nothing more to do."""
+        self._say(_ENDED)
 
     def leave(self) -> None:
-        """Tell who waits for this process that it does not come any more."""
-        for row in self._rows:
-            row[self._rank] = _LEFT
+        """Tell who comes to another exchange that this process does not come any more."""
+        self._say(_LEFT)
+
+    def _say(self, word: int) -> None:
+        row = self._rows[(self._count + 1) % 2]  # that of this exchange may still be read
+        row[self._rank] = word
 
 
 def _n_bytes(size: int) -> int:
