@@ -114,13 +114,10 @@ class Lists(Whole):
 
 
 class Inverse(Whole):
-    """On a CPU autocast knows `pinverse`, but not what it calls.
-
-    On a GPU it knows neither, and the backward pass of both ends in an error of torch's: forward alone.
-    """
+    """On a CPU autocast knows `pinverse`, but not what it calls. On a GPU no graph can hold it."""
 
     def more(self, x: Tensor) -> Tensor:
-        return torch.pinverse(self.weight.detach()) * self.weight.sum()
+        return torch.pinverse(self.weight)
 
 
 class Attends(Whole):
@@ -209,6 +206,8 @@ def test_autocast_comes_to_what_ops_consist_of(
 ) -> None:
     if precision == "16-mixed" and accelerator == "cpu":
         pytest.skip("a gradient scaler needs a GPU")
+    if kind is Inverse and accelerator == "gpu":
+        pytest.skip("copies between host and device in the middle of the op")
     plain = _fit(kind, tmp_path / "plain", accelerator, precision=precision)
     callback = CUDAGraphCallback(evaluation=True)
     graph = _fit(kind, tmp_path / "graph", accelerator, callback, precision=precision)

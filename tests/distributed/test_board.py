@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,7 +58,7 @@ def test_who_comes_to_one_more_exchange_learns_that_another_has_ended() -> None:
 
     def comes_once() -> None:
         second.exchange(5, lambda: None)
-        second.end()
+        second.end(well=True)
 
     thread = threading.Thread(target=comes_once)
     thread.start()
@@ -70,16 +69,17 @@ def test_who_comes_to_one_more_exchange_learns_that_another_has_ended() -> None:
     os.unlink(path)
 
 
-@pytest.mark.parametrize("go", [Board.end, Board.leave])
-def test_what_was_said_last_is_read_when_its_process_has_gone(go: Callable[[Board], None]) -> None:
+@pytest.mark.parametrize("well", [True, False])
+def test_what_was_said_last_is_read_when_its_process_has_gone(well: bool) -> None:
     """All who exchange come to the same, and may each end because of it."""
     path, _ = Board.made(2)
     first, second = Board(path, 0, 2), Board(path, 1, 2)
     first._rows[1][0] = 1 << VALUE_BITS | 4  # it has written, and reads later
     assert second.exchange(5, lambda: None) == [4, 5]
-    go(second)
+    second.end(well)
     assert first.exchange(4, lambda: None) == [4, 5]
     assert first.exchange(6, lambda: None) is None
+    assert first.has_ended == well
     os.unlink(path)
 
 
@@ -87,16 +87,28 @@ def test_who_has_left_has_not_ended() -> None:
     path, _ = Board.made(2)
     first, second = (Board(path, rank, 2) for rank in range(2))
     second.leave()
+    second.end(well=False)
     assert first.exchange(1, lambda: None) is None
     assert not first.has_ended
+    os.unlink(path)
+
+
+def test_who_leaves_takes_back_what_it_has_said() -> None:
+    """Who has not read it yet does not begin a step that the other one does not take part in."""
+    path, _ = Board.made(2)
+    first, second = Board(path, 0, 2), Board(path, 1, 2)
+    first._rows[1][0] = 1 << VALUE_BITS | 4
+    assert second.exchange(5, lambda: None) == [4, 5]
+    second.leave()
+    assert first.exchange(4, lambda: None) is None
     os.unlink(path)
 
 
 def test_who_leaves_because_another_has_ended_hides_no_end() -> None:
     path, _ = Board.made(3)
     first, second, third = (Board(path, rank, 3) for rank in range(3))
-    third.end()
-    second.leave()
+    third.end(well=True)
+    second.end(well=False)
     assert first.exchange(1, lambda: None) is None
     assert first.has_ended
     os.unlink(path)

@@ -111,17 +111,19 @@ class Board:
             elif looks > _EAGER_LOOKS:
                 _give_way()
 
-    def end(self) -> None:
-        """Tell who comes to another exchange that this process does not, having nothing more to do."""
-        self._say(_ENDED)
+    def end(self, well: bool) -> None:
+        """Tell who comes to another exchange that this process does not.
+
+        Args:
+            well: because it has come to its end, and not to an error.
+        """
+        row = self._rows[(self._count + 1) % 2]  # that of this exchange may still be read
+        row[self._rank] = _ENDED if well else _LEFT
 
     def leave(self) -> None:
-        """Tell who comes to another exchange that this process does not come any more."""
-        self._say(_LEFT)
-
-    def _say(self, word: int) -> None:
-        row = self._rows[(self._count + 1) % 2]  # that of this exchange may still be read
-        row[self._rank] = word
+        """Tell who waits for this process that it does not come any more, whatever it has said."""
+        for row in self._rows:
+            row[self._rank] = _LEFT
 
 
 def _n_bytes(size: int) -> int:

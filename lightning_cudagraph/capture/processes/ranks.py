@@ -353,7 +353,7 @@ class Ranks:
     def close(self) -> None:
         """Meet no more."""
         if self._board is not None:
-            (self._board.leave if self._has_failed else self._board.end)()
+            self._board.end(well=not self._has_failed)
         elif not self._has_failed:  # who fails comes to no end
             with contextlib.suppress(RuntimeError):  # the store can be gone, with who had it
                 self._store.set(f"{_ENDED}/{self.rank}", "")
