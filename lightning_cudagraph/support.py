@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer import call
@@ -330,6 +331,13 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "Capture the parts: in `on_fit_start`, `self.part = GraphedStep(self._part,"
             " optimizers=self.optimizers())`, where `_part` is a method of yours that does backward pass"
             " and optimizer step, and in `training_step`, `loss = self.part(batch)`.",
+        )
+    if any(
+        isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers
+    ):  # what Lightning takes in its place
+        raise UnsupportedError(
+            f"`{name}.configure_optimizers` gives no optimizer, so that a step trains nothing.",
+            "Return one; or run this without the callback.",
         )
     if len(trainer.optimizers) != 1:
         raise UnsupportedError(

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from lightning_cudagraph.capture.streams import stream_choice
-from tests.declared import DeclaredOfCaptures
-
-_declared = DeclaredOfCaptures()
+from tests.declared import captures_looked_at
 
 # Tiny tensors gain nothing from threads, and several processes on few cores lose a lot by them.
 torch.set_num_threads(1)
@@ -26,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--streams 4`: all captures of the tests are on four streams, where these do not say.
 
     `--declared`: of each op that the tests capture on the emulator, what it is said to write is compared
-    with what it writes.
+    with what it writes. Tests with the mark do so always: those with the most ops among them.
     """
     parser.addoption("--streams", default=str(stream_choice.DEFAULT_STREAMS))
     parser.addoption("--declared", action="store_true")
@@ -35,14 +33,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     streams = config.getoption("--streams")
     stream_choice.DEFAULT_STREAMS = streams if streams == "auto" else int(streams)
-    if config.getoption("--declared"):
-        _declared.stand_by()
 
 
 @pytest.fixture(autouse=True)
-def _ops_write_what_they_are_said_to_write() -> Iterator[None]:
-    yield
-    assert not _declared.lies()
+def _ops_write_what_they_are_said_to_write(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not (request.config.getoption("--declared") or request.node.get_closest_marker("declared")):
+        yield
+        return
+    with captures_looked_at() as lies:
+        yield
+        assert not lies()
 
 
 @pytest.fixture

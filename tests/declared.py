@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -159,32 +160,33 @@ class Declared(TorchDispatchMode):
         return compare
 
 
-class DeclaredOfCaptures:
-    """Looks at the ops of all captures of the emulator, each by itself."""
+@contextmanager
+def captures_looked_at() -> Iterator[Callable[[], set[str]]]:
+    """Inside, look at the ops of all captures of the emulator, each by itself.
 
-    def __init__(self) -> None:
-        # Not a set: the step would be refused that changes one.
-        self._seen: SimpleQueue[Declared] = SimpleQueue()
+    Yields:
+        What says which of them write other memory than they declare, since it was last asked.
+    """
+    # Not a set: the step would be refused that changes one.
+    seen: SimpleQueue[Declared] = SimpleQueue()
+    run, put = _Recorder.run, seen.put
 
-    def stand_by(self) -> None:
-        """From now on."""
-        run, put = _Recorder.run, self._seen.put
+    def looked_at(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watch = Declared()
+        compare = watch.look(func, args, kwargs)
+        result = run(recorder, func, args, kwargs)
+        compare(result)
+        put(watch)
+        return result
 
-        def looked_at(
-            recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
-            watch = Declared()
-            compare = watch.look(func, args, kwargs)
-            result = run(recorder, func, args, kwargs)
-            compare(result)
-            put(watch)
-            return result
-
-        _Recorder.run = looked_at  # type: ignore[method-assign]
-
-    def lies(self) -> set[str]:
-        """What was found since this was last asked."""
+    def lies() -> set[str]:
         found: set[str] = set()
-        while not self._seen.empty():
-            found |= self._seen.get().lies
+        while not seen.empty():
+            found |= seen.get().lies
         return found
+
+    _Recorder.run = looked_at  # type: ignore[method-assign]
+    try:
+        yield lies
+    finally:
+        _Recorder.run = run  # type: ignore[method-assign]

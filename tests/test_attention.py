@@ -19,11 +19,14 @@ from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from tests.harness import Net, Trace, assert_same, fused_adamw, loader, make, train
 
 # of Lightning, which counts the frozen modules
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Found .* in eval mode at the start of training",
-    "ignore:.* nested tensors is in prototype",
-    "ignore:`torch.jit.*deprecated:DeprecationWarning",  # of torch, where it imports its own compiler
-)
+pytestmark = [
+    pytest.mark.declared,
+    pytest.mark.filterwarnings(
+        "ignore:Found .* in eval mode at the start of training",
+        "ignore:.* nested tensors is in prototype",
+        "ignore:`torch.jit.*deprecated:DeprecationWarning",  # of torch, as it imports its compiler
+    ),
+]
 
 _FAST = "aten::_transformer_encoder_layer_fwd"
 

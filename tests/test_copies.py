@@ -200,12 +200,17 @@ class _Copies(Callback):
 
 
 def _copying(
-    tmp_path: Path, accelerator: str, parts: list[str], build: Callable[[], Any] = Net, **kwargs: Any
+    tmp_path: Path,
+    accelerator: str,
+    parts: list[str],
+    build: Callable[[], Any] = Net,
+    kind: type[_Copies] = _Copies,
+    **kwargs: Any,
 ) -> tuple[Row, _Copies, _Copies]:
     copies: list[_Copies] = []
 
     def setting(folder: Path) -> dict[str, Any]:
-        copies.append(_Copies(parts))
+        copies.append(kind(parts))
         return {"callbacks": (copies[-1],)}
 
     done = row(
@@ -225,6 +230,10 @@ def _copying(
 def test_parts_of_a_run(tmp_path: Path, accelerator: str, part: str) -> None:
     done, plain, graph = _copying(tmp_path, accelerator, [part])
     assert done.graph.counts.replayed == 11
+    _assert_same_copies(plain, graph)
+
+
+def _assert_same_copies(plain: _Copies, graph: _Copies) -> None:
     assert plain.outcomes.keys() == graph.outcomes.keys()
     assert not all(isinstance(outcome, str) for outcome in plain.outcomes.values())
     for key, expected in plain.outcomes.items():
@@ -234,6 +243,50 @@ def test_parts_of_a_run(tmp_path: Path, accelerator: str, part: str) -> None:
         assert not isinstance(found, str), (key, found, graph.reasons[key])
         assert not differences(expected, {name: found.get(name, "missing") for name in expected}), key
     assert not graph.foreign
+
+
+class _CopiesInSteps(_Copies):
+    """The same in hooks inside of steps: of warm-up, timed and not, of a replay, and of a ragged one."""
+
+    def look_inside(self, hook: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_step in (0, 2, 4, 7):
+            self.look(f"{hook} of step {trainer.global_step}", trainer, module)
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.look_inside("on_before_zero_grad", trainer, pl_module)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        self.look_inside("on_before_backward", trainer, pl_module)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.look_inside("on_after_backward", trainer, pl_module)
+
+
+class _Reads(Net):
+    """No graph is made of its steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        assert result["loss"].item() == result["loss"].item()
+        return result
+
+
+@pytest.mark.parametrize("build", [Net, _Reads])
+@pytest.mark.parametrize("part", ["module", "strategy", "results", "fit_loop", "callbacks", "trainer"])
+def test_parts_of_a_run_inside_of_steps(
+    tmp_path: Path, accelerator: str, part: str, build: type[Net]
+) -> None:
+    done, plain, graph = _copying(
+        tmp_path,
+        accelerator,
+        [part],
+        build,
+        kind=_CopiesInSteps,
+        watched=False,
+        ours=lambda: CUDAGraphCallback(on_unsupported="eager"),
+    )
+    assert done.graph.counts.replayed == (11 if build is Net else 0)
+    _assert_same_copies(plain, graph)
 
 
 def test_something_foreign_would_be_found(

@@ -19,6 +19,8 @@ from lightning_cudagraph import CUDAGraphCallback
 from tests.harness import Trace, differences
 from tests.rows import became, refused, row
 
+pytestmark = pytest.mark.declared
+
 WORDS = 40
 
 

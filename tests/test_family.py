@@ -11,6 +11,8 @@ import pytest
 
 from tests.family import FORMS, MARKS, PAGE, PATH, outcomes, quiet, render, shown_table
 
+pytestmark = pytest.mark.declared
+
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("ignore")  # of Lightning, about each of many small runs

@@ -510,6 +510,19 @@ def test_a_refused_capture_leaves_the_results(tmp_path: Path, accelerator: str) 
     assert graph.counts.captures == 0
 
 
+class KeepsAutograd(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.log("kept", output["loss"], enable_graph=True)
+        return output
+
+
+def test_a_logged_value_with_autograds_graph_is_refused(tmp_path: Path, accelerator: str) -> None:
+    match = r"`self\.log\('kept', \.\.\., enable_graph=True\)` in `training_step` keeps autograd's graph"
+    with pytest.raises(CaptureError, match=match):
+        train(make(KeepsAutograd), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
 class Effects(Net):
     effect: Callable[[Any, Tensor], None]
 

@@ -26,6 +26,8 @@ from lightning_cudagraph.capture.state import StaticState
 from lightning_cudagraph.logs.logged_step import LoggedStep
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
+pytestmark = pytest.mark.declared
+
 LISTS = "in a list"
 SYNCS = "Python branch"
 UNIQUE = "unique"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.timing.layer_marks import _no_hook
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
@@ -162,7 +162,8 @@ def test_a_copy_of_layers(tmp_path: Path, accelerator: str) -> None:
     assert isinstance(timed.module, _Copies)
     for layer in timed.module.teacher:
         for hook in (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()):
-            assert hook is _no_hook
+            assert hook(layer, (), None) is None
+    assert b"lightning_cudagraph" not in pickle.dumps(timed.module.teacher)
 
 
 class _PartlyCompiled(Net):

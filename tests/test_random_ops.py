@@ -213,7 +213,8 @@ def test_without_writes_after_writes(
     make_backend: Make, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if accelerator == "gpu":
-        pytest.skip("two kernels that write the same place seldom overtake one another on a GPU")
+        # The emulator's generator is written by ops that do not read it; `test_dataflow.py` has others.
+        pytest.skip("what an op of torch's writes counts as read by it too, so that another rule holds")
     monkeypatch.setattr(Flow, "_write_after_write", _none)
     assert _goes_wrong(make_backend(4), 200)
 

@@ -82,8 +82,14 @@ def _strategy(accelerator: str) -> dict[str, Any]:
     return {"strategy": OwnStrategy(device=device)}
 
 
+class NoOptimizer(Net):
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        return None
+
+
 REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
     "manual optimization": (Manual, {}, r"`Manual` uses manual optimization"),
+    "no optimizer": (NoOptimizer, {}, r"`NoOptimizer\.configure_optimizers` gives no optimizer"),
     "detect_anomaly": (Net, {"detect_anomaly": True}, r"`Trainer\(detect_anomaly=True\)`"),
     "double precision": (Net, {"precision": "64-true"}, r"`DoublePrecision` \(precision '64-true'\)"),
     "sparse gradients": (SparseNet, {}, r"`table` is a `Embedding\(sparse=True\)`"),
@@ -95,6 +101,7 @@ REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore:You have turned on", "ignore:Using ModelCheckpoint with manual")
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated, and in use
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
 def test_refused_before_the_first_step(tmp_path: Path, accelerator: str, name: str) -> None:
     build, kwargs, message = REFUSED[name]
     kwargs = {"accelerator": accelerator, **kwargs}

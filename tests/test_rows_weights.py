@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    Callback,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -22,7 +23,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_cudagraph import CUDAGraphCallback
@@ -133,6 +134,66 @@ class Sees(Steady):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("seen", self.head.weight.detach().abs().sum())
+
+
+def _spectral(head: nn.Linear) -> None:
+    # Each forward pass moves its vectors, so that a weight of another pass is another one.
+    torch.nn.utils.spectral_norm(head)
+
+
+_RECOMPUTED: dict[str, Callable[[nn.Linear], object]] = {
+    "pruned": lambda head: prune.l1_unstructured(head, "weight", 0.5),  # type: ignore[no-untyped-call]
+    "weight norm": torch.nn.utils.weight_norm,
+    "spectral norm": _spectral,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", _RECOMPUTED)
+def test_hooks_inside_of_steps_see_the_weights_of_their_step(
+    tmp_path: Path, accelerator: str, name: str, every: int, watched: bool
+) -> None:
+    """What the forward pass has computed is there for hooks behind it, in a replay as in any step."""
+
+    class Twice(Steady):
+        """The weight is computed twice in each step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            _RECOMPUTED[name](self.head)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                self.head(self.features(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    class Looks(Callback):
+        seen: list[Tensor]
+
+        def setup(self, *args: Any, **kwargs: Any) -> None:
+            self.seen = []
+
+        def look(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            weight = pl_module.head.weight.detach()
+            self.seen.append(weight.clone())
+            pl_module.head.bias.data.add_(0.01 * weight.sum())
+
+        on_before_zero_grad = on_before_backward = on_after_backward = look
+
+    looks: list[Looks] = []
+
+    def setting(folder: Path) -> dict[str, Any]:
+        looks.append(Looks())
+        return {"callbacks": (looks[-1],), "watched": watched, "accumulate_grad_batches": every}
+
+    done = row(tmp_path, accelerator, Twice, setting)
+    assert done.graph.counts.replayed >= 12
+    plain, graph = (each.seen for each in looks)
+    assert len(plain) == len(graph) > 40
+    assert all(torch.equal(a, b) for a, b in zip(plain, graph, strict=True))
+    assert len({tuple(weight.flatten().tolist()) for weight in plain}) > 20 // every
 
 
 PRUNINGS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,10 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
+from benchmarks.models import WORKLOADS, Workload
+from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, LayerTimings
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.streams import stream_choice
@@ -26,6 +29,8 @@ from lightning_cudagraph.capture.streams.stream_choice import (
 )
 from lightning_cudagraph.errors import ConfigurationError, VerificationError
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+
+pytestmark = pytest.mark.declared
 
 
 @pytest.fixture(autouse=True)
@@ -395,3 +400,18 @@ def test_a_loop_of_ones_own(accelerator: str, streams: AskedStreams) -> None:
         return losses, [*first.parameters(), *second.parameters()]
 
     assert differences(trained("off"), trained("auto")) == []
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_nothing_in_the_benchmarks_is_waited_for(accelerator: str, workload: Workload) -> None:
+    """Their figures are of ops that are all placed, what the step logs among them."""
+    if not workload.is_here:
+        pytest.skip(f"needs {workload.needs}")
+    callback = CUDAGraphCallback(streams=4)
+    with trainer_for(workload, [callback], accelerator=accelerator) as trainer:
+        batches = DataLoader([workload.batch(True) for _ in range(8)], batch_size=None)  # type: ignore[arg-type]
+        trainer.fit(workload.make(True), batches)
+    assert callback.counts is not None
+    assert callback.counts.replayed == 5
+    assert "all streams wait" not in str(callback.report)

@@ -76,6 +76,14 @@ class RecomputedStep(list[Recomputed]):
         super().__init__()
         self._before = before
 
+    def so_far(self) -> list[Recomputed]:
+        """What has been computed, while the step is under way."""
+        return [
+            Recomputed(attributes, name, attributes[name].detach())
+            for attributes, name, _ in self._before
+            if name in attributes
+        ]
+
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Inside, the attributes are as they were before the step."""
@@ -112,11 +120,7 @@ def recomputed_apart(model: nn.Module) -> Iterator[RecomputedStep]:
     found = RecomputedStep(before)
     try:
         yield found
-        found += [
-            Recomputed(attributes, name, attributes[name].detach())
-            for attributes, name, _ in before
-            if name in attributes
-        ]
+        found += found.so_far()
     finally:
         for attributes, name, value in before:
             attributes[name] = value

@@ -7,10 +7,10 @@ and a file with it can be read where this package is not installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-__all__ = ["OwnHook", "StandIn", "in_place", "replace_method"]
+__all__ = ["OwnHook", "StandIn", "in_place", "no_hook", "replace_method"]
 
 
 class StandIn:
@@ -26,6 +26,8 @@ class StandIn:
         self._owner = owner
         self._name = name
         self._call = call
+        # Who asks whether the method is overridden, or for its arguments, asks for what was there.
+        self.__wrapped__ = getattr(owner, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
@@ -60,19 +62,16 @@ def replace_method(
 
 
 @contextmanager
-def in_place(owner: Any, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of a method of one object, during one step."""
-    attributes = vars(owner)
-    had = name in attributes
-    before = attributes.get(name)
-    attributes[name] = stand_in
-    try:
+def in_place(owner: object, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Put something in the place of a method of an object, during one step."""
+    with ExitStack() as patches:
+        replace_method(owner, name, call, patches)
         yield
-    finally:
-        if had:
-            attributes[name] = before
-        else:
-            del attributes[name]
+
+
+def no_hook() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What an object is reduced to that is a hook which does nothing, in copies and in pickles."""
+    return getattr, (nullcontext(), "__exit__")  # it takes any arguments, and returns None
 
 
 class OwnHook:
@@ -89,5 +88,4 @@ class OwnHook:
         return self._call(*args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Given an object and its state, it returns that state; given an object alone, None.
-        return getattr, ({}, "get")
+        return no_hook()

@@ -25,6 +25,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cudagraph.capture.batch import flatten_batch
+from lightning_cudagraph.capture.stand_ins import no_hook
 from lightning_cudagraph.errors import CUDAGraphError
 from lightning_cudagraph.timing.encoder_layers import unseen_by_encoder_layers
 from lightning_cudagraph.timing.layer_calls import LayerCalls, Layers
@@ -123,14 +124,6 @@ def _number(handle: RemovableHandle, number: int) -> None:
     handle.id = number
 
 
-def _no_hook(*args: Any) -> None:
-    """In the place of a hook of ours, in copies and pickles of its layer."""
-
-
-def _make_no_hook() -> Callable[..., None]:
-    return _no_hook
-
-
 class _Hook:
     """A hook of ours on a layer.
 
@@ -147,8 +140,8 @@ class _Hook:
         if not torch.compiler.is_compiling() and module is self._layer:
             self._act(*args)
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _make_no_hook, ()
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return no_hook()
 
 
 def _is_ours(hook: Any) -> bool:

@@ -13,8 +13,6 @@ from weakref import WeakKeyDictionary
 
 from torch.utils import checkpoint
 
-from lightning_cudagraph.capture.stand_ins import in_place
-
 __all__ = ["PRIVATE_NAMES", "Recomputation"]
 
 # Of `torch.utils.checkpoint`: entered around what is checkpointed, and around its recomputation.
@@ -62,9 +60,10 @@ class Recomputation:
                 self._under_way.pop()
                 self._moved()
 
-        at_entry, at_recomputation = PRIVATE_NAMES
-        with (
-            in_place(checkpoint, at_entry, entered),
-            in_place(checkpoint, at_recomputation, recomputed),
-        ):
+        for name, function in zip(PRIVATE_NAMES, (entered, recomputed), strict=True):
+            setattr(checkpoint, name, function)
+        try:
             yield
+        finally:
+            for name, function in zip(PRIVATE_NAMES, (enter, recompute), strict=True):
+                setattr(checkpoint, name, function)

@@ -53,6 +53,8 @@ class HandOver:
         turn = outputs.turns[index]
         turn.logs.hand_over(self._trainer)
         self._count_zero_grads(turn.zero_grads)
+        for attribute in turn.recomputed:
+            attribute.hand_over()
         turn.run(closure)
         body.optimizer.refresh()
         self._metrics.adopt()

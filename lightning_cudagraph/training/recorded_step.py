@@ -30,12 +30,14 @@ class HostTurn:
         logs: what the step has logged since the turn before.
         zero_grads: how often the step has dropped gradients since the turn before.
         run: calls the hooks, given the closure of the step.
+        recomputed: attributes of modules that hooks of torch have set so far.
     """
 
     whose: str
     logs: LoggedStep
     zero_grads: int
     run: Callable[[GraphClosure], None]
+    recomputed: list[Recomputed]
 
 
 @dataclass

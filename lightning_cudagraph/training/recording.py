@@ -172,7 +172,7 @@ class Recorder:
                 nonlocal taken, uncounted
                 self._metrics.write_back()
                 part = self.logs.finished(logs[taken:], place, capturing, is_last=False)
-                turns.append(HostTurn(whose, part, uncounted, run))
+                turns.append(HostTurn(whose, part, uncounted, run, recomputed.so_far()))
                 taken, uncounted = len(logs), 0
                 if cut is not None:
                     with marks.stage("host") if marks is not None else nullcontext():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ __all__ = ["Access", "access_of", "made_by", "only_looks", "pieces"]
 # Ops that were seen to write what they declare and nothing else, in one of their overloads at least
 # (`python -m tests.checked` looks, and writes the list). For all others, everything waits.
 _CHECKED = frozenset(Path(__file__).with_name("checked_ops.txt").read_text().split())
-# They launch nothing, though their schemas do not say that they return what they are given.
-_ALIASES = frozenset(
+# They launch nothing: they return what they are given, though their schemas do not say so, or look at no
+# more than shapes and dtypes.
+_LOOKING = frozenset(
     {
+        "aten::is_same_size",
+        "aten::result_type",
         "aten::_unsafe_view",
         "aten::_reshape_alias",
         "aten::lift_fresh",
@@ -82,10 +86,16 @@ class Access:
         return any(storage.data_ptr() != address for storage, address in self.places)
 
 
+@cache
 def only_looks(func: Any) -> bool:
     """Whether an op launches nothing and allocates nothing: it returns its argument, or a view of it."""
+    schema = func._schema
     is_range = func.namespace == "profiler"  # of a time line of the host
-    return bool(func.is_view) or is_range or func._schema.name in _ALIASES
+    if func.is_view or is_range or schema.name in _LOOKING:
+        return True
+    # Of torch's own: another's, without tensors, may launch what writes into memory that it keeps.
+    types = (each.type for each in (*schema.arguments, *schema.returns))
+    return func.namespace == "aten" and not any("Tensor" in str(kind) for kind in types)
 
 
 def access_of(func: Any, args: Any, kwargs: Any) -> Access | None:
