@@ -17,14 +17,13 @@ process: the batch shapes that its own graphs are for, layers and their times, w
 Where Lightning broadcasts before each batch whether a SIGTERM has come, and makes the host wait for the
 GPU to read it, the signal goes along with the plans here, and all end behind the same batch. Nobody
 meets in an evaluation, which may have more batches in one process than in another: there, all end
-once all have the signal; where one has it alone, they end behind the next batch of the training, or the
-epoch.
+once all have the signal, behind the same batch if each has as many; where one has it alone, they end
+behind the next batch of the training, or the epoch.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -33,7 +32,6 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.connectors import signal_connector
@@ -43,15 +41,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.nccl import check_nccl, settle_nccl
 from lightning_cudagraph.capture.processes.agreement import Agreement, Intent
 from lightning_cudagraph.capture.processes.ranks import Ranks
 from lightning_cudagraph.capture.stand_ins import replace_method
-from lightning_cudagraph.errors import ConfigurationError, PeerError, UnsupportedError
+from lightning_cudagraph.errors import PeerError, UnsupportedError
 
 __all__ = ["Distributed", "check_nccl", "settle_nccl", "wrapped_on_side_stream"]
 
-_GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
-_EXPANDABLE = "expandable_segments"
 # What Lightning's own handler says is said in its name.
 _log = logging.getLogger(signal_connector.__name__)
 
@@ -77,43 +74,6 @@ def wrapped_on_side_stream(strategy: Strategy, backend: Backend, patches: ExitSt
             return DistributedDataParallel(module, device_ids=device_ids, **strategy._ddp_kwargs)
 
     replace_method(strategy, "_setup_model", wrap, patches)
-
-
-def settle_nccl() -> str:
-    """Set what NCCL needs for captures, if it needs anything, before it is first asked.
-
-    Returns:
-        What was set, in words.
-    """
-    asked = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if f"{_EXPANDABLE}:True" not in asked or _GRAPH_REGISTER in os.environ:
-        return ""
-    if dist.is_available() and dist.is_initialized():
-        return ""  # too late
-    # Registered, a buffer that spans segments can be read where nothing is (NVIDIA/Megatron-LM and
-    # pytorch/torchtitan#3306 on captures with this allocator).
-    os.environ[_GRAPH_REGISTER] = "0"
-    return f"{_GRAPH_REGISTER}=0 is set, because the allocator has expandable segments"
-
-
-def check_nccl(device: torch.device) -> None:
-    """Refuse captures of NCCL's collectives that would read where nothing is.
-
-    Raises:
-        ConfigurationError: if NCCL registers the buffers of captures, and the allocator moves them.
-    """
-    if device.type != "cuda" or os.environ.get(_GRAPH_REGISTER) == "0":
-        return
-    if not torch.cuda.memory._snapshot()["allocator_settings"].get(_EXPANDABLE, False):
-        return
-    found = os.environ.get(_GRAPH_REGISTER, "not set")
-    raise ConfigurationError(
-        f"The allocator has expandable segments, and {_GRAPH_REGISTER} is {found}: NCCL would register"
-        " the buffers of a captured step, and could then read where nothing is. It reads the variable"
-        f" when the process group is made; set {_GRAPH_REGISTER}=0 before that, or make the"
-        " `CUDAGraphCallback` before that, which sets it. Or leave `expandable_segments:True` out of"
-        ' PYTORCH_CUDA_ALLOC_CONF. `CUDAGraphCallback(backend="off")` goes on without a graph.'
-    )
 
 
 class Distributed:
@@ -181,15 +141,16 @@ class Distributed:
 
         Raises:
             PeerError: if another process has failed.
-            SIGTERMException: if all end, behind the last batch.
+            SIGTERMException: if all end, and this batch is the last one.
         """
         if self._ranks is None or not self._meets:
             return
         loop = self._trainer.fit_loop.epoch_loop
-        is_last = loop.val_loop.batch_progress.is_last_batch
+        progress = loop.val_loop.batch_progress
+        is_last = progress.is_last_batch
         # No two evaluations come behind the same batch.
         word = f"SIGTERM/{loop.batch_progress.total.ready}" if self._sigterm else ""
-        if self._ranks.pause(word, is_last):
+        if self._ranks.pause(word, progress.current.ready, is_last):
             self._end()
             if is_last:
                 raise SIGTERMException  # as Lightning does behind any other batch

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import sys
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -26,7 +27,14 @@ from lightning_cudagraph.capture.processes.ranks import Ranks
 from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.errors import UnsupportedError
 
-__all__ = ["CollectiveRules", "StepProcesses", "are_several", "digest_of", "is_in_group"]
+__all__ = [
+    "CollectiveRules",
+    "StepProcesses",
+    "are_several",
+    "digest_of",
+    "is_in_group",
+    "uncaught_error",
+]
 
 T = TypeVar("T")
 
@@ -48,14 +56,27 @@ def are_several() -> bool:
     return is_in_group() and dist.get_world_size() > 1
 
 
-class StepProcesses:
-    """An `Agreement` on the calls of one function. Every process makes one, and calls it as often."""
+def uncaught_error() -> BaseException | None:
+    """What has ended the program, if nobody has caught it; known while Python ends."""
+    last: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
+    return last
 
-    def __init__(self) -> None:
+
+class StepProcesses:
+    """An `Agreement` on the calls of one function. Every process makes one, and calls it as often.
+
+    Args:
+        device: where the function runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._digest = 0
         self._differ = False  # the arguments of the call at hand
         self._ranks = Ranks(lambda: (0, 0, self._digest), self._met)
         self._at_exit: Any = None
+        # Until the first call, processes may wait in NCCL for one that has failed.
+        self._ranks.watch(device)
 
     def compare(self, asked: Mapping[str, Any], refused: UnsupportedError | None) -> None:
         """At the first call: let no process begin what another one does not.
@@ -68,21 +89,20 @@ class StepProcesses:
             ConfigurationError: if the processes were asked for different things.
             UnsupportedError: if one of them would go on without graphs.
         """
-        words = {f"`GraphedStep({name}=...)`": repr(value) for name, value in asked.items()}
+        words = {f"argument `{name}`": repr(value) for name, value in asked.items()}
         self._ranks.compare(words, refused)
 
-    def start(self, device: torch.device, close: weakref.WeakMethod[Any]) -> None:
+    def start(self, end: weakref.WeakMethod[Any]) -> None:
         """Meet before each call from now on.
 
         Args:
-            device: where the function runs.
-            close: lets go of the graphs. Called at the end of Python if nobody has before, because
+            end: lets go of the graphs. Called at the end of Python if nobody has before, because
                 process groups are not torn down under graphs.
         """
-        self._ranks.start(_TIMEOUT, device)
+        self._ranks.start(_TIMEOUT, self._device)
 
         def at_exit() -> None:
-            if (method := close()) is not None:
+            if (method := end()) is not None:
                 method()
 
         self._at_exit = at_exit
@@ -109,7 +129,7 @@ class StepProcesses:
         return self._ranks.tell(mine)
 
     def fail(self, error: BaseException) -> None:
-        """A call ends with an error: take the other processes along."""
+        """Something ends with an error: take the other processes along."""
         self._ranks.fail(error)
 
     def close(self) -> None:

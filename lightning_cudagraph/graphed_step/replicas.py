@@ -219,9 +219,10 @@ def _check(name: str, ddp: DistributedDataParallel) -> None:
             " captured so far are steps of all of them.",
             "Leave `process_group` out.",
         )
-    backend = dist.get_backend(group)
-    if device.type == "cuda" and "nccl" not in backend:
+    # By device: one group can have several backends, and may have been made without a name of any.
+    backend = dist.get_backend_config(group)
+    if device.type == "cuda" and "cuda:nccl" not in backend:
         raise UnsupportedError(
-            f"{what} uses {backend}, which averages gradients on the host.",
+            f"{what} has a process group that uses {backend}, which averages gradients on the host.",
             'Initialize the process group with the backend "nccl".',
         )

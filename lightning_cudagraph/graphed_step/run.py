@@ -222,17 +222,9 @@ class StepRun:
             mend=self._replicas.mend,
         )
 
-    def fail(self, error: BaseException) -> bool:
-        """A call ends with an error: take the other processes along, and say whether there are any."""
-        if self._processes is not None:
-            self._processes.fail(error)
-        return self._processes is not None
-
     def close(self) -> None:
         """Let go of the graphs, and give the optimizers back."""
         with ExitStack() as stack:  # graphs first
-            if self._processes is not None:
-                stack.callback(self._processes.close)
             stack.callback(self._replicas.close)
             stack.callback(self._optimizers.close)
             for lane in self._lanes.values():

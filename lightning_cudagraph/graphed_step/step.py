@@ -7,6 +7,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from types import FunctionType, TracebackType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
@@ -18,13 +19,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.nccl import check_nccl, settle_nccl
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.streams import stream_choice
 from lightning_cudagraph.capture.streams.stream_choice import MAX_STREAMS, AskedStreams, are_streams
 from lightning_cudagraph.capture.unfit import refuse_nameless
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
-from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
+from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, uncaught_error
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import ARGUMENTS, StepRun, StepSettings, backend_for
 from lightning_cudagraph.graphed_step.surroundings import surroundings_of
@@ -78,7 +80,9 @@ class GraphedStep(Generic[P, R]):
     processes call it as often, and decide together what becomes of each call; the all-reduce is in the
     graph. Warm-up goes on until gradients have been averaged eleven times. `no_sync()` may be entered
     around the call, or inside. Use `with`, or `close` it before the process group is destroyed: NCCL
-    waits for graphs.
+    waits for graphs. An error in a call or inside of `with`, or one that ends the program, ends the
+    other processes too. If the allocator has expandable segments, make it before the process group: it
+    sets `NCCL_GRAPH_REGISTER=0`.
 
     What it returns comes back as copies that no later call changes, without autograd's graph, from every
     call. Schedulers, logging, printing and everything else on the host stay outside of the function.
@@ -99,7 +103,8 @@ class GraphedStep(Generic[P, R]):
         harmless: host code in the function that may stay frozen, or not be repeated by replays: the
             names that the error for it gives.
         backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` insist
-            on one of them. ``"off"``: every call is a plain one.
+            on one of them. ``"off"``: every call is a plain one; several processes make sure at the
+            first that it is so in all of them.
         max_graphs: how many signatures of arguments get a graph; calls with others are eager.
         streams: on how many streams of the capture ops are put that do not need one another; ``"auto"``
             for the fastest of 1, 2, 4 and 8; where there is a process group, 1. None: ``"auto"``.
@@ -179,7 +184,20 @@ class GraphedStep(Generic[P, R]):
             max_graphs,
             stream_choice.streams_for(streams, streams_memory_bytes),
         )
+        self._given = {
+            "warmup_steps": warmup_steps,
+            "verify_replays": verify_replays,
+            "verify_every_n_steps": verify_every_n_steps,
+            "on_unsupported": on_unsupported,
+            "harmless": sorted({*harmless}),  # sets have an order of their own in each process
+            "backend": backend,
+            "max_graphs": max_graphs,
+            "streams": self._settings.streams,
+        }
         self._run: StepRun | None = None
+        self._processes: StepProcesses | None = None  # those of the run, or of one to come
+        # Now, because process groups are often made later.
+        self._settled = "" if backend == "off" else settle_nccl()
         self._refused: str | None = None  # why all calls are eager
         self._counts = StepCounts()  # of the time before `close`, as the report
         self._report = "lightning_cudagraph: no call yet"
@@ -192,6 +210,7 @@ class GraphedStep(Generic[P, R]):
             "_optimizers": {},
             "_scaler": None,
             "_run": None,
+            "_processes": None,
         }
         return {**self.__dict__, **emptied}
 
@@ -206,6 +225,7 @@ class GraphedStep(Generic[P, R]):
         if self._run is None:
             return self._report
         description, notes = self._run.backend.description, self._run.notes
+        notes += [self._settled] if self._settled and self._processes is not None else []
         return fit_report(description, self.counts, StepPace(), WindowSummary([]), notes)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -215,9 +235,10 @@ class GraphedStep(Generic[P, R]):
             UnsupportedError: if it cannot be captured. Nothing of the call has happened then.
         """
         function = self._bound()
-        nested = getattr(_inside, "step", None) is not None or is_capturing()
-        if self._backend_name == "off" or self._refused or nested:
-            # Inside another step, or that of the callback, this one is a part of it.
+        if self._refused or _is_nested():
+            return function(*args, **kwargs)
+        if self._backend_name == "off":
+            self._go_off()
             return function(*args, **kwargs)
         _inside.step = self
         try:
@@ -229,7 +250,7 @@ class GraphedStep(Generic[P, R]):
             if self._run is not None or self._settings.raise_unsupported:
                 self._fail(error)
                 raise
-            self._refused = error.reason
+            self._go_alone(error.reason)
             self._report = f"lightning_cudagraph: all calls eager. {error.reason}"
         except BaseException as error:
             self._fail(error)
@@ -249,13 +270,19 @@ class GraphedStep(Generic[P, R]):
 
         The next call begins anew, with warm-up.
         """
-        if self._run is None:
-            return
-        self._counts, self._report = self.counts, self.report
+        if self._run is not None:
+            self._counts, self._report = self.counts, self.report
         run, self._run = self._run, None
-        run.close()
+        processes, self._processes = self._processes, None
+        with ExitStack() as stack:  # graphs first
+            if processes is not None:
+                stack.callback(processes.close)
+            if run is not None:
+                stack.callback(run.close)
 
     def __enter__(self) -> GraphedStep[P, R]:
+        if not _is_nested():
+            self._join()  # so that the others know why this process does not come to the first call
         return self
 
     def __exit__(
@@ -267,8 +294,48 @@ class GraphedStep(Generic[P, R]):
 
     def _fail(self, error: BaseException) -> None:
         """Something ends with an error: so do the other processes, if there are any."""
-        if self._run is not None and self._run.fail(error):
+        if self._processes is not None:
+            self._processes.fail(error)
             self.close()  # a call that comes all the same begins anew, with those that still come
+
+    def _end(self) -> None:
+        """Python ends, and nobody has closed this: for good, or because of an error."""
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            if (error := uncaught_error()) is not None:
+                self._fail(error)
+
+    def _join(self) -> StepProcesses | None:
+        """Be one of the processes that call this together, if there are several; else None.
+
+        From now on, a failure of one of them is told to the others.
+        """
+        if self._processes is None and self._refused is None and are_several():
+            inside = (m for module in self._found().values() for m in module.modules())
+            wrapper = next((m for m in inside if isinstance(m, DistributedDataParallel)), None)
+            if wrapper is not None:
+                self._processes = StepProcesses(next(wrapper.parameters()).device)
+        return self._processes
+
+    def _go_off(self) -> None:
+        """Without graphs from now on, if all processes are to be.
+
+        Raises:
+            ConfigurationError: if the others were given another `backend`.
+        """
+        try:
+            processes = self._join()
+            if processes is not None:
+                processes.compare(self._given, None)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._go_alone('`backend="off"`')
+
+    def _go_alone(self, reason: str) -> None:
+        """Without graphs from now on, and each process by itself."""
+        self._refused = reason
+        self.close()
 
     def _bound(self) -> Callable[P, R]:
         if self._function is None:
@@ -280,41 +347,18 @@ class GraphedStep(Generic[P, R]):
         return self._function
 
     def _started(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
-        function = self._bound()
-        if "__name__" not in getattr(inspect.unwrap(function), "__globals__", {"__name__": ""}):
-            refuse_nameless(f"The function `{getattr(function, '__qualname__', function)}`")
-        with contextlib.suppress(ValueError):  # written in C
-            inspect.signature(function).bind(*args, **kwargs)
-        found = {**_found_in(function), **self._modules}
-        owners = [getattr(function, "__self__", None), *found.values(), *self._optimizers.values()]
-        surroundings = surroundings_of(owners)
-        optimizers = {
-            name: surroundings.optimizer_in(optimizer) for name, optimizer in self._optimizers.items()
-        }
-        model = _as_one(found)
-        device = _device_of(model, optimizers, (args, kwargs))
-        is_wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-        processes = StepProcesses() if is_wrapped and are_several() else None
+        """The run of the calls from this one on, if all processes can have the same."""
+        processes = self._join()
         run: StepRun | None = None
         refused: UnsupportedError | None = None
         try:
-            run = StepRun(
-                function,
-                model,
-                optimizers,
-                self._scaler or surroundings.scaler(),
-                self._backend(device),
-                surroundings,
-                self._settings,
-                StepReplicas(model),
-                processes,
-            )
+            run = self._made(args, kwargs)
         except UnsupportedError as error:
             refused = error
         try:
             if processes is not None:
-                processes.compare(self._asked(), refused)
-                processes.start(device, weakref.WeakMethod(self.close))
+                processes.compare(self._given, refused)
+                processes.start(weakref.WeakMethod(self._end))
         except BaseException:
             if run is not None:
                 run.close()
@@ -324,10 +368,38 @@ class GraphedStep(Generic[P, R]):
         assert run is not None
         return run
 
-    def _asked(self) -> dict[str, Any]:
-        """What all processes must have been given alike, in one order."""
-        settings = vars(self._settings)
-        return {n: sorted(v) if isinstance(v, frozenset) else v for n, v in settings.items()}
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
+        """The run, as far as it is this process's own affair."""
+        function = self._bound()
+        if "__name__" not in getattr(inspect.unwrap(function), "__globals__", {"__name__": ""}):
+            refuse_nameless(f"The function `{getattr(function, '__qualname__', function)}`")
+        with contextlib.suppress(ValueError):  # written in C
+            inspect.signature(function).bind(*args, **kwargs)
+        found = self._found()
+        owners = [getattr(function, "__self__", None), *found.values(), *self._optimizers.values()]
+        surroundings = surroundings_of(owners)
+        optimizers = {
+            name: surroundings.optimizer_in(optimizer) for name, optimizer in self._optimizers.items()
+        }
+        model = _as_one(found)
+        device = _device_of(model, optimizers, (args, kwargs))
+        if self._processes is not None:
+            check_nccl(device)
+        return StepRun(
+            function,
+            model,
+            optimizers,
+            self._scaler or surroundings.scaler(),
+            self._backend(device),
+            surroundings,
+            self._settings,
+            StepReplicas(model),
+            self._processes,
+        )
+
+    def _found(self) -> dict[str, nn.Module]:
+        """The modules that the function works on: those that can be seen, and those that were given."""
+        return {**_found_in(self._function), **self._modules}
 
     def _backend(self, device: torch.device) -> Backend:
         kinds = {"cuda": "cuda", "emulator": "cpu"}
@@ -336,6 +408,11 @@ class GraphedStep(Generic[P, R]):
                 "backend", self._backend_name, f'one for {device}, where the step runs, such as "auto"'
             )
         return backend_for(device)
+
+
+def _is_nested() -> bool:
+    """Whether another step, or that of the callback, is under way: a call is a part of it."""
+    return getattr(_inside, "step", None) is not None or is_capturing()
 
 
 class _Modules(nn.Module):

@@ -45,6 +45,7 @@ from lightning_cudagraph import (
     UnsupportedError,
 )
 from lightning_cudagraph.capture.engine import StepEngine
+from lightning_cudagraph.capture.processes import failures
 from lightning_cudagraph.capture.processes.board import Board
 from lightning_cudagraph.capture.streams.branches import SentBackError
 from lightning_cudagraph.capture.streams.dataflow import Flow
@@ -822,6 +823,37 @@ def an_error_on_rank_1(here: Here) -> None:
     here.train("graph", CUDAGraphCallback(), callbacks=(Raises(1),))
 
 
+class RaisesInOneOfThree(Raises):
+    """Raises in the middle, in one process; another one is busy then, and learns of it later."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_rank == 2 and trainer.global_step == 18:
+            time.sleep(5)
+        super().on_train_batch_start(trainer, pl_module, *args)
+
+
+def an_error_on_rank_1_of_three(here: Here) -> None:
+    """Raises what that process has met; that of rank 0, with the store, ends with it at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        if here.rank == 2:
+            patch.setattr(failures, "_LOOK_EVERY_S", 2.5)
+        callbacks = (RaisesInOneOfThree(1),)
+        here.train("graph", CUDAGraphCallback(), callbacks=callbacks, max_epochs=9, fit=pl.Trainer.fit)
+
+
+class Killed(Callback):
+    """Ends in the middle, in one process, without a word."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 18:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_on_rank_1(here: Here) -> None:
+    """Raises in the other process that it is gone."""
+    here.train("graph", CUDAGraphCallback(), callbacks=(Killed(),), fit=pl.Trainer.fit)
+
+
 class RaisesEarly(Callback):
     """Raises before training begins, in one process."""
 
@@ -972,6 +1004,46 @@ def a_signal_before_what_all_need(here: Here) -> None:
     assert found in (20, 21), found
 
 
+class SharesEachBatch(Net):
+    """What it computes in each batch of an evaluation is of all processes."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        dist.all_reduce(loss)
+        self.log("val_loss", loss)
+
+
+class SignalledInTurn(Callback):
+    """Ends its process by SIGTERM in one evaluation: that of rank 1 a few batches later than the other.
+
+    Rank 1 is slow behind each batch, so that the other one is in the next by then.
+    """
+
+    sent = False
+
+    def _is_in(self, trainer: Any) -> bool:
+        return trainer.global_step == 24 and not trainer.sanity_checking
+
+    def on_validation_batch_start(
+        self, trainer: Any, module: Any, batch: Any, index: int, *_: Any
+    ) -> None:
+        if self._is_in(trainer) and not self.sent and index == 2 + 3 * trainer.global_rank:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        if self._is_in(trainer) and trainer.global_rank == 1:
+            time.sleep(0.2)
+
+
+def a_signal_where_all_share_each_batch(here: Here) -> None:
+    """All end behind the same batch of the evaluation, and none is left alone in its collective."""
+    batches = loader(ragged=False, seed=1, batches=40)
+    found = _ends(here, SignalledInTurn(), build=SharesEachBatch, val_loader=batches)
+    assert found == 24, found
+
+
 def an_error_behind_a_signal(here: Here) -> None:
     """Of one process, in the last step, that all have agreed to do."""
     callbacks = (Signalled(5, False),)
@@ -1017,6 +1089,7 @@ OVER_SOCKETS = {
         a_shorter_stream,
         fewer_epochs_on_rank_1,
         an_error_on_rank_1,
+        killed_on_rank_1,
         a_signal_in_an_evaluation_of_one,
     )
 }

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -22,8 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples import fabric_ddp
 from lightning_cudagraph import GraphedStep, UnsupportedError
+from lightning_cudagraph.capture.nccl import check_nccl
+from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, PeerError
-from tests.distributed.cases import WARM_UP, Here
+from lightning_cudagraph.graphed_step import step as step_module
+from lightning_cudagraph.graphed_step.replicas import StepReplicas
+from tests.distributed.cases import WARM_UP, Here, _no_page
 from tests.harness import differences, loader
 from tests.loops import Net
 
@@ -230,6 +237,12 @@ def another_shape(here: Here) -> None:
     assert not step.counts.recaptures, step.report
 
 
+def another_shape_over_sockets(here: Here) -> None:
+    """The same without memory that processes share."""
+    with _no_page():
+        another_shape(here)
+
+
 class OtherDropout(Plain):
     """In one process, dropout becomes another."""
 
@@ -278,10 +291,141 @@ class RaisesOnOne(Plain):
 
 def an_error_in_one_process(here: Here) -> None:
     """The other one ends with it, in seconds."""
+    _ends_all(here, RaisesOnOne(here), ValueError, "no more cheese")
+
+
+def an_error_in_one_process_over_sockets(here: Here) -> None:
+    """The same without memory that processes share."""
+    with _no_page():
+        an_error_in_one_process(here)
+
+
+def _ends_all(here: Here, loop: Plain, kind: type[BaseException], reason: str = "") -> None:
+    """Fail unless rank 1 meets an error, and the others end with it in seconds."""
     started_s = time.monotonic()
-    with pytest.raises(ValueError if here.rank == 1 else PeerError, match="no more cheese"):
-        RaisesOnOne(here).run(graphed=True)
+    with pytest.raises(kind if here.rank == 1 else PeerError) as caught:
+        loop.run(graphed=True)
+    assert reason in str(caught.value), caught.value
+    assert here.rank == 1 or f"rank 1: {kind.__name__}: " in str(caught.value), caught.value
     assert time.monotonic() - started_s < 30
+
+
+class RaisesBeforeTheFirstCall(Plain):
+    """In one process, the batches cannot be read."""
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.here.rank == 1:
+            raise ValueError("no cheese at all")
+        return super().batches()
+
+
+def an_error_before_the_first_call(here: Here) -> None:
+    """The others do not wait for a start that does not come."""
+    _ends_all(here, RaisesBeforeTheFirstCall(here), ValueError, "no cheese at all")
+
+
+class RaisesInTheStep(Plain):
+    """In one process, a call of the function ends with an error: when all have averaged, or before."""
+
+    call_index = 0
+
+    def __init__(self, here: Here, is_behind: bool) -> None:
+        super().__init__(here)
+        self.is_behind = is_behind
+
+    def around(self, index: int) -> None:
+        self.call_index += 1
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        raises = self.call_index == 2 and self.here.rank == 1
+        if raises and not self.is_behind:
+            raise ValueError("no more cheese")
+        loss = super().step(x, y)
+        if raises:
+            raise ValueError("no more cheese")
+        return loss
+
+
+def an_error_in_the_step(here: Here) -> None:
+    """Behind its averages: the others learn of it at the next call."""
+    _ends_all(here, RaisesInTheStep(here, is_behind=True), ValueError, "no more cheese")
+
+
+def an_error_in_the_step_before_averages(here: Here) -> None:
+    """The others wait for gradients. On a CPU they end with the process that does not come."""
+    RaisesInTheStep(here, is_behind=False).run(graphed=True)
+
+
+class RaisesInTheCapture(Plain):
+    """In one process, the function ends with an error where it is captured."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        loss = super().step(x, y)
+        if is_capturing() and self.here.rank == 1:
+            raise ValueError("no more cheese")
+        return loss
+
+
+def an_error_in_the_capture(here: Here) -> None:
+    """What one process cannot capture, none does."""
+    with pytest.raises((PeerError, UnsupportedError), match="ValueError in the capture: no more cheese"):
+        RaisesInTheCapture(here).run(graphed=True)
+
+
+class Interrupted(Plain):
+    """In one process, Ctrl-C comes while it waits for the other one."""
+
+    def __init__(self, here: Here, at: int) -> None:
+        super().__init__(here)
+        self.at = at
+        self.told = here.folder / f"interrupted{at}"
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index, batch in enumerate(super().batches()):
+            if index == self.at:
+                self.wait()
+            yield batch
+
+    def wait(self) -> None:
+        if self.here.rank == 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            return
+        while not self.told.exists():
+            time.sleep(0.01)
+
+    def run(self, graphed: bool) -> Any:
+        try:
+            return super().run(graphed)
+        finally:
+            self.told.touch()
+
+
+def ctrl_c_in_one_process(here: Here) -> None:
+    """In the start of a run, and behind the capture."""
+    for at in (0, WARM_UP + 4):
+        _ends_all(here, Interrupted(here, at), KeyboardInterrupt)
+
+
+def ctrl_c_over_sockets(here: Here) -> None:
+    """Nobody catches it; what is exchanged can still reach those that come later, and so they end with
+    the process that does not come.
+    """
+    with _no_page():
+        Interrupted(here, WARM_UP + 4).run(graphed=True)
+
+
+class UncaughtError(BaseException):
+    """Nobody catches it, so that it ends Python."""
+
+
+def an_uncaught_error_without_with(here: Here) -> None:
+    """The step is closed at the end of Python, and knows that this is no good end."""
+    loop = Plain(here)
+    step = GraphedStep(loop.step, loop.net, loop.optimizer)
+    for index, (x, y) in enumerate(loop.batches()):
+        if index == WARM_UP + 4 and here.rank == 1:
+            raise UncaughtError("no more cheese")
+        step(x, y)
 
 
 class DifferentArguments(Plain):
@@ -299,10 +443,66 @@ class SameArguments(Plain):
 
 def different_arguments(here: Here) -> None:
     """Nothing is begun."""
-    expected = r"GraphedStep\(verify_replays=\.\.\.\)`: 0 on rank 0, 1 on rank 1"
-    with pytest.raises(ConfigurationError, match=expected):
+    with pytest.raises(ConfigurationError, match="argument `verify_replays`: 0 on rank 0, 1 on rank 1"):
         DifferentArguments(here).run(graphed=True)
     _same(here, SameArguments, 0)
+
+
+class AnotherBackend(Plain):
+    """In one process, another backend than in the others."""
+
+    steps = 3
+
+    def __init__(self, here: Here, backend: str) -> None:
+        super().__init__(here)
+        self.kwargs = {"backend": backend} if here.rank == 1 else {}  # type: ignore[misc]
+
+
+class WithoutGraphs(Plain):
+    steps = 3
+    kwargs: ClassVar[dict[str, Any]] = {"backend": "off"}
+
+
+def another_backend_in_one(here: Here) -> None:
+    """No graphs, or those of another device: said in all. In all processes, it is as good as any."""
+    with pytest.raises(ConfigurationError, match="`backend`: 'auto' on rank 0, 'off' on rank 1"):
+        AnotherBackend(here, "off").run(graphed=True)
+    other = "emulator" if here.accelerator == "gpu" else "cuda"
+    _ends_all(here, AnotherBackend(here, other), ConfigurationError, "where the step runs")
+    _same(here, WithoutGraphs, 0)
+
+
+def _on_gpus(patch: pytest.MonkeyPatch) -> None:
+    """As if on GPUs, with expandable segments."""
+    patch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    settings = {"allocator_settings": {"expandable_segments": True}}
+    patch.setattr(torch.cuda.memory, "_snapshot", lambda: settings)
+    patch.setattr(step_module, "check_nccl", lambda device: check_nccl(torch.device("cuda")))
+
+
+def buffers_that_move_are_refused(here: Here) -> None:
+    """NCCL would register them. A function that works on no wrapper does not concern it."""
+    with pytest.MonkeyPatch.context() as patch:
+        _on_gpus(patch)
+        with pytest.raises(ConfigurationError, match="NCCL_GRAPH_REGISTER is not set"):
+            Plain(here).run(graphed=True)
+        loop = OnOneAlone(here)
+        loop.steps = 3
+        loop.run(graphed=True)
+
+
+def averages_on_the_host_are_refused(here: Here) -> None:
+    """By what the group has for GPUs, and not by what it is called."""
+    loop = Plain(here)
+    with pytest.MonkeyPatch.context() as patch:
+        on_gpu = SimpleNamespace(device=torch.device("cuda"))
+        patch.setattr(loop.net, "parameters", lambda: iter([on_gpu]))
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
+        with pytest.raises(UnsupportedError, match="averages gradients on the host"):
+            StepReplicas(loop.net)
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        patch.setattr(dist, "get_backend", lambda group: "undefined")  # made without a name
+        StepReplicas(loop.net).close()
 
 
 class FindsUnused(Plain):
@@ -628,3 +828,29 @@ def a_wrapper_on_the_default_stream(here: Here) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         OnTheDefaultStream(here).run(graphed=True)
     _same(here, Plain, STEPS - WARM_UP)
+
+
+def a_step_older_than_the_group(here: Here) -> None:
+    """On GPUs with expandable segments: it tells NCCL not to register buffers."""
+    GraphedStep(_same)
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+    _same(here, Plain, STEPS - WARM_UP)
+
+
+def a_step_younger_than_the_group(here: Here) -> None:
+    """On GPUs with expandable segments: the group may have been told otherwise."""
+    with pytest.raises(ConfigurationError, match="NCCL_GRAPH_REGISTER is not set"):
+        Plain(here).run(graphed=True)
+
+
+class AveragesOnTheHost(Plain):
+    def join(self) -> None:
+        os.environ["RANK"] = os.environ["LOCAL_RANK"]
+        torch.cuda.set_device(self.here.rank)
+        dist.init_process_group("gloo")
+
+
+def a_group_that_averages_on_the_host(here: Here) -> None:
+    """On GPUs: the process group is not NCCL's."""
+    with pytest.raises(UnsupportedError, match="averages gradients on the host"):
+        AveragesOnTheHost(here).run(graphed=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from lightning_cudagraph.capture.processes.board import VALUE_BITS, Board
+from tests.distributed.forks import ROOT
 
 EXCHANGES = 2_000
 
@@ -65,7 +69,7 @@ def test_who_comes_to_one_more_exchange_learns_that_another_has_ended() -> None:
     assert first.exchange(4, lambda: None) == [4, 5]  # read all the same
     thread.join()
     assert first.exchange(6, lambda: None) is None
-    assert first.has_ended
+    assert first.ended() == [1]
     os.unlink(path)
 
 
@@ -79,7 +83,7 @@ def test_what_was_said_last_is_read_when_its_process_has_gone(well: bool) -> Non
     second.end(well)
     assert first.exchange(4, lambda: None) == [4, 5]
     assert first.exchange(6, lambda: None) is None
-    assert first.has_ended == well
+    assert first.ended() == ([1] if well else [])
     os.unlink(path)
 
 
@@ -89,7 +93,7 @@ def test_who_has_left_has_not_ended() -> None:
     second.leave()
     second.end(well=False)
     assert first.exchange(1, lambda: None) is None
-    assert not first.has_ended
+    assert not first.ended()
     os.unlink(path)
 
 
@@ -110,7 +114,54 @@ def test_who_leaves_because_another_has_ended_hides_no_end() -> None:
     third.end(well=True)
     second.end(well=False)
     assert first.exchange(1, lambda: None) is None
-    assert first.has_ended
+    assert first.ended() == [2]
+    os.unlink(path)
+
+
+HOLDS_ITS_LOCK = """
+import os, sys, time
+from lightning_cudagraph.capture.processes.board import Board
+board = Board(sys.argv[1], 1, 2)
+if os.fork() == 0:
+    time.sleep(60)
+print("here", flush=True)
+time.sleep(60)
+"""
+
+
+def test_who_is_killed_is_gone_and_a_fork_of_it_does_not_stand_for_it() -> None:
+    path, _ = Board.made(2)
+    first = Board(path, 0, 2)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_ITS_LOCK, path],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        start_new_session=True,
+    ) as other:
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == b"here\n"
+            assert first.gone() == []
+            other.kill()
+            other.wait()
+            assert first.gone() == [1]
+            # That looks take no lock for good can be seen in the next one.
+            assert first.gone() == [1]
+        finally:
+            os.killpg(other.pid, signal.SIGKILL)  # the fork
+    os.unlink(path)
+
+
+@pytest.mark.parametrize("how", ["end", "fail", "leave"])
+def test_who_has_said_that_it_leaves_is_not_gone(how: str) -> None:
+    path, _ = Board.made(2)
+    first, second = (Board(path, rank, 2) for rank in range(2))
+    assert first.gone() == [1]  # locks are between processes, and this is one
+    if how == "leave":
+        second.leave()
+    else:
+        second.end(well=how == "end")
+    assert first.gone() == []
     os.unlink(path)
 
 

@@ -72,6 +72,24 @@ def test_an_error_in_one_process_ends_all(
     assert apart_s < ALL_ENDED_S, apart_s
 
 
+def test_all_learn_why_where_the_one_with_the_store_ends_at_once(tmp_path: Path) -> None:
+    case = "an_error_on_rank_1_of_three"
+    ended = launch(tmp_path, [case], "cpu", timeout_s=BEGUN_S, size=3)
+    assert [process.status for process in ended] == [1, 1, 1], ended
+    for rank in (0, 2):
+        assert "rank 1: ValueError: no more cheese" in ended[rank].cases[case], ended[rank]
+
+
+@pytest.mark.parametrize("where", ["", "_over_sockets"])
+def test_a_process_that_is_killed_ends_all(tmp_path: Path, accelerator: str, where: str) -> None:
+    case = f"killed_on_rank_1{where}"
+    ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
+    assert [process.status for process in ended] == [1, -signal.SIGKILL], ended
+    told = ended[0].cases.get(case, "") + ended[0].said
+    reason = "the connection to it was lost" if where else "The process with rank 1 is gone without a"
+    assert reason in told, ended[0]
+
+
 @pytest.mark.parametrize("where", ["on_rank_0", "on_rank_1", "on_rank_1_over_sockets"])
 def test_who_has_more_to_do_than_the_others_ends(tmp_path: Path, accelerator: str, where: str) -> None:
     cases = [f"fewer_epochs_{where}"]

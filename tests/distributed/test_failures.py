@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_cudagraph.capture.processes import failures as module
 from lightning_cudagraph.capture.processes.failures import Failures
+from lightning_cudagraph.errors import PeerError
 
 GPU = torch.device("cuda", 0)  # which nothing here touches
 LIMIT_S = 30.0
@@ -152,6 +153,97 @@ def test_a_store_that_is_gone(
     said = capfd.readouterr().err
     assert "the process with rank 0 has ended" in said
     assert "ValueError: no more cheese\nlightning_cudagraph: rank 1 ends by force" in said
+
+
+class Page:
+    """What is needed of the page that processes share: on it, that of the store has come to its end."""
+
+    def ended(self) -> list[int]:
+        return [0]
+
+    def gone(self) -> list[int]:
+        return []
+
+
+@pytest.mark.parametrize("page", [False, True])
+def test_a_store_that_has_come_to_its_end(
+    world: World,
+    store: dist.HashStore,
+    failures: Failures,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    page: bool,
+) -> None:
+    """Its process is through with the run, and this one is not yet."""
+    if page:
+        monkeypatch.setattr(failures, "board", Page())
+    else:
+        Failures(store, rank=0, size=2).end()  # which comes back when the other one knows
+    monkeypatch.setattr(failures, "_store", GoneStore())
+    assert failures._watch is not None
+    failures._watch.join(LIMIT_S)
+    assert not failures._watch.is_alive()
+    assert not world.aborted.is_set()
+    assert not world.ended.is_set()
+    assert "has failed" not in capfd.readouterr().err
+
+
+class Asked:
+    """A store that notes what has been there when somebody waits for it."""
+
+    def __init__(self, store: dist.HashStore) -> None:
+        self.store = store
+        self.asks = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        found = self.store.check(keys)
+        if keys == ["read/2"] and not found:
+            self.asks += 1
+            if self.asks == 3:
+                self.store.set("read/2", "")
+        return found
+
+
+@pytest.mark.parametrize("how", ["word", "own", "all", "end"])
+def test_the_store_is_there_until_all_have_read_what_is_in_it(how: str, store: dist.HashStore) -> None:
+    """However its process ends: by another's word, by its own, by what all come to, or well."""
+    if how == "word":
+        store.set("failed", "rank 1: ValueError: no more cheese")
+    asked = Asked(store)
+    first = Failures(asked, rank=0, size=3)
+    store.set("read/1", "")
+    if how == "end":
+        first.end()
+    elif how == "word":
+        with pytest.raises(PeerError) as raised:
+            first.look()
+        first.tell(raised.value, lambda: None)
+    else:
+        error = ValueError("no more cheese") if how == "own" else PeerError("the last batch of some")
+        first.tell(error, lambda: None)
+    assert asked.asks == 3
+
+
+def test_the_store_is_not_there_for_ever(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_READ_TIMEOUT_S", 0.1)
+    Failures(store, rank=0, size=2).end()
+    assert store.check(["ended/0"])
+
+
+def test_who_is_gone_ends_what_others_wait_for(
+    world: World,
+    failures: Failures,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    page = Page()
+    page.gone = lambda: [0]  # type: ignore[method-assign]
+    monkeypatch.setattr(failures, "board", page)
+    assert world.aborted.wait(LIMIT_S)
+    assert "The process with rank 0 is gone without a word" in capfd.readouterr().err
 
 
 def test_nobody_reads_what_is_said(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from lightning_cudagraph import GraphedStep
+from lightning_cudagraph.graphed_step.processes import uncaught_error
 from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
 
 SAME = (
@@ -26,8 +31,19 @@ AGREED = (
     "unequal_batches",
     "manual_optimization_is_refused",
     "different_arguments",
+    "another_backend_in_one",
+    "buffers_that_move_are_refused",
+    "averages_on_the_host_are_refused",
     "fewer_batches_in_one",
     "an_error_in_one_process",
+    "an_error_before_the_first_call",
+    "an_error_in_the_step",
+    "an_error_in_the_capture",
+    "ctrl_c_in_one_process",
+)
+OVER_SOCKETS = (
+    "another_shape_over_sockets",
+    "an_error_in_one_process_over_sockets",
 )
 
 
@@ -39,7 +55,60 @@ def test_processes_train_as_without_graphs(
     assert_all_ok(launch(tmp_path, named, accelerator, timeout_s=240), named)
 
 
-def test_processes_decide_together_at_once(tmp_path: Path, accelerator: str) -> None:
-    named = [f"step_cases.{case}" for case in AGREED]
+@pytest.mark.parametrize("cases", [AGREED, OVER_SOCKETS], ids=["on a page", "over sockets"])
+def test_processes_decide_together_at_once(
+    tmp_path: Path, accelerator: str, cases: tuple[str, ...]
+) -> None:
+    named = [f"step_cases.{case}" for case in cases]
     ended = launch(tmp_path, named, accelerator, timeout_s=240, limit_s=AT_ONCE_S)
     assert_all_ok(ended, named)
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "reason"),
+    [
+        ("an_error_in_the_step_before_averages", 1, "ValueError: no more cheese"),
+        ("ctrl_c_over_sockets", -signal.SIGINT, "KeyboardInterrupt"),
+    ],
+)
+def test_a_process_that_ends_in_a_call_ends_all(
+    tmp_path: Path, accelerator: str, name: str, status: int, reason: str
+) -> None:
+    case = f"step_cases.{name}"
+    ended = launch(tmp_path, [case], accelerator, timeout_s=240)
+    assert [process.status for process in ended] == [1, status], ended
+    assert reason in ended[1].cases.get(case, "") + ended[1].said, ended[1]
+    # In a collective, the connection is what it misses; then the reason is told beside it.
+    told = ended[0].cases.get(case, "") + ended[0].said
+    assert f"rank 1: {reason}" in told, ended[0]
+    assert abs(ended[0].ended_s - ended[1].ended_s) < AT_ONCE_S
+
+
+def test_an_error_that_nobody_catches_is_no_good_end(tmp_path: Path, accelerator: str) -> None:
+    case = "step_cases.an_uncaught_error_without_with"
+    ended = launch(tmp_path, [case], accelerator, timeout_s=240)
+    assert [process.status for process in ended] == [1, 1], ended
+    assert "UncaughtError: no more cheese" in ended[1].said, ended[1]
+    assert "PeerError: Another process of the run has failed" in ended[0].cases[case], ended[0]
+    assert "rank 1: UncaughtError: no more cheese" in ended[0].cases[case], ended[0]
+
+
+@pytest.mark.parametrize("name", ["last_exc", "last_value"])  # since Python 3.12, and before
+def test_what_ended_the_program_is_known(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for other in ("last_exc", "last_value"):
+        monkeypatch.delattr(sys, other, raising=False)
+    assert uncaught_error() is None
+    error = ValueError("no more cheese")
+    monkeypatch.setattr(sys, name, error, raising=False)
+    assert uncaught_error() is error
+
+
+@pytest.mark.parametrize(("backend", "found"), [("auto", "0"), ("off", None)])
+def test_buffers_that_move_are_not_registered(
+    monkeypatch: pytest.MonkeyPatch, backend: str, found: str | None
+) -> None:
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")  # so that it is put back
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    GraphedStep(print, backend=backend)  # type: ignore[arg-type]
+    assert os.environ.get("NCCL_GRAPH_REGISTER") == found

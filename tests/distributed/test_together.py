@@ -60,6 +60,7 @@ SIGNALS = (
     "a_signal_at_the_end_of_one",
     "a_signal_before_what_all_need",
     "a_signal_in_an_evaluation",
+    "a_signal_where_all_share_each_batch",
 )
 
 

@@ -7,6 +7,10 @@ has seen that all have read the last.
 
 A file is no proof of memory that is shared: several machines can see one folder over a network, and each
 then maps pages of its own. So processes first compare the names of their machines.
+
+Each process holds a lock on a byte of the file. The kernel takes it back however the process ends, so
+that the others can tell who is gone without a word. A fork of it, such as a worker of a loader, has no
+part in the lock.
 """
 
 from __future__ import annotations
@@ -17,10 +21,19 @@ import os
 import secrets
 import socket
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+try:
+    import fcntl as _fcntl
+except ImportError:  # not on every system
+    _locks: Any = None
+else:
+    _locks = _fcntl
 
 __all__ = ["VALUE_BITS", "Board", "machine"]
 
@@ -55,19 +68,18 @@ class Board:
         rank: of this process.
         size: how many processes there are.
 
-    Attributes:
-        has_ended: in the last exchange a process was missing that had come to its end; others may have
-            left because of it.
-
     Raises:
-        OSError: if there is no such file here.
+        OSError: if there is no such file here, or no locks on it.
     """
 
-    has_ended = False
-
     def __init__(self, path: str, rank: int, size: int) -> None:
-        with open(path, "r+b") as file:
-            self._page = mmap.mmap(file.fileno(), _n_bytes(size))
+        if _locks is None:
+            raise OSError("there are no locks on files here")
+        # Open for as long as the page is used: whoever closes the file gives back the lock.
+        self._file = os.open(path, os.O_RDWR)
+        weakref.finalize(self, os.close, self._file).atexit = False
+        _locks.lockf(self._file, _locks.LOCK_EX | _locks.LOCK_NB, 1, rank)
+        self._page = mmap.mmap(self._file, _n_bytes(size))
         numbers = np.frombuffer(self._page, dtype=np.int64)
         self.token = int(numbers[0])
         self._rows = [numbers[1 : 1 + size], numbers[1 + size :]]
@@ -103,7 +115,6 @@ class Board:
             if all(number >> VALUE_BITS == count for number in numbers):
                 return [number & ((1 << VALUE_BITS) - 1) for number in numbers]
             if _LEFT in numbers or _ENDED in numbers:
-                self.has_ended = _ENDED in numbers
                 return None
             looks += 1
             if looks > _LOOKS:
@@ -124,6 +135,30 @@ class Board:
         """Tell who waits for this process that it does not come any more, whatever it has said."""
         for row in self._rows:
             row[self._rank] = _LEFT
+
+    def ended(self) -> list[int]:
+        """The processes that have come to their end; others may have left because of it."""
+        return [rank for rank, said in enumerate(self._said()) if _ENDED in said]
+
+    def gone(self) -> list[int]:
+        """The processes that are gone, and have not said that they leave."""
+        gone = [rank for rank in range(len(self._rows[0])) if not self._is_here(rank)]
+        said = self._said()  # read behind that, because who leaves says so first
+        return [rank for rank in gone if _LEFT not in said[rank] and _ENDED not in said[rank]]
+
+    def _said(self) -> list[tuple[int, ...]]:
+        return [*zip(*(row.tolist() for row in self._rows), strict=True)]
+
+    def _is_here(self, rank: int) -> bool:
+        if rank == self._rank:
+            return True
+        try:
+            # Which several can hold at once, so that none who looks is taken for who is looked for.
+            _locks.lockf(self._file, _locks.LOCK_SH | _locks.LOCK_NB, 1, rank)
+        except OSError:
+            return True
+        _locks.lockf(self._file, _locks.LOCK_UN, 1, rank)
+        return False
 
 
 def _n_bytes(size: int) -> int:

@@ -50,8 +50,7 @@ _NOTICE_AFTER_S = 20.0
 # How long a process that leaves waits for an exchange to end.
 _LEAVE_AFTER = timedelta(seconds=3)
 
-# Where a process says that it has come to its end, if there is no page for it.
-_ENDED = "ended"
+_GO_ON = "go on"
 _GIVE_THE_SAME = "give all of them the same numbers of batches, steps and epochs."
 
 _runs = 0
@@ -113,7 +112,7 @@ class Ranks:
             device: as `watch` takes it.
         """
         self._timeout_s = timeout.total_seconds()
-        self._board = self._shared_board()
+        self._board = self._failures.board = self._shared_board()
         if self._board is None:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
             options: Any = distributed_c10d.AllreduceOptions()
@@ -170,7 +169,7 @@ class Ranks:
                 raise
             raise self._failures.error(f"the store is gone ({error})") from error
         if words is None:
-            raise self._ended() if board.has_ended else self._failures.error("it has left")
+            raise self._missing(bool(board.ended()), "it has left")
         said = [(word & 7, word >> 3 & 1, word >> 4 & 1, word >> 5) for word in {*words}]
         if len(said) == 1:
             return said[0], said[0]
@@ -181,7 +180,7 @@ class Ranks:
     def _nap(self) -> None:
         self._failures.nap(_NAP_S)
         if time.monotonic() - self._since_s > self._timeout_s:
-            raise PeerError(
+            raise self._failures.alone(
                 f"Another process has not come to this batch within {self._timeout_s:.0f} s, and rank"
                 f" {self.rank} ends."
             )
@@ -194,23 +193,23 @@ class Ranks:
         except RuntimeError as error:
             if isinstance(error, CUDAGraphError):
                 raise
-            if self._has_ended():
-                raise self._ended() from error
             lost = (
                 f"the connection to it was lost ({error}); if it has come to its end, {_GIVE_THE_SAME}"
             )
-            raise self._failures.error(lost) from error
+            raise self._missing(self._failures.has_end(), lost) from error
         values = self._numbers.tolist()
         highest, lowest = values[:_FIELDS], [-value for value in values[_FIELDS:]]
         return (*lowest,), (*highest,)
 
-    def _has_ended(self) -> bool:
-        """Whether another process has said that it has come to its end."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, and why is not known
-            return any(self._store.check([f"{_ENDED}/{rank}"]) for rank in range(self.size))
-        return False
+    def _missing(self, has_end: bool, otherwise: str) -> PeerError:
+        """The error for a process that does not come to a meeting.
 
-    def _ended(self) -> PeerError:
+        Args:
+            has_end: one has come to its end; another one may have failed all the same.
+            otherwise: what there is to say if it has left no word.
+        """
+        if not has_end or self._failures.has_word():
+            return self._failures.error(otherwise)
         return PeerError(
             f"Another process has come to its end, and rank {self.rank} has more to do. In a graph that"
             f" averages gradients all processes take part in each step: {_GIVE_THE_SAME}"
@@ -226,41 +225,49 @@ class Ranks:
                     raise
             self._failures.look()
 
-    def pause(self, word: str, is_last: bool) -> bool:
+    def pause(self, word: str, batch: int, is_last: bool) -> bool:
         """Look how the others are, without waiting for them, and end with them if all want to.
+
+        Who finds that all want to has them all end behind one batch, which nobody is past: each has said
+        behind which one it stands before it began the next, and looks again behind that. So nobody is
+        left alone in a collective of a batch.
 
         Args:
             word: of the place in the run that this process wants to end in, the same in all processes;
                 or none. Without one, the others are looked at once in a second.
+            batch: the number of the batch there that this process stands behind.
             is_last: this process leaves that place now.
 
         Returns:
-            Whether all end there. What the first one finds who knows, holds for all.
+            Whether this process ends here, as all do. What the first one finds who knows, holds for all.
 
         Raises:
             PeerError: if another process has failed.
         """
         if self._is_deaf:
-            return False
+            return bool(word) and self._failures.store_has_end()
         try:
             if not word:
                 self._failures.look_now_and_then()
                 return False
             self._failures.look()
-            self._store.set(f"{word}/{self.rank}", "")
-            if self._store.check([f"{word}/{rank}" for rank in range(self.size)]):
-                wanted = "end"
+            keys = [f"{word}/{rank}" for rank in range(self.size)]
+            self._store.set(keys[self.rank], str(batch))
+            if self._store.check(keys):
+                wanted = str(max(int(self._store.get(key)) for key in keys) + 1)
             elif is_last:
-                wanted = "go on"
+                wanted = _GO_ON
             else:
                 return False
-            return bool(self._store.compare_set(word, "", wanted) == b"end")
+            decided = self._store.compare_set(word, "", wanted).decode()
+            return decided != _GO_ON and (is_last or batch >= int(decided))
         except RuntimeError as error:
             if isinstance(error, CUDAGraphError):
                 raise
-            # The process that had it may have come to a good end. Nobody is waited for here.
+            # The process that had it may have come to a good end: that which all come to, if this one is
+            # to end, too. Nobody is waited for here.
             self._is_deaf = True
-            return False
+            return bool(word) and self._failures.store_has_end()
 
     def tell(self, mine: T) -> list[T]:
         """Exchange objects; see `Agreement`."""
@@ -297,7 +304,7 @@ class Ranks:
                         " callbacks. Give every process the same."
                     )
                     if next_s >= timeout_s:
-                        raise PeerError(text)
+                        raise self._failures.alone(text)
                     print(f"lightning_cudagraph: {text}", file=sys.stderr, flush=True)
                     next_s = timeout_s
             said = [pickle.loads(self._store.get(key)) for key in keys]
@@ -354,9 +361,8 @@ class Ranks:
         """Meet no more."""
         if self._board is not None:
             self._board.end(well=not self._has_failed)
-        elif not self._has_failed:  # who fails comes to no end
-            with contextlib.suppress(RuntimeError):  # the store can be gone, with who had it
-                self._store.set(f"{_ENDED}/{self.rank}", "")
+        if not self._has_failed:  # who fails comes to no end
+            self._failures.end()
         self._failures.close()
         self._leave()
 

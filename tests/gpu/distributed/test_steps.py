@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.launch import assert_all_ok, launch
 from tests.distributed.test_steps import *  # noqa: F403
 
@@ -17,4 +19,17 @@ CASES = (
 
 def test_gpus_train_as_without_graphs(tmp_path: Path) -> None:
     named = [f"step_cases.{case}" for case in CASES]
+    assert_all_ok(launch(tmp_path, named, "gpu", timeout_s=240), named)
+
+
+@pytest.mark.parametrize("case", ["a_step_older_than_the_group", "a_step_younger_than_the_group"])
+def test_expandable_segments(tmp_path: Path, case: str) -> None:
+    """Buffers of captures are not registered then, or there is no capture."""
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    named = [f"step_cases.{case}"]
+    assert_all_ok(launch(tmp_path, named, "gpu", timeout_s=240, environment=environment), named)
+
+
+def test_a_group_of_another_kind(tmp_path: Path) -> None:
+    named = ["step_cases.a_group_that_averages_on_the_host"]
     assert_all_ok(launch(tmp_path, named, "gpu", timeout_s=240), named)
