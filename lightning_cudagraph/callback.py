@@ -15,13 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.arguments import check_arguments, check_company
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.nccl import check_nccl, settle_nccl
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.streams import stream_choice
 from lightning_cudagraph.capture.streams.stream_choice import AskedStreams
 from lightning_cudagraph.distributed import (
     Distributed,
-    check_nccl,
-    settle_nccl,
     wrapped_on_side_stream,
 )
 from lightning_cudagraph.errors import HookError, UnsupportedError

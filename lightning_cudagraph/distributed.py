@@ -41,13 +41,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.nccl import check_nccl, settle_nccl
 from lightning_cudagraph.capture.processes.agreement import Agreement, Intent
 from lightning_cudagraph.capture.processes.ranks import Ranks
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.errors import PeerError, UnsupportedError
 
-__all__ = ["Distributed", "check_nccl", "settle_nccl", "wrapped_on_side_stream"]
+__all__ = ["Distributed", "wrapped_on_side_stream"]
 
 # What Lightning's own handler says is said in its name.
 _log = logging.getLogger(signal_connector.__name__)
