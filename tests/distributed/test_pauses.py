@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -263,3 +264,9 @@ def test_who_exchanges_objects_learns_that_another_is_gone(two: tuple[Ranks, ...
     first, _ = two
     with pytest.raises(PeerError, match="rank 1 is gone without a word"):
         first.exchanged("captured", timeout_s=LIMIT_S)
+
+
+def test_there_is_no_page_where_locks_do_not_tell_who_is_there(two: tuple[Ranks, ...]) -> None:
+    """Two in one process hold no lock against each other: each would miss the other."""
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(Ranks._shared_board, two)] == [None, None]

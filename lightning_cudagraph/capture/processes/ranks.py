@@ -139,6 +139,9 @@ class Ranks:
                 if board.token != token:
                     board = None  # another one of this name
         all_have = all(self.exchanged(board is not None))
+        if board is not None and all_have:
+            # By locks that do not work here, a process would be missed that is there.
+            all_have = all(self.exchanged(not board.gone()))
         if self.rank == 0 and made is not None:
             with contextlib.suppress(OSError):
                 os.unlink(made[0])  # it lives as long as it is mapped
