@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import multiprocessing.util
+import os
 import sys
 import weakref
 from collections.abc import Mapping
@@ -75,7 +77,7 @@ class StepProcesses:
         self._differ = False  # the arguments of the call at hand
         self._ranks = Ranks(lambda: (0, 0, self._digest), self._met)
         self._at_exit: Any = None
-        # Until the first call, processes may wait in NCCL for one that has failed.
+        # Until all are at their first call, processes may wait in NCCL for one that has failed.
         self._ranks.watch(device)
 
     def compare(self, asked: Mapping[str, Any], refused: UnsupportedError | None) -> None:
@@ -96,17 +98,27 @@ class StepProcesses:
         """Meet before each call from now on.
 
         Args:
-            end: lets go of the graphs. Called at the end of Python if nobody has before, because
-                process groups are not torn down under graphs.
+            end: lets go of the graphs, given what has ended the program, if that was an error. Called at
+                the end of Python if nobody has before, because process groups are not torn down under
+                graphs.
         """
         self._ranks.start(_TIMEOUT, self._device)
+        pid, earlier = os.getpid(), uncaught_error()
 
         def at_exit() -> None:
+            if os.getpid() != pid:
+                return  # a fork, which takes part in nothing
+            error = uncaught_error()
             if (method := end()) is not None:
-                method()
+                # Shells keep what ended a line of theirs, and go on.
+                method(None if error is earlier else error)
+            else:
+                self.close()  # it was dropped, and has not said so
 
         self._at_exit = at_exit
         atexit.register(at_exit)
+        # Processes that `multiprocessing` forks leave without the above.
+        self._finalizer = multiprocessing.util.Finalize(None, at_exit, exitpriority=0)
 
     def begin(self, digest: int) -> None:
         """A call comes.
@@ -136,6 +148,7 @@ class StepProcesses:
         """Meet no more."""
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
+            self._finalizer.cancel()
         self._ranks.close()
 
     def _met(self, lowest: tuple[int, ...], highest: tuple[int, ...]) -> None:

@@ -26,7 +26,7 @@ from lightning_cudagraph.capture.streams import stream_choice
 from lightning_cudagraph.capture.streams.stream_choice import MAX_STREAMS, AskedStreams, are_streams
 from lightning_cudagraph.capture.unfit import refuse_nameless
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
-from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, uncaught_error
+from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import ARGUMENTS, StepRun, StepSettings, backend_for
 from lightning_cudagraph.graphed_step.surroundings import surroundings_of
@@ -80,9 +80,9 @@ class GraphedStep(Generic[P, R]):
     processes call it as often, and decide together what becomes of each call; the all-reduce is in the
     graph. Warm-up goes on until gradients have been averaged eleven times. `no_sync()` may be entered
     around the call, or inside. Use `with`, or `close` it before the process group is destroyed: NCCL
-    waits for graphs. An error in a call or inside of `with`, or one that ends the program, ends the
-    other processes too. If the allocator has expandable segments, make it before the process group: it
-    sets `NCCL_GRAPH_REGISTER=0`.
+    waits for graphs. From the first call on, an error in a call or inside of `with`, or one that ends
+    the program, ends the other processes too. If the allocator has expandable segments, make it before
+    the process group: it sets `NCCL_GRAPH_REGISTER=0`.
 
     What it returns comes back as copies that no later call changes, without autograd's graph, from every
     call. Schedulers, logging, printing and everything else on the host stay outside of the function.
@@ -103,8 +103,7 @@ class GraphedStep(Generic[P, R]):
         harmless: host code in the function that may stay frozen, or not be repeated by replays: the
             names that the error for it gives.
         backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` insist
-            on one of them. ``"off"``: every call is a plain one; several processes make sure at the
-            first that it is so in all of them.
+            on one of them. ``"off"``: every call is a plain one; give it to all processes, or to none.
         max_graphs: how many signatures of arguments get a graph; calls with others are eager.
         streams: on how many streams of the capture ops are put that do not need one another; ``"auto"``
             for the fastest of 1, 2, 4 and 8; where there is a process group, 1. None: ``"auto"``.
@@ -190,7 +189,6 @@ class GraphedStep(Generic[P, R]):
             "verify_every_n_steps": verify_every_n_steps,
             "on_unsupported": on_unsupported,
             "harmless": sorted({*harmless}),  # sets have an order of their own in each process
-            "backend": backend,
             "max_graphs": max_graphs,
             "streams": self._settings.streams,
         }
@@ -235,10 +233,7 @@ class GraphedStep(Generic[P, R]):
             UnsupportedError: if it cannot be captured. Nothing of the call has happened then.
         """
         function = self._bound()
-        if self._refused or _is_nested():
-            return function(*args, **kwargs)
-        if self._backend_name == "off":
-            self._go_off()
+        if self._backend_name == "off" or self._refused or _is_nested():
             return function(*args, **kwargs)
         _inside.step = self
         try:
@@ -281,8 +276,6 @@ class GraphedStep(Generic[P, R]):
                 stack.callback(run.close)
 
     def __enter__(self) -> GraphedStep[P, R]:
-        if not _is_nested():
-            self._join()  # so that the others know why this process does not come to the first call
         return self
 
     def __exit__(
@@ -298,11 +291,11 @@ class GraphedStep(Generic[P, R]):
             self._processes.fail(error)
             self.close()  # a call that comes all the same begins anew, with those that still come
 
-    def _end(self) -> None:
+    def _end(self, error: BaseException | None) -> None:
         """Python ends, and nobody has closed this: for good, or because of an error."""
         with ExitStack() as stack:
             stack.callback(self.close)
-            if (error := uncaught_error()) is not None:
+            if error is not None:
                 self._fail(error)
 
     def _join(self) -> StepProcesses | None:
@@ -316,21 +309,6 @@ class GraphedStep(Generic[P, R]):
             if wrapper is not None:
                 self._processes = StepProcesses(next(wrapper.parameters()).device)
         return self._processes
-
-    def _go_off(self) -> None:
-        """Without graphs from now on, if all processes are to be.
-
-        Raises:
-            ConfigurationError: if the others were given another `backend`.
-        """
-        try:
-            processes = self._join()
-            if processes is not None:
-                processes.compare(self._given, None)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self._go_alone('`backend="off"`')
 
     def _go_alone(self, reason: str) -> None:
         """Without graphs from now on, and each process by itself."""

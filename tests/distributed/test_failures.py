@@ -246,6 +246,46 @@ def test_who_is_gone_ends_what_others_wait_for(
     assert "The process with rank 0 is gone without a word" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("gone", ["process", "store"])
+def test_who_waits_for_nobody_goes_on_without_those_that_are_gone(
+    world: World, failures: Failures, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    """They may have done all of their part, as one has that ends by `os._exit(0)`."""
+    looks = threading.Semaphore(0)
+
+    def is_stuck() -> bool:
+        looks.release()
+        return False
+
+    monkeypatch.setattr(failures, "_is_stuck", is_stuck)
+    page = Page()
+    if gone == "process":
+        page.gone = lambda: [0]  # type: ignore[method-assign]
+        monkeypatch.setattr(failures, "board", page)
+    else:
+        monkeypatch.setattr(failures, "_store", GoneStore())
+    for _ in range(3):
+        assert looks.acquire(timeout=LIMIT_S)
+    assert not world.aborted.is_set()
+    assert world.status is None
+    monkeypatch.setattr(failures, "_is_stuck", lambda: True)
+    assert world.aborted.wait(LIMIT_S)
+
+
+def test_where_no_thread_can_start_it_ends_by_force(
+    world: World, failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where Python ends, from 3.12 on."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    failures._store.set("failed", "rank 0: ValueError: no more cheese")
+    assert world.ended.wait(LIMIT_S)
+    assert world.status == 1
+
+
 def test_nobody_reads_what_is_said(
     world: World, store: dist.HashStore, failures: Failures, monkeypatch: pytest.MonkeyPatch
 ) -> None:

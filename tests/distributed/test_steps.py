@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_cudagraph import GraphedStep
-from lightning_cudagraph.graphed_step.processes import uncaught_error
+from lightning_cudagraph.graphed_step.processes import StepProcesses, uncaught_error
 from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
 
 SAME = (
@@ -36,7 +40,6 @@ AGREED = (
     "averages_on_the_host_are_refused",
     "fewer_batches_in_one",
     "an_error_in_one_process",
-    "an_error_before_the_first_call",
     "an_error_in_the_step",
     "an_error_in_the_capture",
     "ctrl_c_in_one_process",
@@ -112,3 +115,56 @@ def test_buffers_that_move_are_not_registered(
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     GraphedStep(print, backend=backend)  # type: ignore[arg-type]
     assert os.environ.get("NCCL_GRAPH_REGISTER") == found
+
+
+class _Step:
+    """Takes the place of a `GraphedStep`, and notes how it is ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[BaseException | None] = []
+
+    def end(self, error: BaseException | None) -> None:
+        self.ended.append(error)
+
+
+@pytest.fixture
+def processes() -> Iterator[StepProcesses]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    made = StepProcesses(torch.device("cpu"))
+    try:
+        yield made
+    finally:
+        made.close()
+        dist.destroy_process_group()
+
+
+def test_a_step_that_was_dropped_has_come_to_its_end(processes: StepProcesses) -> None:
+    step = _Step()
+    processes.start(weakref.WeakMethod(step.end))
+    assert not processes._ranks._failures.has_end()
+    del step
+    processes._at_exit()
+    assert processes._ranks._failures.has_end()
+
+
+def test_an_error_of_before_has_not_ended_the_program(
+    monkeypatch: pytest.MonkeyPatch, processes: StepProcesses
+) -> None:
+    name = "last_exc" if sys.version_info >= (3, 12) else "last_value"
+    monkeypatch.setattr(sys, name, ValueError("a typo in an earlier cell"), raising=False)
+    step, error = _Step(), ValueError("no more cheese")
+    processes.start(weakref.WeakMethod(step.end))
+    processes._at_exit()
+    monkeypatch.setattr(sys, name, error)
+    processes._at_exit()
+    assert step.ended == [None, error]
+
+
+def test_a_fork_ends_nothing(monkeypatch: pytest.MonkeyPatch, processes: StepProcesses) -> None:
+    step = _Step()
+    processes.start(weakref.WeakMethod(step.end))
+    pid = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: pid + 1)
+        processes._at_exit()
+    assert step.ended == []

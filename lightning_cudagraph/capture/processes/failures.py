@@ -151,7 +151,7 @@ class Failures:
                 self._closed.wait(0.05)
         text = f"Another process of the run has failed, and rank {self._rank} ends with it:"
         if self._failed is None:
-            return self.alone(f"{text} {otherwise}")
+            return self.alone(f"{text} {self._text_of_gone() or otherwise}")
         return PeerError(f"{text} {self._failed}")
 
     def alone(self, text: str) -> PeerError:
@@ -228,7 +228,7 @@ class Failures:
             while not self._store.check([f"{_READ}/{rank}"]) and rank not in self._gone():
                 if time.monotonic() > deadline_s:
                     return
-                self._closed.wait(_POLL_S)
+                threading.Event().wait(_POLL_S)
 
     def _found(self) -> bool:
         """Whether a process has left an error, be it this one."""
@@ -270,17 +270,19 @@ class Failures:
 
     def _look_out(self) -> None:
         """In a thread: end this process with one that has failed, wherever it may be waiting."""
-        why: str | None = None
-        while why is None:
+        while True:
             if self._closed.wait(_LOOK_EVERY_S):
                 return
             try:
                 why = self._failed if self._found() else self._text_of_gone()
                 self._look_for_end()
             except RuntimeError:
-                if self.store_has_end():
+                if self._failed is None and self.store_has_end():
                     return
-                why = self._failed or "the process with rank 0 has ended"
+                why = self._failed or self._text_of_gone() or "the process with rank 0 has ended"
+            # One that has left no word may have done all of its part. Who comes to meet it finds out.
+            if why is not None and (self._failed or self._device.type != "cuda" or self._is_stuck()):
+                break
         if self._device.type != "cuda":
             # Collectives between hosts end with the process that does not come, and do not say why.
             self._say_why(why, "knows that")
@@ -299,8 +301,9 @@ class Failures:
         """
         if self._is_ending_waits.acquire(blocking=False):
             thread = threading.Thread(target=_abort, name="cudagraph-abort", daemon=True)
-            thread.start()
-            self._aborting = thread
+            with contextlib.suppress(RuntimeError):  # Python ends, and starts none: by force, then
+                thread.start()
+                self._aborting = thread
 
     def _end_by_force(self) -> None:
         # Python does not come to show the error of this process any more.
