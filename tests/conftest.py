@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--streams 4`: all captures of the tests are on four streams, where these do not say.
 
     `--declared`: of each op that the tests capture on the emulator, what it is said to write is compared
-    with what it writes. Tests with the mark do so always: those with the most ops among them.
+    with what it writes. Tests with the mark do so always: it takes up to as long again.
     """
     parser.addoption("--streams", default=str(stream_choice.DEFAULT_STREAMS))
     parser.addoption("--declared", action="store_true")

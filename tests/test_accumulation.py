@@ -16,8 +16,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_cudagraph import CUDAGraphCallback
 from tests.harness import Net, assert_same, loader, make, train
 
-pytestmark = pytest.mark.declared
-
 O = torch.optim  # noqa: E741
 
 FORMS: dict[str, Callable[[Any], O.Optimizer]] = {

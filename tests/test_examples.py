@@ -20,8 +20,6 @@ from examples.gan import GAN, circle
 from lightning_cudagraph import CUDAGraphCallback
 from tests.harness import assert_same, differences, make, train
 
-pytestmark = pytest.mark.declared
-
 
 def char_gpt(accelerator: str) -> tuple[Callable[[], pl.LightningModule], pl.LightningDataModule]:
     size: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32}

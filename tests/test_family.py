@@ -11,8 +11,6 @@ import pytest
 
 from tests.family import FORMS, MARKS, PAGE, PATH, outcomes, quiet, render, shown_table
 
-pytestmark = pytest.mark.declared
-
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("ignore")  # of Lightning, about each of many small runs
