@@ -19,10 +19,7 @@ from lightning_cudagraph.capture.nccl import check_nccl, settle_nccl
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.streams import stream_choice
 from lightning_cudagraph.capture.streams.stream_choice import AskedStreams
-from lightning_cudagraph.distributed import (
-    Distributed,
-    wrapped_on_side_stream,
-)
+from lightning_cudagraph.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.evaluation import GraphedEvaluation
 from lightning_cudagraph.layer_timings import LayerTimings

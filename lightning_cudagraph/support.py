@@ -332,9 +332,8 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             " optimizers=self.optimizers())`, where `_part` is a method of yours that does backward pass"
             " and optimizer step, and in `training_step`, `loss = self.part(batch)`.",
         )
-    if any(
-        isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers
-    ):  # what Lightning takes in its place
+    # What Lightning takes in the place of none.
+    if any(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
         raise UnsupportedError(
             f"`{name}.configure_optimizers` gives no optimizer, so that a step trains nothing.",
             "Return one; or run this without the callback.",

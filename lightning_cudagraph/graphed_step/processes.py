@@ -77,6 +77,7 @@ class StepProcesses:
         self._differ = False  # the arguments of the call at hand
         self._ranks = Ranks(lambda: (0, 0, self._digest), self._met)
         self._at_exit: Any = None
+        self._finalizer: Any = None
         # Until all are at their first call, processes may wait in NCCL for one that has failed.
         self._ranks.watch(device)
 

@@ -180,6 +180,19 @@ def test_a_kernel_that_is_not_noticed_is_not_waited_for(monkeypatch: pytest.Monk
     assert differences(one, several) != []
 
 
+def _spans_ms(backend: CudaBackend, step: Callable[[], Any], marks: list[Any]) -> list[float]:
+    """The times between the marks of a step, in its third replay."""
+    with backend.on_side_stream():
+        _slow(torch.randn(64, 32, device=_DEVICE))
+    graph, _ = backend.capture(step)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    spans_ms = [begin.elapsed_time(end) for begin, end in pairwise(marks)]
+    backend.release(graph)
+    return spans_ms
+
+
 def test_a_mark_waits_for_ops_on_all_streams() -> None:
     """The end of a layer is that of its ops, wherever they are."""
     x = torch.randn(64, 32, device=_DEVICE)
@@ -197,14 +210,7 @@ def test_a_mark_waits_for_ops_on_all_streams() -> None:
             backend.mark(end)
             return layer, other * 2.0
 
-        with backend.on_side_stream():
-            _slow(x)
-        graph, _ = backend.capture(step)
-        for _ in range(3):
-            graph.replay()
-        torch.cuda.synchronize()
-        took_ms.append(begin.elapsed_time(end))
-        backend.release(graph)
+        took_ms.extend(_spans_ms(backend, step, [begin, end]))
     # That it took no time would be the mistake; some more or less is not.
     assert took_ms[1] > 0.5 * took_ms[0] > 0.5
 
@@ -228,14 +234,7 @@ def test_many_marks_are_passed_in_order(streams: int) -> None:
             outputs.append(_slow(last, 1) if mark is not marks[-2] else last + 1.0)
         return outputs
 
-    with backend.on_side_stream():
-        _slow(x)
-    graph, _ = backend.capture(step)
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    spans_ms = [begin.elapsed_time(end) for begin, end in pairwise(marks)]
-    backend.release(graph)
+    spans_ms = _spans_ms(backend, step, marks)
     *long_ms, short_ms = spans_ms
     assert min(long_ms) > 0.5, spans_ms  # a product of these sizes takes more
     assert short_ms >= 0.0, spans_ms
