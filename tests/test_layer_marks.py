@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -562,35 +562,6 @@ def test_marks_are_read_after_a_replay_only() -> None:
     assert marks.read()[0] == 0.0
     with pytest.raises(CUDAGraphError, match="not being recorded"), marks.stage("host"):
         pass
-
-
-class OutOfOrder(EmulatorBackend):
-    """Every third of its events is recorded a second late, as events that wait for nothing may be."""
-
-    def mark(self, event: HostEvent, forked: bool = True) -> str:
-        super().mark(event, forked)
-        return "the stream of the step"
-
-    def event_times(self, events: Sequence[HostEvent]) -> Callable[[], list[float]]:
-        self.said = super().event_times(events)
-        return lambda: [ms + 1000.0 * (number % 3 == 1) for number, ms in enumerate(self.said())]
-
-
-def test_marks_that_are_recorded_late() -> None:
-    """Each is read as the least of what it and those after it say."""
-    backend = OutOfOrder()
-    model = nn.Sequential(*(Op(torch.tanh) for _ in range(4)))
-    marks = StepMarks(backend, dict(model.named_children()), has_optimizer=False)
-
-    def body() -> None:
-        with marks.recording():
-            model(torch.ones(2))
-
-    graph, _ = backend.capture(body)
-    graph.replay()
-    read_ms, said_ms = marks.read(), backend.said()
-    assert read_ms == [said_ms[number] for number in (0, 2, 2, 3, 5, 5)]
-    assert read_ms == sorted(read_ms)
 
 
 def test_a_private_name_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
@@ -30,10 +30,6 @@ from lightning_cudagraph.errors import CaptureError
 __all__ = ["Backend", "CudaBackend", "Event", "Graph"]
 
 T = TypeVar("T")
-
-# Where a capture is on several streams, the events of each are on so many branches in turn, so that none
-# waits for the one before it (docs/times.md has what that saves; on one stream it would cost more).
-_TIMING_BRANCHES = 6
 
 # Private: the address of the current stream of a device.
 _handle_of_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -128,7 +124,7 @@ class Backend(Protocol):
     def event(self) -> Event:
         """A new timing event."""
 
-    def mark(self, event: Any, forked: bool = True) -> Hashable | None:
+    def mark(self, event: Any, forked: bool = True) -> None:
         """Let `event` say when the work issued so far on the current stream has finished.
 
         In a capture anew in each replay. Outside of one, once.
@@ -136,10 +132,6 @@ class Backend(Protocol):
         Args:
             event: the event.
             forked: in a capture, what follows does not wait for it.
-
-        Returns:
-            The stream, if events marked on it do not wait for one another: one may say a later time
-            than those marked after it then. None if they do.
         """
 
     def mark_end(self, event: Any, work: Any) -> bool:
@@ -231,9 +223,8 @@ class CudaBackend:
         self._side = SideStream(device)
         self._side_stream = self._side.stream
         self._other_sides: list[SideStream] = []
-        # Each stream that is marked has its own beside it: what waits for one would hold up the other.
-        self._timing_streams: dict[tuple[torch.cuda.Stream, int], torch.cuda.Stream] = {}
-        self._marks = 0
+        # Each stream that is marked has one beside it: what waits for one would hold up the other.
+        self._timing_streams = {self._side_stream: stream_beside(device)}
         # Waits for collectives, which run on streams that torch does not show.
         self._collectives_stream = stream_beside(device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -405,29 +396,26 @@ class CudaBackend:
         # External: CUDA then makes an event-record node whose time the host can read after a replay.
         return torch.cuda.Event(enable_timing=True, external=True)
 
-    def mark(self, event: Any, forked: bool = True) -> Hashable | None:
+    def mark(self, event: Any, forked: bool = True) -> None:
         graph = self._recording
         if graph is None:
             event.record(self._current_stream())
-            return None
+            return
         current = torch.cuda.current_stream(self.device)
         begins = len(position_of(current) or ()) == 1  # no node yet; in one as well
         if begins or not forked:
             graph.record(event, current)
-            return None
+            return
         # Recorded on the stream itself, the event would become a node between two kernels and cost the
         # critical path 2 to 4 us. On a forked branch the next kernel does not wait.
         fork = torch.cuda.Event()
         graph.record(fork, current)
-        turn = 0 if self._branches is None else self._marks % _TIMING_BRANCHES
-        self._marks += 1
-        if (current, turn) not in self._timing_streams:
-            self._timing_streams[current, turn] = stream_beside(self.device)
-        branch = self._timing_streams[current, turn]
+        if current not in self._timing_streams:
+            self._timing_streams[current] = stream_beside(self.device)
+        branch = self._timing_streams[current]
         self._forked.add(branch)
         branch.wait_event(fork)
         graph.record(event, branch)
-        return None if self._branches is None else current
 
     def mark_end(self, event: Any, work: Any) -> bool:
         branch = self._collectives_stream

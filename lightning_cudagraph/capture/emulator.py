@@ -438,7 +438,7 @@ class EmulatorBackend:
         return HostEvent()
 
     def mark(self, event: HostEvent, forked: bool = True) -> None:
-        event.record()  # one after the other
+        event.record()
 
     def mark_end(self, event: HostEvent, work: Any) -> bool:
         if self._recording is None:

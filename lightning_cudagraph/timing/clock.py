@@ -163,7 +163,7 @@ class FitClock:
         return event
 
     def _await_first(self) -> None:
-        # Of the step as a whole: marks may lie on several streams, and on branches of them.
+        # Of the step as a whole: marks may lie on several streams.
         self._unread[0].ended.synchronize()
         self._read_first()
 

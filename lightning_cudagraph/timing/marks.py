@@ -7,7 +7,7 @@ neighbouring layers, and a container and its first member, have a mark in common
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -31,7 +31,7 @@ from lightning_cudagraph.timing.spans import (
     SpanLayout,
 )
 
-__all__ = ["Stage", "StepMarks", "none_late"]
+__all__ = ["Stage", "StepMarks"]
 
 Stage = Literal["forward", "backward", "host", "clipping", "scaler", "optimizer"]
 _LANES: dict[Stage, Lane] = {
@@ -47,21 +47,6 @@ _Calls = list[tuple[int, int]]
 
 # Captures that mark the same share their layout, as an object.
 _layouts: WeakValueDictionary[tuple[Any, ...], SpanLayout] = WeakValueDictionary()
-
-
-def none_late(times_ms: list[float], marks: Sequence[int]) -> None:
-    """Let no mark of a stream have been passed later than one that comes after it.
-
-    Where events do not wait for one another, one may be recorded late, but never early. So the least of
-    what it and all after it say is nearest to the truth.
-
-    Args:
-        times_ms: what the events of all marks say; changed in place.
-        marks: the numbers of those of the stream, in their order.
-    """
-    least_ms = float("inf")
-    for mark in reversed(marks):
-        times_ms[mark] = least_ms = min(times_ms[mark], least_ms)
 
 
 class StepMarks:
@@ -124,8 +109,6 @@ class StepMarks:
         self._names = list(layers)
         self._layers = LayerMarks(layers, self._turn_to)
         self._events: list[Event] = []
-        # Marks whose events do not wait for one another, by their stream.
-        self._apart: dict[Hashable, list[int]] = {}
         # What reads them, once all have been recorded.
         self._times: Callable[[], list[float]] | None = None
         self._position: object | None = None
@@ -193,10 +176,7 @@ class StepMarks:
         return self._events[0]
 
     def read(self) -> list[float]:
-        """When the last replay passed its marks.
-
-        Who reads them has waited for something behind the replay: marks lie on several branches, and the
-        last mark alone is waited for here.
+        """When the last replay passed its marks, waiting for its end if need be.
 
         Returns:
             Milliseconds after the first mark, one for each of the layout's.
@@ -216,8 +196,6 @@ class StepMarks:
             if self._times is None:
                 self._times = self._backend.event_times(events)
             times_ms = self._times()
-            for marks in self._apart.values():
-                none_late(times_ms, marks)
         except (RuntimeError, ValueError) as error:
             raise CUDAGraphError(
                 f"The marks of a step cannot be read: {error} Expected a replay of its graph before."
@@ -232,10 +210,8 @@ class StepMarks:
         position = self._backend.position()
         if position is None or position != self._position:
             event = self._backend.event()
-            stream = self._backend.mark(event, self._forked)
+            self._backend.mark(event, self._forked)
             self._here = self._take(event)
-            if stream is not None:
-                self._apart.setdefault(stream, []).append(self._here)
             self._position = self._backend.position()  # an event between kernels has moved it
         return self._here
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.streams.branches import Branches
 from lightning_cudagraph.capture.streams.dataflow import Flow, Kept
-from lightning_cudagraph.timing.marks import none_late
 from tests.harness import differences
 
 _DEVICE = torch.device("cuda", 0)
@@ -181,17 +180,17 @@ def test_a_kernel_that_is_not_noticed_is_not_waited_for(monkeypatch: pytest.Monk
     assert differences(one, several) != []
 
 
-def _times_ms(backend: CudaBackend, step: Callable[[], Any], marks: list[Any]) -> list[float]:
-    """The times from the first mark of a step to each of the others, in its third replay."""
+def _spans_ms(backend: CudaBackend, step: Callable[[], Any], marks: list[Any]) -> list[float]:
+    """The times between the marks of a step, in its third replay."""
     with backend.on_side_stream():
         _slow(torch.randn(64, 32, device=_DEVICE))
     graph, _ = backend.capture(step)
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    times_ms = [marks[0].elapsed_time(mark) for mark in marks[1:]]
+    spans_ms = [begin.elapsed_time(end) for begin, end in pairwise(marks)]
     backend.release(graph)
-    return times_ms
+    return spans_ms
 
 
 def test_a_mark_waits_for_ops_on_all_streams() -> None:
@@ -211,39 +210,34 @@ def test_a_mark_waits_for_ops_on_all_streams() -> None:
             backend.mark(end)
             return layer, other * 2.0
 
-        took_ms.extend(_times_ms(backend, step, [begin, end]))
+        took_ms.extend(_spans_ms(backend, step, [begin, end]))
     # That it took no time would be the mistake; some more or less is not.
     assert took_ms[1] > 0.5 * took_ms[0] > 0.5
 
 
 @pytest.mark.parametrize("streams", [1, 4])
 def test_many_marks_are_passed_in_order(streams: int) -> None:
-    """Each comes after the ops before it.
+    """Each comes after the ops before it, and after the mark before it.
 
-    Where they are in turn on several branches, as on four streams, one may be recorded after the next
-    (by 7 ms, where many processes shared a GPU), but is not read so.
+    On six branches in turn, events cost less, and came out of order, in spans of -7 ms, where many
+    processes shared a GPU.
     """
     x = torch.randn(64, 32, device=_DEVICE)
     backend = CudaBackend(_DEVICE, streams=streams)
     marks = [backend.event() for _ in range(18)]
-    apart: list[int] = []
 
     def step() -> list[Tensor]:
         outputs: list[Tensor] = []
-        for number, mark in enumerate(marks):
-            if backend.mark(mark) is not None:
-                apart.append(number)
+        for mark in marks:
+            backend.mark(mark)
             last = outputs[-1] if outputs else x
-            outputs.append(_slow(last, 1))
+            outputs.append(_slow(last, 1) if mark is not marks[-2] else last + 1.0)
         return outputs
 
-    times_ms = [0.0, *_times_ms(backend, step, marks)]
-    least_ms = [0.5 * number for number in range(len(marks))]  # a product takes more
-    assert all(ms >= least for ms, least in zip(times_ms, least_ms, strict=True)), times_ms
-    none_late(times_ms, apart)
-    assert len(apart) == (0 if streams == 1 else 17)
-    assert all(begin <= end for begin, end in pairwise(times_ms)), times_ms
-    assert all(ms >= least for ms, least in zip(times_ms, least_ms, strict=True)), times_ms
+    spans_ms = _spans_ms(backend, step, marks)
+    *long_ms, short_ms = spans_ms
+    assert min(long_ms) > 0.5, spans_ms  # a product of these sizes takes more
+    assert short_ms >= 0.0, spans_ms
 
 
 def test_a_stream_of_the_steps_own() -> None:
