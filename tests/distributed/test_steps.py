@@ -68,18 +68,21 @@ def test_processes_decide_together_at_once(
 
 
 @pytest.mark.parametrize(
-    ("name", "status", "reason"),
+    ("name", "statuses", "reason"),
     [
-        ("an_error_in_the_step_before_averages", 1, "ValueError: no more cheese"),
-        ("ctrl_c_over_sockets", -signal.SIGINT, "KeyboardInterrupt"),
+        ("an_error_in_the_step_before_averages", {1}, "ValueError: no more cheese"),
+        # Python forgets that it was Ctrl-C once anything executes a string while it ends.
+        ("ctrl_c_over_sockets", {1, -signal.SIGINT}, "KeyboardInterrupt"),
     ],
+    ids=["an error", "Ctrl-C"],
 )
 def test_a_process_that_ends_in_a_call_ends_all(
-    tmp_path: Path, accelerator: str, name: str, status: int, reason: str
+    tmp_path: Path, accelerator: str, name: str, statuses: set[int], reason: str
 ) -> None:
     case = f"step_cases.{name}"
     ended = launch(tmp_path, [case], accelerator, timeout_s=240)
-    assert [process.status for process in ended] == [1, status], ended
+    assert ended[0].status == 1, ended
+    assert ended[1].status in statuses, ended
     assert reason in ended[1].cases.get(case, "") + ended[1].said, ended[1]
     # In a collective, the connection is what it misses; then the reason is told beside it.
     told = ended[0].cases.get(case, "") + ended[0].said
