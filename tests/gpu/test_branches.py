@@ -104,14 +104,16 @@ def test_without_a_rule_the_race_is_lost(rule: str, monkeypatch: pytest.MonkeyPa
 def test_memory_is_not_given_again_while_another_stream_uses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    x = torch.randn(256, 256, device=_DEVICE)
+    x = torch.randn(64, 32, device=_DEVICE)
 
     def step() -> list[Tensor]:
         outputs = []
-        for index in range(8):
-            made = x + index  # freed in each round, and its memory used again in the next one
-            outputs.append(_slow(made[:32], 2))
-            outputs.append((made * 2.0).sum())
+        for index in range(4):
+            late = _slow(x)
+            made = x + index  # on a stream that waits for nothing
+            outputs.append(late + made)  # and read on another one, once that has come so far
+            del made
+            outputs.append(x * 3.0)  # is given the same memory, if it is free
         return outputs
 
     one, _ = _replayed(step, 1, [x], [])
@@ -122,13 +124,15 @@ def test_memory_is_not_given_again_while_another_stream_uses_it(
     # Without it: what is freed is given again at once, to whoever asks on the stream that it is from.
     monkeypatch.setattr(Kept, "use", lambda *args: None)
     made = Flow.made
+    early: list[int] = []
 
     def unsafe(flow: Flow, *args: Any) -> list[int]:
-        made(flow, *args)
+        early.extend(made(flow, *args))
         return []  # or the capture would end, and go on with one stream
 
     monkeypatch.setattr(Flow, "made", unsafe)
     racing, _ = _replayed(step, 4, [x], [])
+    assert early  # which is how it would be seen
     assert differences(one, racing) != []
 
 
