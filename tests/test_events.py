@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import functools
 import gc
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +31,7 @@ from lightning_cudagraph import (
 )
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.timing import events
 from lightning_cudagraph.timing.stretches import Stretch, last_ended
 from tests.captures import Work
 from tests.harness import Net, loader, make, train
@@ -290,6 +295,59 @@ def test_functions_that_return_before_their_work() -> None:
             with pytest.raises(TimerError, match=rf"{name}` returns before its work begins"):
                 block(function)
     assert isinstance(EventTimer()(Later)(), Later), "to make one is work that can be timed"
+
+
+def test_decorators_that_hand_on_what_returns_before_its_work() -> None:
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        yield
+
+    async def later() -> None: ...
+
+    def passed_on(function: Any) -> Any:
+        return functools.wraps(function)(lambda: function())
+
+    def run_to_its_end(function: Any) -> Any:
+        return functools.wraps(function)(lambda: asyncio.run(function()))
+
+    for block in (EventTimer(), TimerRegistry[str]().time("name")):
+        for function, name in ((around, "around"), (passed_on(later), "later")):
+            with pytest.raises(TimerError, match=rf"{name}` returns before its work begins"):
+                block(function)()
+        assert block(run_to_its_end(later))() is None
+
+
+def test_a_timer_is_cleared_for_another_capture(work: Work) -> None:
+    timer = EventTimer()
+    graph = work.capture(lambda: timer(work.run)())
+    graph.replay()
+    assert timer.elapsed_time() > 0
+    timer.clear()
+    with pytest.raises(TimerError, match="nothing has been timed"):
+        timer.elapsed_time()
+    again = work.capture(lambda: timer(work.run)())
+    with pytest.raises(TimerError, match="before its first replay"):
+        timer.elapsed_time()
+    again.replay()
+    assert timer.elapsed_time() > 0
+
+
+def test_what_blocks_are_known_by_is_not_kept(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The emulator's graphs keep events themselves, and CUDA's do not.
+    monkeypatch.setattr(events, "EmulatedGraph", SimpleNamespace(recording=lambda: None))
+    kept = len(events._in_graphs)
+    registry = TimerRegistry[Net]()
+
+    def captured() -> weakref.ref[Net]:
+        context = Net()
+        work.capture(lambda: registry.time(context)(work.run)())
+        return weakref.ref(context)
+
+    gone = captured()
+    assert len(events._in_graphs) == kept + 2
+    registry.clear()
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("wrong", ["attention", 5, ()])

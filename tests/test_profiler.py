@@ -6,7 +6,8 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def test_a_graph_that_was_reset_is_not_reported(
     graph.replay()
     assert reports.take() == ALL
     graph.reset()
-    assert graph not in profiler._stretches_in
+    assert graph not in profiler._graphs
     assert graph not in profiler_module._events_in
 
 
@@ -395,11 +396,11 @@ def test_graphs_that_are_deleted_leave_nothing(
     for graph in graphs:
         graph.replay()
     del graph
-    assert len(profiler._stretches_in) == 5
+    assert len(profiler._graphs) == 5
     assert len(profiler_module._events_in) == events + 5
     graphs.clear()
     gc.collect()
-    assert len(profiler._stretches_in) == 0
+    assert len(profiler._graphs) == 0
     assert len(profiler_module._events_in) == events
     assert reports.take() == ALL * 5
 
@@ -465,11 +466,176 @@ def test_closed_before_blocks_were_reported(
     leak = profiler.time("leak")
     leak.__enter__()
     layers(profiler, work)
-    said = r"timed as 'leak' at .*test_profiler\.py:\d+ has been entered and not left: the blocks that"
+    said = r"timed as 'leak' at .*test_profiler\.py:\d+ has been entered and not left: blocks that"
     with pytest.warns(RuntimeWarning, match=said):
         profiler.close()
     assert reports == []
     del leak  # it is told once
+
+
+class Beside:
+    """A capture under way in another thread, until it is left: on the emulator, beside which all goes on."""
+
+    def __init__(self, body: Callable[[], Any]) -> None:
+        self._begun, self._ends = threading.Event(), threading.Event()
+
+        def capture() -> None:
+            EmulatorBackend().capture(lambda: (body(), self._begun.set(), self._ends.wait()))
+
+        self._thread = threading.Thread(target=capture)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+        self._begun.wait()
+
+    def __exit__(self, *error: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+
+@pytest.mark.usefixtures("profiler")
+def test_blocks_beside_a_capture_are_reported_at_the_end(reports: Reports) -> None:
+    work, profiler = Work("cpu"), Profiler.active
+    assert profiler is not None
+    with Beside(work.run):
+        with profiler.time("beside"):
+            work.run()
+        assert reports == []
+    profiler.close()
+    assert reports.take() == ["beside"]
+
+
+def test_closed_beside_a_capture(profiler: Profiler[Any], reports: Reports) -> None:
+    work = Work("cpu")
+    with Beside(work.run):
+        with profiler.time("beside"):
+            work.run()
+        with pytest.warns(RuntimeWarning, match=r"captured, .*: blocks that waited for that are not"):
+            profiler.close()
+    assert reports == []
+
+
+def test_closed_by_another_thread(profiler: Profiler[Any], work: Work, reports: Reports) -> None:
+    def live() -> None:
+        block = profiler.time("outer")
+        block.__enter__()
+        with profiler.time("inner"):
+            work.run()
+        blocks.append(block)
+
+    blocks: list[Any] = []
+    thread = threading.Thread(target=live)
+    thread.start()
+    thread.join()
+    with pytest.warns(RuntimeWarning, match="timed as 'outer' .* not left: blocks that waited"):
+        profiler.close()
+    assert reports == []
+
+
+def test_threads_leave_nothing(profiler: Profiler[Any], work: Work, reports: Reports) -> None:
+    def live() -> None:
+        with profiler.time("block"):
+            work.run()
+        with pytest.raises(ZeroDivisionError), profiler.time("fails"):
+            raise ZeroDivisionError
+
+    for _ in range(5):
+        thread = threading.Thread(target=live)
+        thread.start()
+        thread.join()
+    assert reports.take() == ["block"] * 5
+    assert not profiler._of_all_threads
+
+
+def test_a_report_that_enters_blocks(work: Work) -> None:
+    seen: list[str] = []
+
+    def dump(context: str, elapsed_ms: float) -> None:
+        with profiler.time("in the report"):
+            seen.append(context)
+
+    with Profiler(dump) as profiler:
+        graph = work.capture(lambda: profiler.time("graph")(work.run)())
+        graph.replay()
+        with profiler.time("outside"):
+            work.run()
+        graph.replay()
+    assert seen == ["graph", "outside", "graph"]
+
+
+def test_captures_at_the_same_time_have_their_own_blocks(
+    profiler: Profiler[Any], reports: Reports
+) -> None:
+    graphs: dict[int, Any] = {}
+    both = threading.Barrier(2)
+
+    def capture(number: int) -> None:
+        work = Work("cpu")  # on CUDA, `torch.cuda.graph` lets nobody capture beside it
+
+        def body() -> None:
+            both.wait()
+            with profiler.time(number):
+                work.run()
+            both.wait()
+
+        graphs[number] = work.capture(body)
+
+    threads = [threading.Thread(target=capture, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in (1, 0, 1):
+        graphs[number].replay()
+        assert reports.take() == [number]
+
+
+def test_a_capture_that_fails_at_its_end(
+    profiler: Profiler[Any], reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiler.close()
+
+    def fail(graph: EmulatedGraph) -> None:
+        raise ZeroDivisionError
+
+    graph = EmulatedGraph()
+    with monkeypatch.context() as patch:
+        patch.setattr(EmulatedGraph, "capture_end", fail)
+        with Profiler(reports.add) as profiler:
+            graph.capture_begin()
+            assert graph in profiler._graphs
+            with pytest.raises(ZeroDivisionError):
+                graph.capture_end()
+            assert graph not in profiler._graphs
+            assert graph not in profiler_module._events_in
+
+
+class Graphed(nn.Module):
+    """It has the graph that its own blocks are in, and is what they are known by."""
+
+    def __init__(self, profiler: Profiler[Any], work: Work) -> None:
+        super().__init__()
+
+        def body() -> None:
+            with profiler.time(self):
+                work.run()
+
+        self.graph = work.capture(body)
+
+
+def test_what_blocks_are_known_by_is_not_kept(
+    profiler: Profiler[Any], work: Work, reports: Reports
+) -> None:
+    gc.collect()
+    events = len(profiler_module._events_in)
+    module = Graphed(profiler, work)
+    module.graph.replay()
+    assert reports.take() == [module]
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+    assert len(profiler_module._events_in) == events
 
 
 def test_threads(profiler: Profiler[Any], work: Work) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["TimedBlock", "name_of"]
+
+# What a function returns whose work is still to come.
+_NOT_BEGUN = (Coroutine, Generator, AsyncGenerator, AbstractContextManager, AbstractAsyncContextManager)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,7 +106,7 @@ class TimedBlock:
             The function that is timed, or `self`.
 
         Raises:
-            TimerError: if it is given anything else.
+            TimerError: if it is given anything else; of what a decorator hides, when it is called.
         """
         if function is None:
             return self
@@ -114,18 +118,28 @@ class TimedBlock:
                 " function; names are given to `TimerRegistry.time`.",
             )
         if _returns_early(function):
-            raise TimerError(
-                f"`{name_of(function)}` returns before its work begins, so that calls of it have no"
-                " time.",
-                "Put a `with` block around the work inside of it.",
-            )
+            raise _no_time(function)
+        # A decorator below this one may run what it wraps to its end, or hand it on.
+        may_return_early = _returns_early(inspect.unwrap(function))
 
         @functools.wraps(function)
         def timed(*args: P.args, **kwargs: P.kwargs) -> R:
             with self:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                if may_return_early and isinstance(result, _NOT_BEGUN):
+                    if isinstance(result, Coroutine):
+                        result.close()
+                    raise _no_time(function)
+                return result
 
         return timed
+
+
+def _no_time(function: Callable[..., Any]) -> TimerError:
+    return TimerError(
+        f"`{name_of(function)}` returns before its work begins, so that calls of it have no time.",
+        "Put a `with` block around the work inside of it.",
+    )
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -20,15 +20,15 @@ __all__ = ["EventTimer", "TimerRegistry"]
 
 Context = TypeVar("Context")
 
-# A node of a graph does not keep its event alive, and nothing tells when a graph is gone. What was
-# recorded in a capture is therefore kept for good, unless the profiler knows the graph.
-_in_graphs: list[Stretch] = []
+# A node of a graph does not keep its event alive, and nothing tells when a graph is gone. Events that
+# were recorded in a capture are therefore kept for good, unless the profiler knows the graph.
+_in_graphs: list[Any] = []
 
 
 def _keep(stretch: Stretch) -> None:
     """Keep the events of a stretch, if it is in a graph that does not keep them itself."""
     if stretch.captured and EmulatedGraph.recording() is None:
-        _in_graphs.append(stretch)
+        _in_graphs.extend(stretch.events)
 
 
 class EventTimer(TimedBlock):
@@ -37,8 +37,9 @@ class EventTimer(TimedBlock):
     ``with timer:``, ``with timer():`` and ``@timer`` are all right. It may be entered again, nested, and
     in several threads; it tells the time of the block that ended last. In a capture the block becomes
     part of the graph, and has a new time after each replay; of several graphs, the one counts that was
-    replayed last. A block that ends with an exception is not timed. While CUDA has not been initialised,
-    the clock of the host is read.
+    replayed last, be it one that has gone since: `clear` forgets what was timed before another capture.
+    A block that ends with an exception is not timed. While CUDA has not been initialised, the clock of
+    the host is read. Tasks of asyncio that take turns in a thread need a timer each, or the `Profiler`.
 
     An event in a graph lies on its critical path, and costs 2 to 4 µs there (H200, docs/times.md).
     """
@@ -80,6 +81,11 @@ class EventTimer(TimedBlock):
         if not is_captured_here() and (last := last_ended([*self._captured, self._last])) is not None:
             return last.elapsed_ms()
         return read_ms([self._last], self._last)[0]
+
+    def clear(self) -> None:
+        """Forget all blocks that have been left."""
+        self._last = None
+        self._captured = []
 
     def _entered(self) -> Stretch:
         stretch = Stretch()

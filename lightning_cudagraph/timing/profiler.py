@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from lightning_cudagraph.capture.streams.stream_choice import is_trial
 from lightning_cudagraph.errors import TimerError
@@ -28,8 +28,11 @@ __all__ = ["Profiler"]
 
 Context = TypeVar("Context")
 
-# The events in each graph, which must outlive it, and the profiler too.
-_events_in: WeakKeyDictionary[Any, list[Stretch]] = WeakKeyDictionary()
+# The events in each graph, which must outlive it, and the profiler too. Nothing else: what a user knows
+# a block by may be what holds the graph.
+_events_in: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+# Where a graph has its blocks: with it they are one cycle that Python finds, if they refer to it.
+_BLOCKS = "_lightning_cudagraph_blocks"
 _lock = threading.RLock()
 # Outside of graphs each block has events of its own until it is reported.
 _MOST_UNREPORTED = 4096
@@ -47,17 +50,35 @@ class _Capture:
 
 
 class _Outside(threading.local):
-    """The blocks outside of graphs that one thread has timed, and that have not been reported."""
+    """The blocks outside of graphs that one thread has timed, and that have not been reported.
 
-    def __init__(self) -> None:
+    Args:
+        of_all: has those of each thread, as long as there are any.
+
+    Attributes:
+        stretches: the blocks.
+        unreported_since_s: since when the outermost of them is open, or when it was reported.
+        is_reporting: the function of the user is being told.
+    """
+
+    def __init__(self, of_all: set[Stretches]) -> None:
         self.stretches = Stretches()
         self.unreported_since_s = 0.0
+        self.is_reporting = False
+        self._of_all = of_all
 
     def enter(self, stretch: Stretch) -> None:
         """Take one that is being entered."""
         if not self.stretches.is_open:
             self.unreported_since_s = monotonic()
+        self._of_all.add(self.stretches)
         self.stretches.enter(stretch)
+
+    def settle(self) -> None:
+        """Some have been reported or forgotten."""
+        self.unreported_since_s = monotonic()
+        if not len(self.stretches):
+            self._of_all.discard(self.stretches)
 
     def is_due(self) -> bool:
         """Whether they should be reported, now that one of them has been left."""
@@ -86,9 +107,10 @@ class Profiler(Generic[Context]):
     A copy is the object itself. A pickle carries neither the function nor what was timed: it is loaded
     as the one that is switched on in the process that loads it, or as one that is switched off.
 
-    Not reported: replays, while a capture is under way in any thread, which waiting could break; graphs
-    whose capture has begun before the profiler was made; replays by which `CUDAGraphCallback` and
-    `GraphedStep` try on how many streams a step is fastest, whose effects they take back.
+    Not timed: blocks in `dump_fn` itself. Not reported: replays, while a capture is under way in any
+    thread, which waiting could break; graphs whose capture has begun before the profiler was made;
+    replays by which `CUDAGraphCallback` and `GraphedStep` try on how many streams a step is fastest,
+    whose effects they take back.
 
     Args:
         dump_fn: takes the context of a block and its time in milliseconds. It is called in the thread
@@ -111,9 +133,10 @@ class Profiler(Generic[Context]):
     active: ClassVar[Profiler[Any] | None] = None
     _dump_fn: Callable[[Context, float], None]
     _hooks: GraphHooks
-    _stretches_in: WeakKeyDictionary[Any, Stretches]
+    _graphs: WeakSet[Any]
     _under_way: list[_Capture]
     _outside: _Outside
+    _of_all_threads: set[Stretches]  # outside of graphs
     _n_entered: int  # `with` blocks
 
     def __new__(cls, dump_fn: Callable[[Context, float], None]) -> Self:
@@ -155,31 +178,31 @@ class Profiler(Generic[Context]):
         Graphs that have been captured are reported no longer; those to come are.
         """
         with _lock:
-            for stretches in self._stretches_in.values():
-                stretches.clear()
+            for graph in self._graphs:
+                getattr(graph, _BLOCKS).clear()
         self._outside.stretches.clear()
 
     def close(self) -> None:
-        """Switch it off, and put back what was replaced. A second time does nothing."""
+        """Switch it off, and put back what was replaced. A second time does nothing.
+
+        Blocks of this thread that could not be reported, because another one captured, are reported.
+        """
+        is_capturing = self._is_capturing()
         with _lock:
             if Profiler.active is not self:
                 return
             Profiler.active = None
             left = self._hooks.remove()
-        self._stretches_in.clear()
+            for graph in self._graphs:
+                delattr(graph, _BLOCKS)
+        self._graphs.clear()
         self._under_way.clear()
         outside = self._outside.stretches
-        still_open = outside.open()
-        is_more = len(outside) > len(still_open)
-        outside.clear()
-        if still_open and is_more:
-            still_open[0].is_told = True
-            warnings.warn(
-                f"{still_open[0]} has been entered and not left: the blocks that waited for its end"
-                " are not reported.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        try:
+            if not (outside.is_open or is_capturing):
+                self._report(outside)
+        finally:
+            self._warn_of_the_rest()
         if left:
             names = ", ".join(f"`{name}`" for name in left)
             warnings.warn(
@@ -188,6 +211,24 @@ class Profiler(Generic[Context]):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _warn_of_the_rest(self) -> None:
+        """Forget the blocks outside of graphs that nobody will be told of."""
+        with _lock:
+            of_all = list(self._of_all_threads)
+            self._of_all_threads.clear()
+        for stretches in of_all:
+            still_open = stretches.open()
+            is_more = len(stretches) > len(still_open)
+            stretches.clear()
+            if not is_more:
+                continue
+            if still_open:
+                still_open[0].is_told = True
+                why = f"{still_open[0]} has been entered and not left: blocks that waited for its end"
+            else:
+                why = "Another thread has captured, or is still in a block: blocks that waited for that"
+            warnings.warn(f"{why} are not reported.", RuntimeWarning, stacklevel=3)
 
     def __enter__(self) -> Self:
         with _lock:
@@ -219,9 +260,10 @@ class Profiler(Generic[Context]):
     @classmethod
     def _switched_off(cls) -> Self:
         new = super().__new__(cls)
-        new._stretches_in = WeakKeyDictionary()
+        new._graphs = WeakSet()
         new._under_way = []
-        new._outside = _Outside()
+        new._of_all_threads = set()
+        new._outside = _Outside(new._of_all_threads)
         new._n_entered = 0
         return new
 
@@ -241,7 +283,8 @@ class Profiler(Generic[Context]):
 
     def _begun(self, graph: Any) -> None:
         with _lock:
-            self._stretches_in[graph] = Stretches()
+            setattr(graph, _BLOCKS, Stretches())
+            self._graphs.add(graph)
             _events_in[graph] = []
             self._under_way.append(_Capture(ref(graph), get_ident()))
 
@@ -253,11 +296,13 @@ class Profiler(Generic[Context]):
 
     def _emptied(self, graph: Any) -> None:
         with _lock:
-            self._stretches_in.pop(graph, None)
+            if graph in self._graphs:
+                self._graphs.remove(graph)
+                delattr(graph, _BLOCKS)
             _events_in.pop(graph, None)
 
     def _replayed(self, graph: Any) -> None:
-        stretches = self._stretches_in.get(graph)
+        stretches: Stretches | None = getattr(graph, _BLOCKS, None)
         if stretches is None or not len(stretches) or self._is_capturing() or is_trial():
             return
         for stretch in stretches.open() if stretches.is_open else ():
@@ -272,15 +317,21 @@ class Profiler(Generic[Context]):
 
     def _report(self, stretches: Stretches) -> None:
         # All are read before anybody else's code runs.
-        for context, elapsed_ms in stretches.read():
-            self._dump_fn(context, elapsed_ms)
+        times = stretches.read()
+        outside = self._outside
+        was_reporting, outside.is_reporting = outside.is_reporting, True
+        try:
+            for context, elapsed_ms in times:
+                self._dump_fn(context, elapsed_ms)
+        finally:
+            outside.is_reporting = was_reporting
 
     def _is_capturing(self) -> bool:
         with _lock:
             return any(capture.graph() is not None for capture in self._under_way)
 
     def _entered(self, context: Context) -> Stretch | None:
-        if Profiler.active is not self:
+        if Profiler.active is not self or self._outside.is_reporting:
             return None
         stretch = Stretch(context)
         if not stretch.captured:
@@ -295,8 +346,8 @@ class Profiler(Generic[Context]):
                 stacklevel=4,
             )
             return None
-        _events_in[graph].append(stretch)
-        self._stretches_in[graph].enter(stretch)
+        _events_in[graph].extend(stretch.events)
+        getattr(graph, _BLOCKS).enter(stretch)
         return stretch
 
     def _left(self, stretch: Stretch, failed: bool) -> None:
@@ -307,19 +358,22 @@ class Profiler(Generic[Context]):
             stretches.discard(stretch)
             if not stretch.captured and not stretches.is_open:
                 stretches.clear()  # of a block that failed as a whole, nothing is reported
+                self._outside.settle()
             return
         if stretch.captured:
             graph = self._graph_here()
-            if graph is not None and self._stretches_in[graph] is not stretches:
+            if graph is not None and (here := getattr(graph, _BLOCKS)) is not stretches:
                 # A step is captured in parts, of which a later one holds the end.
-                _events_in[graph].append(stretch)
-                stretches = self._stretches_in[graph]
+                _events_in[graph].extend(stretch.events)
+                stretches = here
             stretches.leave(stretch)
             return
         stretches.leave(stretch)
         if self._outside.is_due() and not self._is_capturing():
-            self._outside.unreported_since_s = monotonic()
-            self._report(stretches)
+            try:
+                self._report(stretches)
+            finally:
+                self._outside.settle()
 
 
 class _ProfiledBlock(TimedBlock):

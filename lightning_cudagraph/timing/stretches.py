@@ -56,6 +56,11 @@ class Stretch:
         self._code = frame.f_code.co_filename if frame is not None else "?"
         self._line = frame.f_lineno if frame is not None else 0
 
+    @property
+    def events(self) -> tuple[Any, Any]:
+        """The two events."""
+        return self._start, self._end
+
     def begin(self) -> None:
         """Record the first event."""
         self._start.record()

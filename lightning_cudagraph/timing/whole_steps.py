@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 from typing import Protocol
 
+from lightning_cudagraph.timing.kept import kept
 from lightning_cudagraph.timing.spans import STEP_PARTS, STEP_TAG, TOTAL_TAG, Reading, Span, SpanLayout
 
 __all__ = ["StepJoiner", "WholeSteps"]
@@ -64,8 +65,7 @@ class StepJoiner:
 
     def _joined(self, batches: list[Reading]) -> Reading:
         key = tuple(batch.layout for batch in batches)
-        if (layout := self._layouts.get(key)) is None:
-            layout = self._layouts[key] = _joined_layout(key)
+        layout = kept(self._layouts, key, lambda: _joined_layout(key))
         offsets_ms = list(batches[0].offsets_ms)
         origin_ms = 0.0
         for before, batch in pairwise(batches):

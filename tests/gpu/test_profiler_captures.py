@@ -152,7 +152,7 @@ def test_graphs_that_are_deleted_while_they_run(profiler: Profiler[str], seen: S
         gc.collect()
         assert gone() is None
     torch.cuda.synchronize()
-    assert len(profiler._stretches_in) == 0
+    assert len(profiler._graphs) == 0
 
 
 def test_graphs_outlive_the_profiler() -> None:
