@@ -180,6 +180,8 @@ class CUDAGraphCallback(Callback):
             self._interrupt(training, stage)
         self._close()  # a run that another callback's exception ended before our hooks
         check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
+        if stage == TrainerFn.FITTING:
+            self.report = self.counts = self.evaluation_counts = None  # it may end before its first step
         if stage != TrainerFn.FITTING or self.backend == "off":
             return
         # From now on, so that the others know why this process does not come to the start of training.

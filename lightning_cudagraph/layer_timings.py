@@ -25,7 +25,8 @@ class LayerTimings(LayerChoice, Callback):
 
     `modules`, `types` and `depth` choose together: a layer is timed if it satisfies each that is given.
     Without any of them the layers are chosen automatically, level by level from the outside in, as deep
-    as `max_layers` allows: the whole model is covered, and containers stay beside their members.
+    as `max_layers` allows: the model is covered, and containers stay beside their members. If the
+    outermost level alone is more than that, the first so many of it are timed.
 
     Args:
         modules: glob patterns of module names as `named_modules` gives them, such as
@@ -33,7 +34,7 @@ class LayerTimings(LayerChoice, Callback):
         types: names of classes, such as ``["Linear"]`` or ``["torch.nn.Linear"]``. Classes that are
             derived from them count.
         depth: how many levels are timed, from the outside in: 1 for the children of the model. A
-            `ModuleList` or `ModuleDict` is no level, because it is never called itself.
+            `ModuleList` or `ModuleDict` without a `forward` is no level: it is never called itself.
         max_layers: how many layers the automatic choice may take, at most.
         every_n_steps: the last of so many steps of the optimizer is timed, with all batches whose
             gradients it takes, as `log_every_n_steps` counts; the others replay a graph without events.
@@ -63,6 +64,8 @@ class LayerTimings(LayerChoice, Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close()  # a run that another callback's exception ended before our hooks
+        if stage == "fit":
+            self.report = None  # which may end before its first step
         ours = [callback for callback in callbacks_of(trainer) if isinstance(callback, LayerTimings)]
         if len(ours) > 1:
             raise ConfigurationError(

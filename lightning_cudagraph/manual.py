@@ -29,6 +29,7 @@ from lightning_cudagraph.graphed_step.surroundings import (
     scheduler_steps,
 )
 from lightning_cudagraph.host_rules import host_rules
+from lightning_cudagraph.layer_timings import LayerTimings
 from lightning_cudagraph.metrics.of_model import is_metric
 from lightning_cudagraph.metrics.reads import MetricReads, metric_reads
 from lightning_cudagraph.strategies import refuse_strategy
@@ -77,6 +78,12 @@ class ManualOptimization(PlainLoop):
                 " `DistributedDataParallel`.",
             )
         for callback in callbacks_of(self._trainer):
+            if isinstance(callback, LayerTimings):
+                raise UnsupportedError(
+                    "The trainer has a `LayerTimings`, which times eager steps by hooks in them, and"
+                    " calls of a `GraphedStep` are replayed.",
+                    "Leave `LayerTimings` out, and time blocks of the function with `Profiler`.",
+                )
             for hook in _CALLBACK_HOOKS_INSIDE:
                 method = getattr(callback, hook)
                 if getattr(method, "__func__", method) is not getattr(Callback, hook):

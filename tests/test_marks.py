@@ -386,6 +386,7 @@ def test_steps_without_an_optimizer(tmp_path: Path, accelerator: str, readings: 
     assert len(readings) == behind.counts.replayed == 18
     assert all("step_ms/optimizer" not in reading.layout.tags for reading in readings)
     assert "not timed: what comes after the backward pass: it runs eagerly" in report_of(behind)
+    assert "between two steps" not in report_of(behind)
 
 
 class Refused(Odd):

@@ -474,7 +474,7 @@ def test_closed_before_blocks_were_reported(
 
 
 class Beside:
-    """A capture under way in another thread, until it is left: on the emulator, beside which all goes on."""
+    """A capture under way in another thread, until it is left: on the emulator, which lets all go on."""
 
     def __init__(self, body: Callable[[], Any]) -> None:
         self._begun, self._ends = threading.Event(), threading.Event()

@@ -70,6 +70,15 @@ def test_eager_beside_graph() -> None:
     ]
 
 
+def test_eager_steps_alone() -> None:
+    """Of a run that has given up before its first replay."""
+    eager = WindowSummary(gpt_readings(n=1, noise=0.0))
+    text = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [], None, eager)
+    assert "  eager     forward 0.619 ms, backward 1.418 ms" in text
+    assert "    blocks          0.600        1.380    91% ######" in text
+    assert "in the graph" not in text
+
+
 def test_a_gap_that_counts_is_explained() -> None:
     summary = WindowSummary(gpt_readings(n=1, noise=0.0, gap_ms=4.4))
     text = fit_report("CUDA graphs", counts(), StepPace(), summary, [])

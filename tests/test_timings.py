@@ -9,10 +9,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.timing.layers import select_layers
+from lightning_cudagraph.timing.pace import StepPace
+from lightning_cudagraph.training import run_times
 from tests.harness import Net, make, train
 
 LAYERS = ["features", "features.0", "features.1", "features.2", "features.3", "head"]
@@ -121,6 +123,62 @@ def test_automatic_choice_is_bounded() -> None:
     assert len(select_layers(model, LayerTimings())) == 2 + 10 + 20
     assert len(select_layers(model, LayerTimings(max_layers=12))) == 12
     assert list(select_layers(model, LayerTimings(max_layers=11))) == ["0", "1"]
+
+
+class Features(nn.ModuleDict):
+    """As feature nets are made, which are called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.values():
+            x = layer(x)
+        return x
+
+
+def test_a_container_that_is_called_is_a_level() -> None:
+    layers = {"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)}
+    model = nn.ModuleDict({"features": Features(layers), "head": nn.Linear(2, 2)})
+    assert list(select_layers(model, LayerTimings(depth=1))) == ["features", "head"]
+    assert "features" in select_layers(model, LayerTimings())
+    model = nn.ModuleDict({"features": nn.ModuleDict(layers), "head": nn.Linear(2, 2)})
+    assert list(select_layers(model, LayerTimings(depth=1))) == [
+        "features.first",
+        "features.second",
+        "head",
+    ]
+
+
+def test_replays_that_are_checked_are_not_in_the_pace(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paces: list[StepPace] = []
+
+    class Noted(StepPace):
+        def __init__(self) -> None:
+            super().__init__()
+            paces.append(self)
+
+    monkeypatch.setattr(run_times, "StepPace", Noted)
+    for verified in (0, 10):
+        callback = CUDAGraphCallback(verify_replays=verified)
+        run(tmp_path / str(verified), accelerator, callback)
+        assert callback.counts is not None
+        assert callback.counts.replayed == 18
+    # Those that follow what is no replay, or is another epoch, have no beginning.
+    never, ten = (pace._replays for pace in paces)
+    assert 0 < ten <= 8 < never
+
+
+def test_a_fit_without_steps_has_no_report(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback()
+    run(tmp_path / "first", accelerator, callback)
+    assert callback.report is not None
+    train(make(Net), tmp_path / "second", callback, accelerator=accelerator, max_epochs=0)
+    assert (callback.report, callback.counts) == (None, None)
+    timings = LayerTimings()
+    train(make(Net), tmp_path / "third", timings, accelerator=accelerator)
+    assert timings.report is not None
+    train(make(Net), tmp_path / "fourth", timings, accelerator=accelerator, max_epochs=0)
+    assert timings.report is None
 
 
 def test_an_argument_that_there_is_not() -> None:

@@ -97,6 +97,19 @@ def test_from_the_end_of_a_step_to_that_of_the_next() -> None:
     assert WindowSummary([reading(layout(LAYER), 0, 1.0)]).period is None
 
 
+def test_of_steps_whose_optimizer_is_not_timed_the_gap_has_no_share() -> None:
+    spans = (
+        Span("step_ms/forward", "forward", ((0, 1),)),
+        Span("step_ms/backward", "backward", ((1, 2),)),
+        Span("step_ms/gap", "host", ((3, 0),)),
+    )
+    summary = WindowSummary([Reading(SpanLayout(spans, 4), 0, 0.0, [0.0, 1.0, 3.0, -1.0])])
+    assert summary.period is None
+    assert summary["step_ms/gap"].p50_ms == 1.0
+    assert summary["step_ms/gap"].share == 0.0
+    assert summary["step_ms/backward"].share == pytest.approx(2 / 3)
+
+
 def test_nothing_was_timed() -> None:
     for summary in (ReadingWindow().summary(), WindowSummary([reading(layout(), 0)])):
         assert summary.times == {}

@@ -96,11 +96,16 @@ def _is_a_layer(module: nn.Module) -> bool:
     return not isinstance(module, nn.Identity) and not is_metric
 
 
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it can be called, as feature nets that are derived from `ModuleDict` can."""
+    return type(module).forward is not nn.Module.forward
+
+
 def _children(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     found = []
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(child):
             found += _children(path, child)  # never called themselves
         elif any(True for _ in child.parameters()) or _is_a_layer(child):
             found.append((path, child))

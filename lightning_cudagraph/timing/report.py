@@ -98,12 +98,12 @@ def fit_report(
             f" replayed: {pace.eager_ms / pace.replayed_ms:.2f} times as fast as there"
         )
     lines += _parts_line("graph", graph)
-    if graph.n_readings:
-        lines += _parts_line("eager", eager)
+    lines += _parts_line("eager", eager)
     lines += _gap_line(graph)
     lines += _ranks_lines(ranks)
     lines += [f"  note      {note}" for note in notes]
-    return "\n".join(lines + [f"  {line}" for line in _layer_lines(graph, eager)])
+    shown = (graph, eager) if graph.n_readings else (eager, _NO_TIMES)
+    return "\n".join(lines + [f"  {line}" for line in _layer_lines(*shown)])
 
 
 def eager_report(times: WindowSummary, notes: Sequence[str], ranks: Sequence[str] = ()) -> str:

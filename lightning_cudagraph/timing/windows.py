@@ -128,7 +128,8 @@ class WindowSummary:
         before_ms = np.where(
             np.isnan(self.series_ms(GAP_TAG)), np.nan, self.series_ms(GAP_TAG, COPY_TAG)
         )
-        return before_ms + self.step_ms
+        # Where the optimizer steps behind a graph, what it takes is in none of the spans.
+        return before_ms + self.series_ms(TOTAL_TAG)
 
     @cached_property
     def period(self) -> Times | None:

@@ -308,7 +308,9 @@ class GraphedTraining:
             untimed = untimed | {"layers": "the step is compiled as a whole"}
         if self._settings.timings is not None and self._part.behind is not None:
             untimed = untimed | {
-                "what comes after the backward pass": "it runs eagerly, behind the graph"
+                "what comes after the backward pass": (
+                    "it runs eagerly, behind the graph; shares are of what comes before"
+                )
             }
         notes += untimed_notes(untimed)
         if self._settings.timings is not None and self._backend.streams > 1 and self.counts.captures:

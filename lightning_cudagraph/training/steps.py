@@ -120,6 +120,8 @@ class TrainingSteps:
             self.is_in_step = False
         if self.phase is not Phase.CAPTURED or self._verifier.checked != checked:
             self._clock.interrupted()
+        if self._verifier.checked != checked:
+            self._times.pace.pause()  # that took several replays, and an eager step
         if outputs is not None:
             self._replicas.replayed(body.place)
             loss = self._hand_over.take_outputs(outputs, closure)
