@@ -94,8 +94,8 @@ def fit_report(
         lines.append(_capture_line(counts))
     if pace.eager_ms is not None and pace.replayed_ms is not None:
         lines.append(
-            f"  step      {pace.eager_ms:.2f} ms eager (in warm-up), {pace.replayed_ms:.2f} ms"
-            f" replayed: {pace.eager_ms / pace.replayed_ms:.2f} times as fast as there"
+            f"  step      {pace.replayed_ms:.2f} ms replayed; {pace.eager_ms:.2f} ms eager in warm-up,"
+            " where steps are watched, and slower than without this callback"
         )
     lines += _parts_line("graph", graph)
     lines += _parts_line("eager", eager)
