@@ -15,7 +15,8 @@ from matplotlib.colors import to_rgb
 from lightning_cudagraph.timing import figures
 from lightning_cudagraph.timing.dashboard import Dashboard
 from lightning_cudagraph.timing.figures import layer_bars, step_timeline
-from lightning_cudagraph.timing.spans import Reading, SpanLayout
+from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.tensorboard.charts import _slowest
 from lightning_cudagraph.timing.windows import WindowSummary
 from tests.readings import gpt_readings
 
@@ -76,7 +77,48 @@ def test_whiskers_that_reach_far_are_cut_off() -> None:
     figure = layer_bars(WindowSummary([*readings, slow]), "CharGPT", "NVIDIA H200")
     assert figure is not None
     widest_ms = max(width for _, width, _ in bars(figure))
-    assert figure.axes[0].get_xlim()[1] < 3 * widest_ms
+    right_ms = figure.axes[0].get_xlim()[1]
+    assert right_ms < 3 * widest_ms
+    for whiskers in (figure.axes[0].containers[index].errorbar.lines[2][0] for index in (1, 3)):
+        # Before the numbers behind them.
+        assert all(segment[:, 0].max() < 0.95 * right_ms for segment in whiskers.get_segments())
+
+
+def summary_of(**times_ms: tuple[float, float]) -> WindowSummary:
+    """One reading of layers, by when their forward passes begin and end."""
+    offsets_ms = [0.0]
+    spans = []
+    for name, between_ms in times_ms.items():
+        begin = len(offsets_ms)
+        offsets_ms += between_ms
+        tag = f"layer_forward_ms/{name.replace('__', '.')}"
+        spans.append(Span(tag, "forward", ((begin, begin + 1),)))
+    return WindowSummary([Reading(SpanLayout(tuple(spans), len(offsets_ms)), 0, 0.0, offsets_ms)])
+
+
+def test_a_container_that_works_itself_is_a_layer() -> None:
+    """As one whose members are the projections of an attention that is a function."""
+    summary = summary_of(
+        attention=(0.0, 20.0), attention__q=(0.0, 0.2), mlp=(20.0, 22.0), mlp__up=(20.0, 21.9)
+    )
+    figure = layer_bars(summary, "GPT", "NVIDIA H200")
+    assert figure is not None
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["attention", "mlp.up", "attention.q"]
+    times_ms = {tag: times.p50_ms for tag, times in summary.times.items()}
+    assert _slowest(times_ms, "layer_forward_ms/") == [
+        f"layer_forward_ms/{name}" for name in ("attention", "attention.q", "mlp.up")
+    ]
+
+
+def test_letters_that_mean_something_to_matplotlib() -> None:
+    names = ("price_$_in", "m$\\frac{$", "p$x_1$q")
+    summary = summary_of(**{name: (float(n), n + 1.0) for n, name in enumerate(names)})
+    for draw in (layer_bars, step_timeline):
+        figure = draw(summary, "Prices", "NVIDIA H200")
+        assert figure is not None
+        figure.canvas.draw()
+        assert set(names) <= set(texts(figure))
 
 
 def test_the_step_as_a_timeline() -> None:

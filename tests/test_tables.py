@@ -76,6 +76,17 @@ def test_parts_add_up_to_the_step() -> None:
     assert rows["whole"][6] == "100.0%"
 
 
+def test_members_that_are_called_outside_of_their_container_are_said() -> None:
+    spans = (
+        Span("layer_forward_ms/encoder", "forward", ((0, 1),)),
+        Span("layer_forward_ms/encoder.body", "forward", ((0, 1),)),
+        Span("layer_forward_ms/encoder.projection", "forward", ((1, 2),)),
+    )
+    summary = WindowSummary([Reading(SpanLayout(spans, 3), 0, 0.0, [0.0, 1.0, 3.0])])
+    said = "in that of the one above it; but members of `encoder` are called outside of it, too."
+    assert layer_table(summary)[-1].endswith(said)
+
+
 def test_what_is_counted_twice_is_said() -> None:
     summary = WindowSummary(gpt_readings(n=50))
     text = window_text(summary)
@@ -126,4 +137,4 @@ def test_long_names_are_shortened_in_the_middle() -> None:
 def test_nothing_was_timed() -> None:
     assert window_text(WindowSummary([])) == "No step was timed."
     empty = WindowSummary([Reading(SpanLayout((), 1), 3, 0.0, [0.0])])
-    assert window_text(empty) == "1 timed steps, 3 to 3"
+    assert window_text(empty) == "1 timed step, 3 to 3"

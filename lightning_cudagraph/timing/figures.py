@@ -77,7 +77,7 @@ def _entitle(axes: Axes, title: str, subtitle: str) -> None:
 def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int = 12) -> Figure | None:
     """The slowest layers, with a bar for each pass.
 
-    Containers are left out whose members are timed: their time is that of these.
+    Containers are left out where most of their time is that of members that are timed.
 
     Args:
         summary: the times.
@@ -88,7 +88,7 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
     Returns:
         The picture; None if no layer was timed.
     """
-    layers = [layer for layer in layers_of(summary) if not layer.has_members]
+    layers = [layer for layer in layers_of(summary) if not layer.is_sum]
     if not layers:
         return None
     slowest = sorted(layers, key=lambda layer: -layer.median_ms)[:max_layers]
@@ -110,7 +110,8 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
                 continue
             places.append(place + shift)
             medians_ms.append(times.p50_ms)
-            reach.append((times.p50_ms - times.p05_ms, times.p95_ms - times.p50_ms))
+            above_ms = min(times.p95_ms, farthest_ms) - times.p50_ms
+            reach.append((times.p50_ms - times.p05_ms, above_ms))
         if not places:
             continue
         colour = _COLOURS[lane]  # type: ignore[index]
@@ -127,14 +128,15 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
         for middle, median_ms, (_, above_ms) in zip(places, medians_ms, reach, strict=True):
             axes.annotate(
                 f"{median_ms:.3f}",
-                (min(median_ms + above_ms, farthest_ms), middle),
+                (median_ms + above_ms, middle),
                 (3, 0),
                 textcoords="offset points",
                 va="center",
                 fontsize=_FONT_POINTS - 1.5,
                 color="#666666",
             )
-    axes.set_yticks(range(len(slowest)), [shortened(layer.name, _NAME_WIDTH) for layer in slowest])
+    names = [shortened(layer.name, _NAME_WIDTH) for layer in slowest]
+    axes.set_yticks(range(len(slowest)), names, parse_math=False)  # a `$` is a letter
     axes.set_ylim(len(slowest) - 0.45, -0.55)
     axes.set_xlim(0, farthest_ms * 1.1 or 1.0)
     axes.set_xlabel("ms per step, all calls of a layer together", fontsize=_FONT_POINTS, color=_INK)
@@ -150,7 +152,8 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
 
 
 def _about(summary: WindowSummary, device: str) -> str:
-    return f"{device}, median of {summary.n_readings} timed steps"
+    steps = "timed step" if summary.n_readings == 1 else "timed steps"
+    return f"{device}, median of {summary.n_readings} {steps}"
 
 
 def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | None:
@@ -272,6 +275,7 @@ def _draw(
                 fontsize=_FONT_POINTS - 1.5,
                 color="white" if one.depth == 0 else "black",
                 clip_on=True,
+                parse_math=False,
             )
 
 
@@ -283,7 +287,7 @@ def _fitting(name: str, room_px: float, axes: Axes, renderer: Any, widths_px: di
         if room_px < 4 * len(end):  # no letter is narrower on average: spares measuring
             continue
         if end not in widths_px:
-            text = axes.text(0, 0, end, fontsize=_FONT_POINTS - 1.5)
+            text = axes.text(0, 0, end, fontsize=_FONT_POINTS - 1.5, parse_math=False)
             widths_px[end] = text.get_window_extent(renderer).width
             text.remove()
         if widths_px[end] <= room_px:

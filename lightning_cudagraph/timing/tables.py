@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_PARTS, STEP_TAG
@@ -13,6 +13,7 @@ __all__ = [
     "aligned",
     "layer_table",
     "layers_of",
+    "mostly_members",
     "parts_table",
     "shortened",
     "window_text",
@@ -20,6 +21,9 @@ __all__ = [
 
 _NAME_WIDTH = 40
 _BAR_WIDTH = 24
+# Members that take so many times as long as what they are members of are called elsewhere: medians of
+# members add up to a little more or less than the median of their sum.
+_MORE = 1.2
 # Gap and copy come before the step, so these are no part of its time, and collectives are part of the
 # others' or run beside them.
 _BESIDE = {
@@ -33,6 +37,10 @@ _BESIDE = {
 }
 
 
+def _median_ms(*passes: Times | None) -> float:
+    return sum(times.p50_ms for times in passes if times is not None)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A timed layer and its place among the others.
@@ -42,6 +50,7 @@ class Layer:
         parent: the timed layer whose member it is by its name, or None.
         depth: how many timed layers it is a member of.
         has_members: whether the time of other timed layers is contained in its own.
+        is_sum: whether most of its time is that of these.
         forward: its times in the forward pass, or None if it has none.
         backward: those in the backward pass.
     """
@@ -50,6 +59,7 @@ class Layer:
     parent: str | None
     depth: int
     has_members: bool
+    is_sum: bool
     forward: Times | None
     backward: Times | None
 
@@ -61,7 +71,7 @@ class Layer:
     @property
     def median_ms(self) -> float:
         """Milliseconds of both passes, as the sum of their medians: no outlier changes it."""
-        return sum(times.p50_ms for times in (self.forward, self.backward) if times is not None)
+        return _median_ms(self.forward, self.backward)
 
     @property
     def share(self) -> float:
@@ -74,6 +84,33 @@ class Layer:
         return self.name if self.parent is None else self.name[len(self.parent) + 1 :]
 
 
+def _parent(name: str, names: Collection[str]) -> str | None:
+    """The innermost of some names that another one is a member of."""
+    parent = name.rpartition(".")[0]
+    while parent and parent not in names:
+        parent = parent.rpartition(".")[0]
+    return parent or None
+
+
+def _members_ms(times_ms: Mapping[str, float]) -> dict[str, float]:
+    """The time of the members of each layer that has some, without theirs."""
+    found: dict[str, float] = {}
+    for name, time_ms in times_ms.items():
+        if (parent := _parent(name, times_ms)) is not None:
+            found[parent] = found.get(parent, 0.0) + time_ms
+    return found
+
+
+def mostly_members(times_ms: Mapping[str, float]) -> set[str]:
+    """The layers most of whose time is that of their members, so that it is shown with these.
+
+    Args:
+        times_ms: of each layer, by its name.
+    """
+    inside_ms = _members_ms(times_ms)
+    return {name for name, time_ms in inside_ms.items() if time_ms >= 0.5 * times_ms[name]}
+
+
 def layers_of(summary: WindowSummary) -> list[Layer]:
     """The timed layers as a tree: each before its members, in the order of the model."""
     names = dict.fromkeys(
@@ -82,14 +119,14 @@ def layers_of(summary: WindowSummary) -> list[Layer]:
         for prefix in (FORWARD_TAG, BACKWARD_TAG)
         if tag.startswith(prefix) and tag in summary.times
     )
-    parents: dict[str, str | None] = {}
+    parents = {name: _parent(name, names) for name in names}
     members: dict[str | None, list[str]] = {}
-    for name in names:
-        parent = name.rpartition(".")[0]
-        while parent and parent not in names:
-            parent = parent.rpartition(".")[0]
-        parents[name] = parent or None
-        members.setdefault(parents[name], []).append(name)
+    for name, parent in parents.items():
+        members.setdefault(parent, []).append(name)
+    passes = {
+        name: (summary.get(FORWARD_TAG + name), summary.get(BACKWARD_TAG + name)) for name in names
+    }
+    sums = mostly_members({name: _median_ms(*times) for name, times in passes.items()})
     layers: list[Layer] = []
     # A stack and not recursion: names may be as deep as they like.
     waiting = [(name, 0) for name in reversed(members.get(None, []))]
@@ -101,8 +138,8 @@ def layers_of(summary: WindowSummary) -> list[Layer]:
                 parents[name],
                 depth,
                 name in members,
-                summary.get(FORWARD_TAG + name),
-                summary.get(BACKWARD_TAG + name),
+                name in sums,
+                *passes[name],
             )
         )
         waiting += [(member, depth + 1) for member in reversed(members.get(name, []))]
@@ -243,7 +280,13 @@ def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
     """What the table adds up to, and what is counted twice in it."""
     lines = []
     if any(layer.has_members for layer in layers):
-        lines.append("The time of an indented layer is contained in that of the one above it.")
+        text = "The time of an indented layer is contained in that of the one above it"
+        times_ms = {layer.name: layer.median_ms for layer in layers}
+        inside_ms = _members_ms(times_ms)
+        more = [name for name, time_ms in inside_ms.items() if time_ms > _MORE * times_ms[name]]
+        if more:
+            text += f"; but members of `{'`, `'.join(more)}` are called outside of it, too"
+        lines.append(f"{text}.")
     outermost = [layer.name for layer in layers if layer.parent is None]
     for part, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
         whole = summary.get(STEP_TAG + part)
@@ -274,7 +317,7 @@ def window_text(summary: WindowSummary, max_layers: int = 40) -> str:
     layers = layer_table(summary, max_layers)
     return "\n".join(
         [
-            f"{summary.n_readings} timed steps, {steps}",
+            f"{summary.n_readings} timed step{'' if summary.n_readings == 1 else 's'}, {steps}",
             *([""] if parts else []),
             *parts,
             *([""] if layers else []),

@@ -23,6 +23,7 @@ from lightning_cudagraph.timing.spans import (
     Reading,
     SpanLayout,
 )
+from lightning_cudagraph.timing.tables import mostly_members
 from lightning_cudagraph.timing.tensorboard.board import innards
 from lightning_cudagraph.timing.windows import WindowSummary
 
@@ -113,10 +114,11 @@ def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
     """A tag of each of the slowest kinds of layers, in the order of the model.
 
     Layers that are repeated, such as ``blocks.0.mlp`` and ``blocks.1.mlp``, are of one kind. Containers
-    would hide their members.
+    would hide their members, where most of their time is that of these.
     """
-    tags = [tag for tag in times_ms if tag.startswith(prefix)]
-    innermost = [tag for tag in tags if not any(other.startswith(f"{tag}.") for other in tags)]
+    of_layers_ms = {tag: ms for tag, ms in times_ms.items() if tag.startswith(prefix)}
+    sums = mostly_members(of_layers_ms)
+    innermost = [tag for tag in of_layers_ms if tag not in sums]
     kinds: dict[str, list[str]] = {}
     for tag in innermost:
         kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", tag), []).append(tag)
