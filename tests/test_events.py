@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import gc
+import io
 import pickle
 import threading
 import time
@@ -304,6 +305,9 @@ def test_decorators_that_hand_on_what_returns_before_its_work() -> None:
 
     async def later() -> None: ...
 
+    async def opened() -> io.StringIO:
+        return io.StringIO()
+
     def passed_on(function: Any) -> Any:
         return functools.wraps(function)(lambda: function())
 
@@ -314,7 +318,10 @@ def test_decorators_that_hand_on_what_returns_before_its_work() -> None:
         for function, name in ((around, "around"), (passed_on(later), "later")):
             with pytest.raises(TimerError, match=rf"{name}` returns before its work begins"):
                 block(function)()
+        with pytest.raises(TimerError, match=r"around` returns before its work begins"):
+            block(functools.partial(around))()
         assert block(run_to_its_end(later))() is None
+        assert block(run_to_its_end(opened))().closed is False
 
 
 def test_a_timer_is_cleared_for_another_capture(work: Work) -> None:

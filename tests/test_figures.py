@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ def test_whiskers_that_reach_far_are_cut_off() -> None:
     widest_ms = max(width for _, width, _ in bars(figure))
     right_ms = figure.axes[0].get_xlim()[1]
     assert right_ms < 3 * widest_ms
+    about = "NVIDIA H200, median of 10 timed steps, whiskers p05 to p95, cut off at"
+    assert f"{about} {2.5 * widest_ms:.3f} ms" in texts(figure)
     for whiskers in (figure.axes[0].containers[index].errorbar.lines[2][0] for index in (1, 3)):
         # Before the numbers behind them.
         assert all(segment[:, 0].max() < 0.95 * right_ms for segment in whiskers.get_segments())
@@ -115,7 +118,7 @@ def test_letters_that_mean_something_to_matplotlib() -> None:
     names = ("price_$_in", "m$\\frac{$", "p$x_1$q")
     summary = summary_of(**{name: (float(n), n + 1.0) for n, name in enumerate(names)})
     for draw in (layer_bars, step_timeline):
-        figure = draw(summary, "Prices", "NVIDIA H200")
+        figure = draw(summary, "Net$\\frac{$", "NVIDIA H200")
         assert figure is not None
         figure.canvas.draw()
         assert set(names) <= set(texts(figure))
@@ -133,7 +136,7 @@ def test_the_step_as_a_timeline() -> None:
     written = texts(figure)
     assert f"NVIDIA H200, median of 40 timed steps, {summary.step.p50_ms:.3f} ms each" in written  # type: ignore[union-attr]
     assert "ms after the beginning of the step" in written
-    assert {"forward", "backward", "blocks", "blocks.3"} <= set(written)
+    assert {"forward", "backward", "blocks", "3"} <= set(written)
     drawn = bars(figure)
     # Gap in two, copy, clipping, optimizer, and in each pass the whole, 4 layers, 6 blocks, 24 members.
     assert len(drawn) == 2 + 1 + 2 + 2 * (1 + 4 + 6 + 24)
@@ -143,7 +146,7 @@ def test_the_step_as_a_timeline() -> None:
     assert left == 0.0
     assert width == pytest.approx(summary["step_ms/forward"].p50_ms, abs=0.001)
     # Members lie within what contains them, one row below.
-    names = {"forward", "backward", "blocks", *(f"blocks.{i}" for i in range(6))}
+    names = {"forward", "backward", "blocks", *map(str, range(6))}
     rows = defaultdict(set)
     for text in axes.texts:
         if text.get_text() in names:
@@ -154,7 +157,18 @@ def test_the_step_as_a_timeline() -> None:
                 for left, width, row in drawn
             ), text.get_text()
     assert {place + 1 for place in rows["forward"] | rows["backward"]} == rows["blocks"]
-    assert {place + 1 for place in rows["blocks"]} >= rows["blocks.3"]
+    assert {place + 1 for place in rows["blocks"]} >= rows["3"]
+
+
+def test_a_layer_is_called_the_same_in_both_passes() -> None:
+    """Also where there is more room for its name in one of them."""
+    figure = step_timeline(WindowSummary(gpt_readings(n=5)), "CharGPT", "NVIDIA H200")
+    assert figure is not None
+    written = [text.get_text() for text in figure.axes[0].texts]
+    for block in range(6):
+        of_block = [name for name in written if name in (str(block), f"blocks.{block}")]
+        assert len(of_block) == 2
+        assert len(set(of_block)) == 1
 
 
 def test_a_long_gap_does_not_squeeze_the_step() -> None:
@@ -276,6 +290,26 @@ def test_nobody_sees_it() -> None:
     dashboard.close()
     assert wall.shown == []
     assert len(dashboard.window) == 1
+
+
+def test_letters_that_the_font_lacks_are_no_warning() -> None:
+    class Drawn(_Wall):
+        def add_figure(self, tag: str, figure: Any, step: int) -> None:
+            super().add_figure(tag, figure, step)
+            figure.canvas.draw()
+            warnings.warn("of somebody else's", UserWarning, stacklevel=1)
+
+    wall = Drawn()
+    dashboard = Dashboard(wall, 1, "Net", "CPU")
+    spans = tuple(
+        Span(tag, "forward", ((0, 1),)) for tag in ("layer_forward_ms/\u5c42\u4e00", "step_ms/forward")
+    )
+    dashboard.add(Reading(SpanLayout(spans, 2), 0, 0.0, [0.0, 1.0]))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        dashboard.pause()
+    assert [tag for tag, _ in wall.shown][1:] == ["cudagraph/slowest_layers", "cudagraph/timeline"]
+    assert [str(warning.message) for warning in heard] == ["of somebody else's"] * 2
 
 
 def test_a_picture_that_fails_is_one_warning() -> None:

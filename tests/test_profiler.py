@@ -532,6 +532,48 @@ def test_closed_by_another_thread(profiler: Profiler[Any], work: Work, reports: 
     assert reports == []
 
 
+def test_closed_while_another_thread_is_in_a_block(
+    profiler: Profiler[Any], work: Work, reports: Reports
+) -> None:
+    entered, closed = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def live() -> None:
+        try:
+            with profiler.time("outer"):
+                with profiler.time("inner"):
+                    entered.set()
+                    closed.wait()
+                with profiler.time("later"):
+                    work.run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    entered.wait()
+    profiler.close()
+    closed.set()
+    thread.join()
+    assert (errors, reports) == ([], [])
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_blocks_outside_of_graphs_are_known_by_is_not_kept(
+    profiler: Profiler[Any], work: Work, reports: Reports, closed: bool
+) -> None:
+    module = nn.Linear(1, 1)
+    with profiler.time(module):
+        work.run()
+    assert reports.take() == [module]
+    if closed:
+        profiler.close()
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
 def test_threads_leave_nothing(profiler: Profiler[Any], work: Work, reports: Reports) -> None:
     def live() -> None:
         with profiler.time("block"):
@@ -595,7 +637,10 @@ def test_a_capture_that_fails_at_its_end(
 ) -> None:
     profiler.close()
 
+    own = EmulatedGraph.capture_end
+
     def fail(graph: EmulatedGraph) -> None:
+        own(graph)
         raise ZeroDivisionError
 
     graph = EmulatedGraph()

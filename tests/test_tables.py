@@ -87,6 +87,32 @@ def test_members_that_are_called_outside_of_their_container_are_said() -> None:
     assert layer_table(summary)[-1].endswith(said)
 
 
+def test_members_that_take_turns_are_not_called_elsewhere() -> None:
+    layouts = [
+        SpanLayout(
+            (
+                Span("layer_forward_ms/experts", "forward", ((0, 1),)),
+                Span(f"layer_forward_ms/experts.{name}", "forward", ((0, 1),)),
+            ),
+            2,
+        )
+        for name in ("first", "second")
+    ]
+    readings = [Reading(layouts[step % 2], step, 0.0, [0.0, 1.0]) for step in range(10)]
+    said = "The time of an indented layer is contained in that of the one above it."
+    assert layer_table(WindowSummary(readings))[-1] == said
+
+
+def test_a_gap_of_steps_that_are_not_known_has_no_share() -> None:
+    spans = (
+        Span("step_ms/forward", "forward", ((0, 1),)),
+        Span("step_ms/backward", "backward", ((1, 2),)),
+        Span("step_ms/gap", "host", ((3, 0),)),
+    )
+    summary = WindowSummary([Reading(SpanLayout(spans, 4), 0, 0.0, [0.0, 1.0, 3.0, -1.0])])
+    assert parts_table(summary)[-1].split()[-5:] == ["1.000", "-", "(beside", "the", "copy)"]
+
+
 def test_what_is_counted_twice_is_said() -> None:
     summary = WindowSummary(gpt_readings(n=50))
     text = window_text(summary)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import warnings
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["TimedBlock", "name_of"]
-
-# What a function returns whose work is still to come.
-_NOT_BEGUN = (Coroutine, Generator, AsyncGenerator, AbstractContextManager, AbstractAsyncContextManager)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -120,7 +118,7 @@ class TimedBlock:
         if _returns_early(function):
             raise _no_time(function)
         # A decorator below this one may run what it wraps to its end, or hand it on.
-        may_return_early = _returns_early(inspect.unwrap(function))
+        may_return_early = _returns_early(_innermost(function))
 
         @functools.wraps(function)
         def timed(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -133,6 +131,29 @@ class TimedBlock:
                 return result
 
         return timed
+
+
+def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What decorators and `functools.partial` hide."""
+    inside: Callable[..., Any] = inspect.unwrap(_without_partial(function))
+    return function if inside is function else _innermost(inside)
+
+
+@contextmanager
+def _around() -> Iterator[None]:
+    yield
+
+
+@asynccontextmanager
+async def _later_around() -> AsyncIterator[None]:
+    yield
+
+
+# What a function returns whose work is still to come.
+_NOT_BEGUN = (
+    *(Coroutine, Generator, AsyncGenerator, asyncio.Future),
+    *(type(_around()), type(_later_around())),
+)
 
 
 def _no_time(function: Callable[..., Any]) -> TimerError:

@@ -102,10 +102,13 @@ class Dashboard:
         if not self._can_draw:
             return
         try:
-            for tag, draw in (("slowest_layers", layer_bars), ("timeline", step_timeline)):
-                figure = draw(summary, self._model, self._device)
-                if figure is not None:
-                    self._wall.add_figure(f"cudagraph/{tag}", figure, summary.last_step)
+            with warnings.catch_warnings():
+                # A layer may be called in letters that the font lacks: nothing that a run must hear of.
+                warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
+                for tag, draw in (("slowest_layers", layer_bars), ("timeline", step_timeline)):
+                    figure = draw(summary, self._model, self._device)
+                    if figure is not None:
+                        self._wall.add_figure(f"cudagraph/{tag}", figure, summary.last_step)
         except Exception as error:
             # Fonts, a package that does not fit, a writer of somebody else's: no picture is worth a run.
             self._can_draw = False

@@ -62,7 +62,8 @@ def _figure(height_inches: float) -> tuple[Figure, Axes]:
 
 def _entitle(axes: Axes, title: str, subtitle: str) -> None:
     text = f"{title}\n"
-    axes.set_title(text, loc="left", fontsize=_FONT_POINTS + 2, color=_INK, fontweight="bold")
+    size = _FONT_POINTS + 2
+    axes.set_title(text, loc="left", fontsize=size, color=_INK, fontweight="bold", parse_math=False)
     axes.annotate(
         subtitle,
         (0, 1),
@@ -97,9 +98,10 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
         times for layer in slowest for times in (layer.forward, layer.backward) if times is not None
     ]
     # Whiskers that reach far beyond all bars are cut off, so that the bars can still be compared.
-    farthest_ms = min(
-        max(times.p95_ms for times in shown), _LONGEST_WHISKER * max(times.p50_ms for times in shown)
-    )
+    highest_ms = max(times.p95_ms for times in shown)
+    farthest_ms = min(highest_ms, _LONGEST_WHISKER * max(times.p50_ms for times in shown))
+    # Their ends look like any others.
+    cut = f", cut off at {farthest_ms:.3f} ms" if farthest_ms < highest_ms else ""
     for lane, shift in (("forward", -0.19), ("backward", 0.19)):
         places: list[float] = []
         medians_ms: list[float] = []
@@ -110,7 +112,7 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
                 continue
             places.append(place + shift)
             medians_ms.append(times.p50_ms)
-            above_ms = min(times.p95_ms, farthest_ms) - times.p50_ms
+            above_ms = max(min(times.p95_ms, farthest_ms) - times.p50_ms, 0.0)
             reach.append((times.p50_ms - times.p05_ms, above_ms))
         if not places:
             continue
@@ -144,7 +146,7 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
         what = f"the {len(slowest)} slowest of {len(layers)} layers"
     else:
         what = "slowest layers"
-    _entitle(axes, f"{model}: {what}", _about(summary, device) + ", whiskers p05 to p95")
+    _entitle(axes, f"{model}: {what}", f"{_about(summary, device)}, whiskers p05 to p95{cut}")
     figure.legend(
         loc="outside lower center", ncols=2, fontsize=_FONT_POINTS, frameon=False, labelcolor=_INK
     )
@@ -260,23 +262,27 @@ def _draw(
     left_px, right_px = axes.bbox.x0, axes.bbox.x1
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     widths_px: dict[str, float] = {}
+    named: list[tuple[Slice, float]] = []
+    shortest: dict[str, str] = {}
     for one in slices:
         begin_px = max(to_px((one.begin / TICKS_PER_MS, 0.0))[0], left_px)
         end_px = min(to_px((one.end / TICKS_PER_MS, 0.0))[0], right_px)
         name = _fitting(one.name, end_px - begin_px - 6, axes, renderer, widths_px)
         if name:
-            middle_ms = to_ms(((begin_px + end_px) / 2, 0.0))[0]
-            axes.text(
-                middle_ms,
-                places[one.lane, one.row, one.depth],
-                name,
-                ha="center",
-                va="center_baseline",
-                fontsize=_FONT_POINTS - 1.5,
-                color="white" if one.depth == 0 else "black",
-                clip_on=True,
-                parse_math=False,
-            )
+            named.append((one, to_ms(((begin_px + end_px) / 2, 0.0))[0]))
+            shortest[one.name] = min(shortest.get(one.name, name), name, key=len)
+    for one, middle_ms in named:
+        axes.text(
+            middle_ms,
+            places[one.lane, one.row, one.depth],
+            shortest[one.name],  # a layer is called the same in both passes
+            ha="center",
+            va="center_baseline",
+            fontsize=_FONT_POINTS - 1.5,
+            color="white" if one.depth == 0 else "black",
+            clip_on=True,
+            parse_math=False,
+        )
 
 
 def _fitting(name: str, room_px: float, axes: Axes, renderer: Any, widths_px: dict[str, float]) -> str:

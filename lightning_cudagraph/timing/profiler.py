@@ -181,6 +181,7 @@ class Profiler(Generic[Context]):
             for graph in self._graphs:
                 getattr(graph, _BLOCKS).clear()
         self._outside.stretches.clear()
+        self._outside.settle()
 
     def close(self) -> None:
         """Switch it off, and put back what was replaced. A second time does nothing.
@@ -202,33 +203,35 @@ class Profiler(Generic[Context]):
             if not (outside.is_open or is_capturing):
                 self._report(outside)
         finally:
-            self._warn_of_the_rest()
-        if left:
-            names = ", ".join(f"`{name}`" for name in left)
-            warnings.warn(
-                f"Somebody has replaced {names} since the `Profiler` did, and goes through its function,"
-                " which has to stay there; it only passes calls on from now on.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            texts = self._forget_outside()
+            if left:
+                names = ", ".join(f"`{name}`" for name in left)
+                texts.append(
+                    f"Somebody has replaced {names} since the `Profiler` did, and goes through its"
+                    " function, which has to stay there; it only passes calls on from now on."
+                )
+            for text in texts:
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
-    def _warn_of_the_rest(self) -> None:
-        """Forget the blocks outside of graphs that nobody will be told of."""
+    def _forget_outside(self) -> list[str]:
+        """Forget the blocks outside of graphs; returns what there is to say of those not reported."""
         with _lock:
             of_all = list(self._of_all_threads)
-            self._of_all_threads.clear()
+            # In the place of the old ones: other threads may be at work on these.
+            self._of_all_threads = set()
+            self._outside = _Outside(self._of_all_threads)
+        texts = []
         for stretches in of_all:
             still_open = stretches.open()
-            is_more = len(stretches) > len(still_open)
-            stretches.clear()
-            if not is_more:
+            if len(stretches) <= len(still_open):
                 continue
             if still_open:
                 still_open[0].is_told = True
                 why = f"{still_open[0]} has been entered and not left: blocks that waited for its end"
             else:
                 why = "Another thread has captured, or is still in a block: blocks that waited for that"
-            warnings.warn(f"{why} are not reported.", RuntimeWarning, stacklevel=3)
+            texts.append(f"{why} are not reported.")
+        return texts
 
     def __enter__(self) -> Self:
         with _lock:
@@ -358,7 +361,7 @@ class Profiler(Generic[Context]):
             stretches.discard(stretch)
             if not stretch.captured and not stretches.is_open:
                 stretches.clear()  # of a block that failed as a whole, nothing is reported
-                self._outside.settle()
+                self._of_all_threads.discard(stretches)  # of another thread, if that has ended
             return
         if stretch.captured:
             graph = self._graph_here()

@@ -244,4 +244,6 @@ class Stretches:
         if not all(stretch.captured for stretch in left):
             handed_out = {id(stretch) for stretch in left if not stretch.captured}
             self._all = [stretch for stretch in self._all if id(stretch) not in handed_out]
+            if not self._all:
+                self._last = None
         return [(stretch.context, time_ms) for stretch, time_ms in zip(left, times_ms, strict=True)]

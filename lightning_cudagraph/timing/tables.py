@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_PARTS, STEP_TAG
 from lightning_cudagraph.timing.windows import Times, WindowSummary
 
@@ -21,20 +23,22 @@ __all__ = [
 
 _NAME_WIDTH = 40
 _BAR_WIDTH = 24
-# Members that take so many times as long as what they are members of are called elsewhere: medians of
-# members add up to a little more or less than the median of their sum.
+# Members that take so many times as long as what they are members of are called elsewhere, too.
 _MORE = 1.2
+_NAMES_SHOWN = 5
 # Gap and copy come before the step, so these are no part of its time, and collectives are part of the
 # others' or run beside them.
 _BESIDE = {
-    "gap": "beside the copy; of the time from step to step",
-    "copy": "of the batch; of the time from step to step",
+    "gap": "beside the copy",
+    "copy": "of the batch",
     "all_reduce": "beside the backward pass",
     "all_reduce_exposed": "what of it the step waits for",
     **dict.fromkeys(
         ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all"), "in the parts above"
     ),
 }
+_BETWEEN = ("gap", "copy")
+_OF_PERIOD = "; of the time from step to step"
 
 
 def _median_ms(*passes: Times | None) -> float:
@@ -92,22 +96,16 @@ def _parent(name: str, names: Collection[str]) -> str | None:
     return parent or None
 
 
-def _members_ms(times_ms: Mapping[str, float]) -> dict[str, float]:
-    """The time of the members of each layer that has some, without theirs."""
-    found: dict[str, float] = {}
-    for name, time_ms in times_ms.items():
-        if (parent := _parent(name, times_ms)) is not None:
-            found[parent] = found.get(parent, 0.0) + time_ms
-    return found
-
-
 def mostly_members(times_ms: Mapping[str, float]) -> set[str]:
     """The layers most of whose time is that of their members, so that it is shown with these.
 
     Args:
         times_ms: of each layer, by its name.
     """
-    inside_ms = _members_ms(times_ms)
+    inside_ms: dict[str, float] = {}
+    for name, time_ms in times_ms.items():
+        if (parent := _parent(name, times_ms)) is not None:
+            inside_ms[parent] = inside_ms.get(parent, 0.0) + time_ms
     return {name for name, time_ms in inside_ms.items() if time_ms >= 0.5 * times_ms[name]}
 
 
@@ -209,16 +207,20 @@ def parts_table(summary: WindowSummary) -> list[str]:
         ("step", "p05 ms", "p50 ms", "p95 ms", "max ms", "mean ms", "share", "")
     ]
 
-    def add(name: str, times: Times, note: str = "") -> None:
+    def add(name: str, times: Times, note: str = "", share: str | None = None) -> None:
         numbers = (times.p05_ms, times.p50_ms, times.p95_ms, times.max_ms, times.mean_ms)
-        lines.append((name, *map(_number, numbers), _percent(times.share), note))
+        lines.append((name, *map(_number, numbers), share or _percent(times.share), note))
 
     for name, times in rows:
         add(name, times, _bar(times.share, 0.0))
     add("  whole", step)
     for part, what in _BESIDE.items():
-        if (times := summary.get(STEP_TAG + part)) is not None:
-            add(f"  {part}", times, f"({what})")
+        if (times := summary.get(STEP_TAG + part)) is None:
+            continue
+        if part in _BETWEEN and summary.period is None:
+            add(f"  {part}", times, f"({what})", "-")
+        else:
+            add(f"  {part}", times, f"({what}{_OF_PERIOD if part in _BETWEEN else ''})")
     return aligned(lines, left=(0, 7))
 
 
@@ -276,16 +278,34 @@ def _layer_row(layer: Layer) -> tuple[str, ...]:
     )
 
 
+def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
+    """Layers whose members take longer than they do themselves, in one of the passes."""
+    members: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.parent is not None:
+            members.setdefault(layer.parent, []).append(layer.name)
+    found = []
+    for name, inside in members.items():
+        for prefix in (FORWARD_TAG, BACKWARD_TAG):
+            # Step by step: members can take turns.
+            inside_ms = summary.series_ms(*(prefix + member for member in inside))
+            ratios = inside_ms / np.maximum(summary.series_ms(prefix + name), 1e-6)
+            known = ratios[~np.isnan(ratios)]
+            if len(known) and np.median(known) > _MORE:
+                found.append(name)
+                break
+    return found
+
+
 def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
     """What the table adds up to, and what is counted twice in it."""
     lines = []
     if any(layer.has_members for layer in layers):
         text = "The time of an indented layer is contained in that of the one above it"
-        times_ms = {layer.name: layer.median_ms for layer in layers}
-        inside_ms = _members_ms(times_ms)
-        more = [name for name, time_ms in inside_ms.items() if time_ms > _MORE * times_ms[name]]
-        if more:
-            text += f"; but members of `{'`, `'.join(more)}` are called outside of it, too"
+        if elsewhere := _called_elsewhere(summary, layers):
+            more = ", ..." if len(elsewhere) > _NAMES_SHOWN else ""
+            names = "`, `".join(elsewhere[:_NAMES_SHOWN])
+            text += f"; but members of `{names}`{more} are called outside of it, too"
         lines.append(f"{text}.")
     outermost = [layer.name for layer in layers if layer.parent is None]
     for part, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
