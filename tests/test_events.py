@@ -12,7 +12,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -299,6 +299,8 @@ def test_functions_that_return_before_their_work() -> None:
 
 
 def test_decorators_that_hand_on_what_returns_before_its_work() -> None:
+    loop = asyncio.new_event_loop()
+
     @contextlib.contextmanager
     def around() -> Iterator[None]:
         yield
@@ -308,6 +310,13 @@ def test_decorators_that_hand_on_what_returns_before_its_work() -> None:
     async def opened() -> io.StringIO:
         return io.StringIO()
 
+    @contextlib.asynccontextmanager
+    async def around_later() -> AsyncIterator[None]:
+        yield
+
+    def begun(function: Any) -> Any:
+        return functools.wraps(function)(lambda: asyncio.Future(loop=loop))
+
     def passed_on(function: Any) -> Any:
         return functools.wraps(function)(lambda: function())
 
@@ -315,13 +324,19 @@ def test_decorators_that_hand_on_what_returns_before_its_work() -> None:
         return functools.wraps(function)(lambda: asyncio.run(function()))
 
     for block in (EventTimer(), TimerRegistry[str]().time("name")):
-        for function, name in ((around, "around"), (passed_on(later), "later")):
+        for function, name in (
+            (around, "around"),
+            (around_later, "around_later"),
+            (passed_on(later), "later"),
+            (begun(later), "later"),
+        ):
             with pytest.raises(TimerError, match=rf"{name}` returns before its work begins"):
                 block(function)()
         with pytest.raises(TimerError, match=r"around` returns before its work begins"):
             block(functools.partial(around))()
         assert block(run_to_its_end(later))() is None
         assert block(run_to_its_end(opened))().closed is False
+    loop.close()
 
 
 def test_a_timer_is_cleared_for_another_capture(work: Work) -> None:

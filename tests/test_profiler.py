@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -513,6 +514,28 @@ def test_closed_beside_a_capture(profiler: Profiler[Any], reports: Reports) -> N
         with pytest.warns(RuntimeWarning, match=r"captured, .*: blocks that waited for that are not"):
             profiler.close()
     assert reports == []
+
+
+def test_a_report_that_fails_at_the_end(work: Work) -> None:
+    """The profiler is closed all the same, and says what it has to say."""
+
+    def dump(context: str, elapsed_ms: float) -> None:
+        raise ZeroDivisionError
+
+    profiler = Profiler(dump)
+    own = Work("cpu")
+    with Beside(own.run), profiler.time("beside"):
+        work.run()
+    replay = EmulatedGraph.replay
+    EmulatedGraph.replay = functools.wraps(replay)(lambda graph: replay(graph))  # type: ignore[method-assign]
+    try:
+        with (
+            pytest.warns(RuntimeWarning, match=r"has replaced `EmulatedGraph\.replay`"),
+            pytest.raises(ZeroDivisionError),
+        ):
+            profiler.close()
+    finally:
+        EmulatedGraph.replay = replay.__wrapped__  # type: ignore[attr-defined, method-assign]
 
 
 def test_closed_by_another_thread(profiler: Profiler[Any], work: Work, reports: Reports) -> None:

@@ -85,6 +85,13 @@ def test_members_that_are_called_outside_of_their_container_are_said() -> None:
     summary = WindowSummary([Reading(SpanLayout(spans, 3), 0, 0.0, [0.0, 1.0, 3.0])])
     said = "in that of the one above it; but members of `encoder` are called outside of it, too."
     assert layer_table(summary)[-1].endswith(said)
+    many = [
+        Span(f"layer_forward_ms/{container}{member}", "forward", (times,))
+        for container in "abcdef"
+        for member, times in (("", (0, 1)), (".inside", (0, 2)))
+    ]
+    summary = WindowSummary([Reading(SpanLayout(tuple(many), 3), 0, 0.0, [0.0, 1.0, 3.0])])
+    assert "members of `a`, `b`, `c`, `d`, `e`, ... are called" in layer_table(summary)[-1]
 
 
 def test_members_that_take_turns_are_not_called_elsewhere() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_cudagraph.timing.lead_in import GAP_TAG
 from lightning_cudagraph.timing.slices import LANES, TICKS_PER_MS, Slice, slices_of, step_end
 from lightning_cudagraph.timing.spans import STEP_TAG, Lane
-from lightning_cudagraph.timing.tables import layers_of, shortened
+from lightning_cudagraph.timing.tables import layers_of, shortened, timed_steps
 from lightning_cudagraph.timing.windows import Times, WindowSummary
 
 if TYPE_CHECKING:
@@ -154,8 +154,7 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
 
 
 def _about(summary: WindowSummary, device: str) -> str:
-    steps = "timed step" if summary.n_readings == 1 else "timed steps"
-    return f"{device}, median of {summary.n_readings} {steps}"
+    return f"{device}, median of {timed_steps(summary.n_readings)}"
 
 
 def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_cudagraph.timing.rank_times import RankRow, RankTable
-from lightning_cudagraph.timing.tables import aligned
+from lightning_cudagraph.timing.tables import aligned, timed_steps
 
 __all__ = ["ranks_lines", "ranks_text"]
 
@@ -46,7 +46,7 @@ def ranks_text(table: RankTable) -> str:
     first, last = rows[0].first_step, max(row.last_step for row in rows)
     return "\n".join(
         [
-            f"{len(rows)} processes, {rows[0].n_steps} timed steps, {first} to {last}",
+            f"{len(rows)} processes, {timed_steps(rows[0].n_steps)}, {first} to {last}",
             *ranks_lines(table),
             "",
             *text,

@@ -14,7 +14,7 @@ from lightning_cudagraph.timing.spans import (
     STEP_PARTS,
     STEP_TAG,
 )
-from lightning_cudagraph.timing.tables import Layer, layers_of, shortened
+from lightning_cudagraph.timing.tables import Layer, layers_of, shortened, timed_steps
 from lightning_cudagraph.timing.windows import Times, WindowSummary
 
 __all__ = ["eager_report", "evaluation_report", "fit_report"]
@@ -158,12 +158,11 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary) -> list[str]:
     compared = any(tag + layer.name in eager for layer in layers for tag in (FORWARD_TAG, BACKWARD_TAG))
     names = [shortened(layer.name, _NAME_WIDTH) for layer in layers]
     width = max(len("layer"), *map(len, names))
-    lines = [
-        f"slowest layers, median of {_steps(summary)} (containers include their members)",
-    ]
+    steps = timed_steps(summary.n_readings)
+    lines = [f"slowest layers, median of {steps} (containers include their members)"]
     passes = "  forward ms  backward ms"
     if compared:
-        lines.append(f"  {'':<{width}}  {'in the graph':<23}  eager, {_steps(eager)}")
+        lines.append(f"  {'':<{width}}  {'in the graph':<23}  eager, {timed_steps(eager.n_readings)}")
     lines.append(f"  {'layer':<{width}}{passes * (2 if compared else 1)}  share of step")
     for name, layer in zip(names, layers, strict=True):
         numbers = _pair(layer.forward, layer.backward)
@@ -171,10 +170,6 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary) -> list[str]:
             numbers += _pair(eager.get(FORWARD_TAG + layer.name), eager.get(BACKWARD_TAG + layer.name))
         lines.append(f"  {name:<{width}}{numbers}  {_share(layer)}")
     return lines
-
-
-def _steps(summary: WindowSummary) -> str:
-    return f"{summary.n_readings} timed step" + ("" if summary.n_readings == 1 else "s")
 
 
 def _share(layer: Layer) -> str:

@@ -18,6 +18,7 @@ __all__ = [
     "mostly_members",
     "parts_table",
     "shortened",
+    "timed_steps",
     "window_text",
 ]
 
@@ -152,6 +153,11 @@ def shortened(name: str, width: int) -> str:
         return "..."[:width]
     tail = (width - 3 + 1) // 2
     return f"{name[: width - 3 - tail]}...{name[len(name) - tail :]}"
+
+
+def timed_steps(number: int) -> str:
+    """So many timed steps, in words."""
+    return f"{number} timed step" + ("" if number == 1 else "s")
 
 
 def _number(value_ms: float | None) -> str:
@@ -337,7 +343,7 @@ def window_text(summary: WindowSummary, max_layers: int = 40) -> str:
     layers = layer_table(summary, max_layers)
     return "\n".join(
         [
-            f"{summary.n_readings} timed step{'' if summary.n_readings == 1 else 's'}, {steps}",
+            f"{timed_steps(summary.n_readings)}, {steps}",
             *([""] if parts else []),
             *parts,
             *([""] if layers else []),
