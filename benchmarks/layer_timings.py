@@ -29,6 +29,7 @@ from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, environmen
 from benchmarks.models import MODELS, Workload, leaf_names
 from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph.capture.streams.stream_choice import AskedStreams
 
 BASELINE = "no timings"
 SAMPLED_EVERY = 50
@@ -63,7 +64,11 @@ class Result:
 
 
 def fit(
-    workload: Workload, timings: LayerTimings | None, batches: BlockedBatches, streams: int, tiny: bool
+    workload: Workload,
+    timings: LayerTimings | None,
+    batches: BlockedBatches,
+    streams: AskedStreams,
+    tiny: bool,
 ) -> None:
     """Train on the batches, to their end.
 
@@ -80,7 +85,7 @@ def fit(
 
 
 def measure(
-    workload: Workload, variants: list[str], blocks: Blocks, tiny: bool, streams: int = 1
+    workload: Workload, variants: list[str], blocks: Blocks, tiny: bool, streams: AskedStreams
 ) -> Result:
     """Run all variants of one model in turn."""
     started_s = time.perf_counter()
@@ -128,7 +133,12 @@ def main() -> int:
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=2 * SAMPLED_EVERY, help="steps of a block")
     parser.add_argument("--rounds", type=float, default=1.0, help="this many times as many rounds")
-    parser.add_argument("--streams", type=int, default=1, help="of the captures")
+    parser.add_argument(
+        "--streams",
+        type=lambda said: said if said == "auto" else int(said),
+        default="auto",
+        help="of the captures: a number, or as many as are fastest, which is the callback's default",
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny models, to see whether all runs")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()

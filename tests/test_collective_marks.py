@@ -89,6 +89,7 @@ class Step:
         if not eager:
             graph, self.marks = self.backend.capture(run)
             graph.replay()
+        self.backend.synchronize()
         self.offsets_ms = self.marks.read()
         self.layout = self.marks.layout
         self.gradients = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
