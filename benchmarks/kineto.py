@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,6 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.fits import ON_GPU, synchronize
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.capture.stamps import Slots, Stamp
 
 __all__ = [
     "CAPTURE",
@@ -44,7 +43,6 @@ __all__ = [
 
 CAPTURE = "benchmark: capture"
 MARK = "benchmark: mark"
-_HAND_OUT = "benchmark: hand out marks"
 
 # What the host calls, and what runs on the device for it.
 _LAUNCHES = {
@@ -56,7 +54,6 @@ _ACTIVITIES = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 # Launches of a capture for which nothing runs.
 _MOST_EMPTY = 16
-_OF_MARKS = "lightning_cudagraph_"  # kernels that are marks, or hand them to the host
 _ENGINE = "autograd::engine::evaluate_function"
 _HOST_CALLS = ("cuda_runtime", "cuda_driver")
 
@@ -225,12 +222,6 @@ def _launch_kind(event: dict[str, Any]) -> str | None:
     return next((kind for kind, names in _LAUNCHES.items() if event["name"].startswith(names)), None)
 
 
-def _is_within(at_us: float, events: list[dict[str, Any]]) -> bool:
-    """Whether a point in time is within one of some events, which are in order and apart."""
-    number = bisect_right([event["ts"] for event in events], at_us) - 1
-    return number >= 0 and at_us <= events[number]["ts"] + events[number]["dur"]
-
-
 def _correlation(event: dict[str, Any]) -> int:
     return int(event.get("args", {}).get("correlation", -1))
 
@@ -280,20 +271,14 @@ class Trace:
                         begins_us = event["ts"]
                     elif event["name"].startswith("cudaStreamEndCapture"):
                         ends_us = event["ts"]
-            marked = [
-                event
+            launches = [launch for launch in self._launches if begins_us <= launch.at_us <= ends_us]
+            times_us = [launch.at_us for launch in launches]
+            # In its middle: the clocks of host and driver need not agree to the microsecond.
+            marks_us = [
+                event["ts"] + event["dur"] / 2
                 for event in self._events
                 if event["name"] == MARK and begins_us <= event["ts"] <= ends_us
             ]
-            own = [event for event in self._events if event["name"] in (MARK, _HAND_OUT)]
-            launches = [
-                launch
-                for launch in self._launches
-                if begins_us <= launch.at_us <= ends_us and not _is_within(launch.at_us, own)
-            ]
-            times_us = [launch.at_us for launch in launches]
-            # In its middle: the clocks of host and driver need not agree to the microsecond.
-            marks_us = [event["ts"] + event["dur"] / 2 for event in marked]
             if marks_us:
                 marks = tuple(bisect_left(times_us, mark_us) for mark_us in marks_us)
                 nodes = tuple(self._next_node(mark_us, ends_us) for mark_us in marks_us)
@@ -340,9 +325,7 @@ class Trace:
 
     def _activities(self) -> Iterator[tuple[int, Activity]]:
         for event in self._events:
-            if (kind := _ACTIVITIES.get(event.get("cat", ""))) is None:
-                continue
-            if not event["name"].startswith(_OF_MARKS):
+            if (kind := _ACTIVITIES.get(event.get("cat", ""))) is not None:
                 end_us = event["ts"] + event["dur"]
                 yield _correlation(event), Activity(event["name"], kind, event["ts"], end_us)
 
@@ -422,22 +405,18 @@ class Profiled:
 def annotated() -> Iterator[None]:
     """Let captures and marks show in traces; afterwards they do not any more."""
     with contextlib.ExitStack() as stack:
-        methods: list[tuple[type, str, str]] = [(Slots, "hand_out", _HAND_OUT)]
         for backend in (CudaBackend, EmulatorBackend):
-            methods += (backend, "capture", CAPTURE), (backend, "mark", MARK)
-        for owner, method, name in methods:
-            original = getattr(owner, method)
-            stack.callback(setattr, owner, method, original)
-            setattr(owner, method, _in_range(original, name))
+            for method, name in (("capture", CAPTURE), ("mark", MARK)):
+                original = getattr(backend, method)
+                stack.callback(setattr, backend, method, original)
+                setattr(backend, method, _in_range(original, name))
         yield
 
 
 def _in_range(function: Any, name: str) -> Any:
-    def inside(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if name == MARK and owner.stamp is not None and not isinstance(args[0], Stamp):
-            return function(owner, *args, **kwargs)  # an event beside the first of the marks
+    def inside(*args: Any, **kwargs: Any) -> Any:
         # Not `record_function`, which is an op, and would be seen by what watches the capture.
         with torch._C._profiler._RecordFunctionFast(name):
-            return function(owner, *args, **kwargs)
+            return function(*args, **kwargs)
 
     return inside

@@ -19,7 +19,7 @@ __all__ = ["LayerTimings"]
 class LayerTimings(LayerChoice, Callback):
     """Times the layers of a model, in a graph or without one, with the same tags in TensorBoard.
 
-    ``CUDAGraphCallback(timings=LayerTimings(...))`` times them by marks in the graph. In the list of
+    ``CUDAGraphCallback(timings=LayerTimings(...))`` times them by events in the graph. In the list of
     callbacks, `LayerTimings` times an ordinary run, to be compared with one that has graphs; it changes
     no number of it.
 
@@ -37,12 +37,10 @@ class LayerTimings(LayerChoice, Callback):
             `ModuleList` or `ModuleDict` without a `forward` is no level: it is never called itself.
         max_layers: how many layers the automatic choice may take, at most.
         every_n_steps: the last of so many steps of the optimizer is timed, with all batches whose
-            gradients it takes, as `log_every_n_steps` counts; the others replay a graph without marks.
+            gradients it takes, as `log_every_n_steps` counts; the others replay a graph without events.
             In manual optimization, batches are counted.
-        placement: ``"forked"``: marks are on a branch of the graph that no kernel waits for. They are
-            kernels of one thread that write down the clock of the device; external events, where the
-            driver does not take these, or where that clock is coarser than events are.
-            ``"serial"``: external events between the kernels, which add about 4 µs each.
+        placement: ``"forked"``: events are recorded on a branch of the graph that no kernel waits for.
+            ``"serial"``: they are recorded between two kernels, and each adds about 4 µs.
         window_steps: aggregates are made over so many timed steps.
         trace_steps: how many of the last timed steps are written as a Chrome trace; 0 for none.
 

@@ -40,9 +40,7 @@ class Torch:
         self._streams = 0
         self._pools = 0
 
-    def new_stream(self, device: torch.device, priority: int = 0) -> Any:
-        if priority:
-            return SimpleNamespace(cuda_stream=2000 - priority)
+    def new_stream(self, device: torch.device) -> Any:
         self._streams += 1
         return SimpleNamespace(cuda_stream=1000 + self._streams % _STREAMS)
 
@@ -195,7 +193,9 @@ def test_two_threads_are_not_given_the_same(simulated: Torch, monkeypatch: pytes
     assert len({side.stream.cuda_stream for side in found}) == 2
 
 
-def test_a_stream_for_marks_is_not_that_of_a_capture(simulated: Torch) -> None:
-    sides = [SideStream(_DEVICE) for _ in range(_STREAMS)]
+def test_a_stream_for_events_is_not_that_of_a_capture(simulated: Torch) -> None:
+    sides = [SideStream(_DEVICE) for _ in range(_STREAMS - 1)]
     taken = {side.stream.cuda_stream for side in sides}
     assert all(stream_beside(_DEVICE).cuda_stream not in taken for _ in range(3))
+    sides.append(SideStream(_DEVICE))
+    assert stream_beside(_DEVICE).cuda_stream in {side.stream.cuda_stream for side in sides}

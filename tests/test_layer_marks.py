@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_cudagraph import CUDAGraphError
 from lightning_cudagraph.capture.emulator import EmulatorBackend, HostEvent
-from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.timing.layer_marks import check_autograd_names
-from lightning_cudagraph.timing.layers import Placement, untimed_notes
+from lightning_cudagraph.timing.layers import untimed_notes
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
 
@@ -563,50 +562,6 @@ def test_marks_are_read_after_a_replay_only() -> None:
     assert marks.read()[0] == 0.0
     with pytest.raises(CUDAGraphError, match="not being recorded"), marks.stage("host"):
         pass
-
-
-def test_stamps_take_the_place_of_events() -> None:
-    """What has to be held against other events is an event all the same, where the first stamp is."""
-
-    class Stamp(HostEvent):
-        pass
-
-    class Stamping(EmulatorBackend):
-        marked: ClassVar[list[tuple[HostEvent, bool]]] = []
-
-        @property
-        def stamp(self) -> Any:
-            return Stamp if is_capturing() else None
-
-        def mark(self, event: HostEvent, forked: bool = True) -> None:
-            super().mark(event, forked)
-            self.marked.append((event, forked))
-
-    backend, x = Stamping(), torch.ones(2)
-    model = nn.Sequential(Op(torch.tanh), Op(torch.sin))
-
-    def step(placement: Placement = "forked") -> StepMarks:
-        marks = StepMarks(backend, dict(model.named_children()), placement=placement)
-        with marks.recording():
-            model(x)
-        return marks
-
-    graph, marks = backend.capture(step)
-    (start, start_forked), (first, first_forked), *others = backend.marked
-    # What comes next waits for both, so that the times of event and stamp are the same.
-    assert (start_forked, first_forked) == (False, False)
-    assert marks.start is start
-    assert not isinstance(start, Stamp)
-    assert marks._marks == [first, *(mark for mark, _ in others)]
-    assert all(isinstance(mark, Stamp) for mark in marks._marks)
-    assert all(forked for _, forked in others)
-    graph.replay()
-    times_ms = marks.read()
-    assert len(times_ms) == marks.layout.n_marks == 3
-    assert times_ms == sorted(times_ms)
-    for plain in (step(), backend.capture(lambda: step("serial"))[1]):
-        assert plain.start is plain._marks[0]
-        assert not any(isinstance(mark, Stamp) for mark in plain._marks)
 
 
 def test_a_private_name_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

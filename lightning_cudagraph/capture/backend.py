@@ -18,7 +18,6 @@ from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSent
 from lightning_cudagraph.capture.parts import Between, CudaParts
 from lightning_cudagraph.capture.refusals import clear_frames, meaning_of
 from lightning_cudagraph.capture.sentry import HostReads
-from lightning_cudagraph.capture.stamps import Stamp, clock_of, stamp_times
 from lightning_cudagraph.capture.streams.branches import Branches, SentBackError
 from lightning_cudagraph.capture.streams.side_streams import (
     SideStream,
@@ -125,20 +124,13 @@ class Backend(Protocol):
     def event(self) -> Event:
         """A new timing event."""
 
-    @property
-    def stamp(self) -> Callable[[], Any] | None:
-        """What makes a stamp in a capture, or None where there are none.
-
-        `mark` takes it in the place of an event. It costs the step less, and cannot be waited for.
-        """
-
     def mark(self, event: Any, forked: bool = True) -> None:
         """Let `event` say when the work issued so far on the current stream has finished.
 
         In a capture anew in each replay. Outside of one, once.
 
         Args:
-            event: the event, or stamp.
+            event: the event.
             forked: in a capture, what follows does not wait for it.
         """
 
@@ -148,8 +140,7 @@ class Backend(Protocol):
         Nothing else waits for it. What it works on must live until it has.
 
         Args:
-            event: the event, or stamp. Those of several collectives are passed in the order of these
-                calls.
+            event: the event. Those of several collectives are passed in the order of these calls.
             work: the collective, as `torch.distributed` handed it out.
 
         Returns:
@@ -160,11 +151,10 @@ class Backend(Protocol):
         """What reads when events were passed.
 
         Args:
-            events: they have been marked; or only stamps, of one capture.
+            events: they have been marked.
 
         Returns:
-            A function that gives milliseconds after the first, one for each. It may be called whenever
-            all have been passed.
+            A function that gives milliseconds after the first, one for each.
         """
 
     def position(self) -> object | None:
@@ -237,7 +227,6 @@ class CudaBackend:
         self._timing_streams = {self._side_stream: stream_beside(device)}
         # Waits for collectives, which run on streams that torch does not show.
         self._collectives_stream = stream_beside(device)
-        self._clock = clock_of(torch.device("cuda", self._index))
         self._pool = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
         self._live: list[_Live] = []
@@ -273,7 +262,7 @@ class CudaBackend:
         rng_state = self.rng_state()
         reserved_bytes = torch.cuda.memory_reserved(self.device)
         memory = HostMemory()
-        graph = CudaParts(self.generators, self._pool, self.device)
+        graph = CudaParts(self.generators, self._pool)
         branches = Branches([side.stream for side in sides], graph) if len(sides) > 1 else None
         sentry = MendingSentry(self.generators, memory, branches)
         sentry.writes = Writes(storages_held() if is_compiled else None)
@@ -361,12 +350,10 @@ class CudaBackend:
         try:
             if self._branches is not None:
                 self._branches.end()
-            for stream in self._forked:
-                # A capture that ends with a forked stream not joined is lost.
-                self._side_stream.wait_stream(stream)
-            if self._clock is not None:
-                graph.slots.hand_out(self._clock.hand_out, self._side_stream)
             if self._forked or self._branches is not None:
+                for stream in self._forked:
+                    # A capture that ends with a forked stream not joined is lost.
+                    self._side_stream.wait_stream(stream)
                 # In one node, and not in several branches: two graphs that take turns, and begin and end
                 # in one node each, took 29 to 47 us less for a step of 2.3 ms (GPT, H200).
                 graph.record(torch.cuda.Event(external=True), self._side_stream)
@@ -409,12 +396,6 @@ class CudaBackend:
         # External: CUDA then makes an event-record node whose time the host can read after a replay.
         return torch.cuda.Event(enable_timing=True, external=True)
 
-    @property
-    def stamp(self) -> Callable[[], Stamp] | None:
-        if self._recording is None or self._clock is None:
-            return None
-        return self._recording.slots.next
-
     def mark(self, event: Any, forked: bool = True) -> None:
         graph = self._recording
         if graph is None:
@@ -423,10 +404,10 @@ class CudaBackend:
         current = torch.cuda.current_stream(self.device)
         begins = len(position_of(current) or ()) == 1  # no node yet; in one as well
         if begins or not forked:
-            self._place(event, current)
+            graph.record(event, current)
             return
-        # On the stream itself it would become a node between two kernels and cost the critical path 2 to
-        # 4 us. On a forked branch the next kernel does not wait.
+        # Recorded on the stream itself, the event would become a node between two kernels and cost the
+        # critical path 2 to 4 us. On a forked branch the next kernel does not wait.
         fork = torch.cuda.Event()
         graph.record(fork, current)
         if current not in self._timing_streams:
@@ -434,7 +415,7 @@ class CudaBackend:
         branch = self._timing_streams[current]
         self._forked.add(branch)
         branch.wait_event(fork)
-        self._place(event, branch)
+        graph.record(event, branch)
 
     def mark_end(self, event: Any, work: Any) -> bool:
         branch = self._collectives_stream
@@ -443,18 +424,9 @@ class CudaBackend:
         if self._recording is None:
             event.record(branch)
         else:
-            self._place(event, branch)
+            self._recording.record(event, branch)
             self._forked.add(branch)
         return True
-
-    def _place(self, event: Any, stream: torch.cuda.Stream) -> None:
-        """In a capture: an event, or a stamp, behind all that a stream waits for."""
-        assert self._recording is not None
-        if isinstance(event, Stamp):
-            assert self._clock is not None
-            self._clock.stamp.launch(stream, event.address)
-        else:
-            self._recording.record(event, stream)
 
     def _current_stream(self) -> torch.cuda.Stream:
         """The current stream; to ask torch for it, which makes an object, takes several us each time."""
@@ -464,7 +436,7 @@ class CudaBackend:
         return self._current
 
     def event_times(self, events: Sequence[Any]) -> Callable[[], list[float]]:
-        return stamp_times(events) if isinstance(events[0], Stamp) else event_times(events)
+        return event_times(events)
 
     def position(self) -> object | None:
         if self._recording is None:

@@ -5,27 +5,25 @@ would not do: a Triton kernel passes no dispatcher, and a view launches nothing.
 
 When events were passed: torch asks for each pair whether both have been, and sets the device, before it
 asks for the time (c10/cuda/CUDAEvent.h). For a hundred events after every step that is too long.
-
-And what torch has no door to: a kernel given as PTX, which the driver itself translates.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import repeat
 from typing import Any
 
 import torch
 
-__all__ = ["Kernel", "event_times", "let_wait", "load_kernels", "position_of"]
+__all__ = ["event_times", "let_wait", "position_of"]
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 
 
-@cache
+@lru_cache(maxsize=2)
 def _driver_function(*names: str) -> Any:
     """The first of these functions that the driver has, or None without one."""
     try:
@@ -110,63 +108,3 @@ def event_times(events: Sequence[torch.cuda.Event]) -> Callable[[], list[float]]
         return list(times)
 
     return read
-
-
-class Kernel:
-    """A kernel that takes addresses, and runs in one block.
-
-    Args:
-        function: the driver's handle of it.
-        launch: the driver's function that launches it.
-    """
-
-    def __init__(self, function: ctypes.c_void_p, launch: Any) -> None:
-        self._function = function
-        self._launch = launch
-
-    def launch(self, stream: torch.cuda.Stream, *addresses: int, threads: int = 1) -> None:
-        """Issue it on a stream, which may be captured.
-
-        Args:
-            stream: of the device that it has been loaded for, the current one.
-            addresses: what it is handed, memory that the device can reach.
-            threads: of the block, 1024 at most.
-
-        Raises:
-            RuntimeError: if the driver refuses.
-        """
-        values = [ctypes.c_uint64(address) for address in addresses]
-        arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        one, none = ctypes.c_uint(1), ctypes.c_uint(0)
-        shape = (one, one, one, ctypes.c_uint(threads), one, one)
-        where = ctypes.c_void_p(stream.cuda_stream)
-        error = self._launch(self._function, *shape, none, where, arguments, None)
-        if error:
-            raise RuntimeError(f"CUDA cannot launch a kernel of {threads} threads: error {error}.")
-
-
-def load_kernels(ptx: bytes, names: Sequence[str]) -> list[Kernel] | None:
-    """Have the driver translate kernels for the current device, for as long as the process lives.
-
-    Args:
-        ptx: the kernels.
-        names: of those to be had.
-
-    Returns:
-        The kernels; None if there is no driver, or if it does not take them.
-    """
-    load, find, launch = map(
-        _driver_function, ("cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel")
-    )
-    if load is None or find is None or launch is None:
-        return None
-    module = ctypes.c_void_p()
-    if load(ctypes.byref(module), ctypes.c_char_p(ptx)):
-        return None
-    kernels = []
-    for name in names:
-        function = ctypes.c_void_p()
-        if find(ctypes.byref(function), module, ctypes.c_char_p(name.encode())):
-            return None
-        kernels.append(Kernel(function, launch))
-    return kernels

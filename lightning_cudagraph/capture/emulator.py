@@ -437,10 +437,6 @@ class EmulatorBackend:
     def event(self) -> HostEvent:
         return HostEvent()
 
-    @property
-    def stamp(self) -> None:
-        """Events cost a step on the host's clock as little as stamps would."""
-
     def mark(self, event: HostEvent, forked: bool = True) -> None:
         event.record()
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lightning_cudagraph.capture.generators import Generators
-from lightning_cudagraph.capture.stamps import Slots
 
 __all__ = ["Between", "CudaParts"]
 
@@ -26,20 +25,15 @@ class CudaParts:
     Args:
         generators: what may be drawn from.
         pool: the memory pool.
-        device: where the capture is.
-
-    Attributes:
-        slots: where its stamps are.
     """
 
-    def __init__(self, generators: Generators, pool: Any, device: torch.device) -> None:
+    def __init__(self, generators: Generators, pool: Any) -> None:
         self._generators = generators
         self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
         # A node does not keep its event alive; and CUDA, when a capture ends, looks at those that it has
         # met, also where a step that failed has let go of its own (a segmentation fault).
         self._events: list[torch.cuda.Event] = []
-        self.slots = Slots(device)
 
     def begin(self) -> None:
         """Begin the capture of the next part, on the current stream."""

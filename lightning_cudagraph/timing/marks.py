@@ -1,9 +1,8 @@
-"""Marks inside a captured step: what they mean, and when they were passed.
+"""Events inside a captured step: what they mark, and when they were passed.
 
 A step goes from stage to stage (forward, backward, optimizer), and inside of these from layer to layer.
-Each change is marked: in a graph by a stamp that no kernel of the step waits for, elsewhere by an event.
-Where nothing has been issued since the last one, that is taken again. So neighbouring layers, and a
-container and its first member, have a mark in common.
+Each change is marked by an event. Where nothing has been issued since the last one, that one is taken:
+neighbouring layers, and a container and its first member, have a mark in common.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _layouts: WeakValueDictionary[tuple[Any, ...], SpanLayout] = WeakValueDictionary
 
 
 class StepMarks:
-    """The marks of one captured step.
+    """The events of one captured step.
 
     The stages tile the step, so that their times add up to the whole. What is in them:
 
@@ -81,19 +80,16 @@ class StepMarks:
         backend: where the step runs.
         layers: the modules to time, by name.
         has_optimizer: the step ends with that of the optimizer, and not with the backward pass.
-        placement: ``"serial"`` to have events between the kernels, and not stamps beside them.
+        placement: ``"serial"`` to have the events between the kernels, and not beside them.
         with_collectives: time the collectives too.
 
     Attributes:
-        start: an event where the step begins, which other events can be held against. That is where the
-            first mark is, too.
         layout: what is timed, after `recording`: ``step_ms/`` and a stage or a part,
             ``step_ms/total`` if there is an optimizer, ``layer_forward_ms/{module}`` and
             ``layer_backward_ms/{module}``. Marks are numbered in the order of the step.
         untimed: what is not timed, in words, and why.
     """
 
-    start: Event
     layout: SpanLayout
     untimed: dict[str, str]
 
@@ -112,10 +108,8 @@ class StepMarks:
         self._forked = placement == "forked"
         self._names = list(layers)
         self._layers = LayerMarks(layers, self._turn_to)
-        self._is_captured = False
-        self._new: Callable[[], Any] = backend.event
-        self._marks: list[Any] = []  # the backend's
-        # What reads them, once all are there.
+        self._events: list[Event] = []
+        # What reads them, once all have been recorded.
         self._times: Callable[[], list[float]] | None = None
         self._position: object | None = None
         self._here = -1  # the mark at this position
@@ -135,15 +129,14 @@ class StepMarks:
             if self._with_collectives:
                 stack.enter_context(listening(self._collective, captured=is_capturing()))
             self._is_recording = True
-            self._is_captured = is_capturing()
             try:
-                self._begin()
+                self._enter("forward")
                 yield
                 self._layers.end_backward()
                 self._enter(None)
             finally:
                 self._is_recording = False
-        if self._is_captured:  # all of it waits for all that is captured
+        if is_capturing():  # all of it waits for all that is captured
             self._collectives.let_go()
         self._lay_out()
 
@@ -177,8 +170,13 @@ class StepMarks:
         yield
         self._enter(around)
 
+    @property
+    def start(self) -> Event:
+        """The first of the events."""
+        return self._events[0]
+
     def read(self) -> list[float]:
-        """When the step, or its last replay, passed its marks. It has ended on the stream it ran on.
+        """When the last replay passed its marks, waiting for its end if need be.
 
         Returns:
             Milliseconds after the first mark, one for each of the layout's.
@@ -190,11 +188,13 @@ class StepMarks:
             raise CUDAGraphError("The marks of a step cannot be read while a step is captured.")
         if not hasattr(self, "layout"):
             raise CUDAGraphError("The marks of a step were to be read, and no step has been recorded.")
+        events = self._events
         try:
-            if (last := self._collectives.last) is not None and not self._is_captured:
-                self._marks[last].synchronize()  # on a stream of its own
+            events[self._here].synchronize()
+            if (last := self._collectives.last) is not None:  # on a stream of its own
+                events[last].synchronize()
             if self._times is None:
-                self._times = self._backend.event_times(self._marks)
+                self._times = self._backend.event_times(events)
             times_ms = self._times()
         except (RuntimeError, ValueError) as error:
             raise CUDAGraphError(
@@ -203,35 +203,21 @@ class StepMarks:
         self._collectives.let_go()
         return times_ms + self._collectives.begins_ms(times_ms)
 
-    def _begin(self) -> None:
-        if self._forked and (stamp := self._backend.stamp) is not None:
-            self._new = stamp
-            self.start = self._backend.event()
-            self._backend.mark(self.start, forked=False)
-            # The first kernels wait for it, or else begin up to 15 us later than it says.
-            self._add(forked=False)
-        self._enter("forward")
-        if not hasattr(self, "start"):
-            self.start = self._marks[0]
-
     def _mark(self) -> int:
         """Mark this point; returns the number of the mark."""
         if not self._is_recording:
             raise CUDAGraphError("A step was to be marked that is not being recorded.")
         position = self._backend.position()
         if position is None or position != self._position:
-            self._add(self._forked)
+            event = self._backend.event()
+            self._backend.mark(event, self._forked)
+            self._here = self._take(event)
+            self._position = self._backend.position()  # an event between kernels has moved it
         return self._here
 
-    def _add(self, forked: bool) -> None:
-        mark = self._new()
-        self._backend.mark(mark, forked)
-        self._here = self._take(mark)
-        self._position = self._backend.position()  # a mark between kernels has moved it
-
-    def _take(self, mark: Any) -> int:
-        self._marks.append(mark)
-        return len(self._marks) - 1
+    def _take(self, event: Event) -> int:
+        self._events.append(event)
+        return len(self._events) - 1
 
     def _collective(self, name: str, tensors: Any) -> Callable[[Any], None]:
         """Mark when a collective can begin; returns what marks its end."""
@@ -241,11 +227,12 @@ class StepMarks:
             if work is None:
                 self._collectives.add_waited_for(name, ready, self._mark())
                 return
-            mark = self._new()
-            if self._backend.mark_end(mark, work):
-                self._collectives.add(name, ready, self._take(mark), tensors)
+            event = self._backend.event()
+            runs_beside = self._backend.mark_end(event, work)
+            if runs_beside:
+                self._collectives.add(name, ready, self._take(event), tensors)
             else:
-                self._collectives.add_waited_for(name, ready, self._take(mark))
+                self._collectives.add_waited_for(name, ready, self._take(event))
 
         return issued
 
@@ -275,7 +262,7 @@ class StepMarks:
         ]
         if self._has_optimizer:
             spans.append(Span(TOTAL_TAG, "host", ((0, last),)))
-        spans += self._collectives.spans(len(self._marks))
+        spans += self._collectives.spans(len(self._events))
         for name in self._names:
             for tag, lane in _PASSES:
                 if calls := self._calls.get(tag + name):
@@ -284,7 +271,7 @@ class StepMarks:
         self.untimed = self._layers.untimed(frozenset(span.tag for span in spans))
         if not self._layers.backward_is_known:
             spans = [span for span in spans if not span.tag.startswith(BACKWARD_TAG)]
-        key = (tuple(spans), len(self._marks) + self._collectives.n_begins)
+        key = (tuple(spans), len(self._events) + self._collectives.n_begins)
         self.layout = _layouts.setdefault(key, SpanLayout(*key))
 
 

@@ -172,11 +172,11 @@ def _take(device: torch.device) -> _Lane:
 
 
 def stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream for marks and waits: not one on which graphs are captured, whose priority is another.
-
-    A mark does not wait there for a kernel that comes behind it, and fills the device.
-    """
-    return torch.cuda.Stream(device, priority=-1)
+    """A stream for events and waits; not one on which graphs are captured, if there are others."""
+    of_lanes = {lane.stream.cuda_stream for lane in _LANES}
+    streams = (torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH))
+    apart = (stream for stream in streams if stream.cuda_stream not in of_lanes)
+    return next(apart, None) or torch.cuda.Stream(device)
 
 
 class SideStream:
