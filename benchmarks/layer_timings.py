@@ -29,7 +29,6 @@ from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, environmen
 from benchmarks.models import MODELS, Workload, leaf_names
 from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.capture.streams.stream_choice import AskedStreams
 
 BASELINE = "no timings"
 SAMPLED_EVERY = 50
@@ -67,7 +66,7 @@ def fit(
     workload: Workload,
     timings: LayerTimings | None,
     batches: BlockedBatches,
-    streams: AskedStreams,
+    streams: int,
     tiny: bool,
 ) -> None:
     """Train on the batches, to their end.
@@ -84,9 +83,7 @@ def fit(
         raise RuntimeError(f"Not all steps were replayed from one capture:\n{callback.report}")
 
 
-def measure(
-    workload: Workload, variants: list[str], blocks: Blocks, tiny: bool, streams: AskedStreams
-) -> Result:
+def measure(workload: Workload, variants: list[str], blocks: Blocks, tiny: bool, streams: int) -> Result:
     """Run all variants of one model in turn."""
     started_s = time.perf_counter()
     leaves = leaf_names(workload.make(tiny))
@@ -133,12 +130,8 @@ def main() -> int:
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=2 * SAMPLED_EVERY, help="steps of a block")
     parser.add_argument("--rounds", type=float, default=1.0, help="this many times as many rounds")
-    parser.add_argument(
-        "--streams",
-        type=lambda said: said if said == "auto" else int(said),
-        default="auto",
-        help="of the captures: a number, or as many as are fastest, which is the callback's default",
-    )
+    # Not "auto": the fits of a process would have to share torch's streams, and choose fewer.
+    parser.add_argument("--streams", type=int, default=4, help="of the captures")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to see whether all runs")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
@@ -15,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
-from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.capture.emulator import EmulatorBackend, HostEvent
 from lightning_cudagraph.timing.collective_marks import Collectives
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.slices import slices_of
@@ -181,6 +182,32 @@ def test_those_of_the_users_own(device: torch.device, eager: bool) -> None:
     if device.type == "cpu" and eager:
         return  # two threads of gloo's take the times, and can be late one after the other
     assert ends == sorted(ends)
+
+
+def test_the_end_of_each_is_waited_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's threads tell of it, and the one that tells of an earlier collective may come last."""
+    if device.type == "cuda":
+        pytest.skip("events of CUDA are passed in the order of the collectives")
+    late: list[HostEvent] = []
+    record_behind = HostEvent.record_behind
+
+    def record(event: HostEvent, work: Any) -> None:
+        if late:
+            record_behind(event, work)
+            return
+        late.append(event)
+        passed = event._passed = threading.Event()
+
+        def tell() -> None:
+            event.take_time()
+            passed.set()
+
+        threading.Timer(0.3, tell).start()
+
+    monkeypatch.setattr(HostEvent, "record_behind", record)
+    step = Step(device, eager=True)
+    assert len(late) == 1
+    assert max(step.offsets_ms) >= 300
 
 
 def test_kernels_are_gone_after_an_error(device: torch.device) -> None:

@@ -51,7 +51,7 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        self._arena = torch.empty(_ARENA_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._arena = torch.empty(_ARENA_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._used_bytes = 0
         self._kept: dict[int, Tensor] = {}
         self.scalars: list[tuple[Tensor, Any]] = []
@@ -101,9 +101,10 @@ class Constants(OwnFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _FROM_PYTHON and _is_python(args[:1]):
             device = kwargs.get("device")
-            if device is not None and torch.device(device).type == "cuda":
+            device = torch.get_default_device() if device is None else torch.device(device)
+            if device.type == "cuda":
                 kwargs["device"] = "cpu"
-                return self._on_device(func(*args, **kwargs), torch.device(device))
+                return self._on_device(func(*args, **kwargs), device)
         elif func is Tensor.new_tensor and args[0].is_cuda and _is_python(args[1:2]):
             kwargs.setdefault("dtype", args[0].dtype)
             kwargs["device"] = "cpu"
@@ -126,7 +127,7 @@ class Constants(OwnFunctionMode):
         if isinstance(index, tuple):
             return tuple(self._index(part, device) for part in index)
         if isinstance(index, list) and index and all(type(number) is int for number in index):
-            return self._on_device(torch.tensor(index), device)
+            return self._on_device(torch.tensor(index, device="cpu"), device)
         return index
 
 

@@ -20,12 +20,12 @@ class Collectives:
     follows from two, and comes behind the events.
 
     Attributes:
-        last: the mark at the end of the last one that runs beside the step, or None.
+        ends: the marks at the ends of those that run beside the step.
         n_begins: how many of these there are.
     """
 
     def __init__(self) -> None:
-        self.last: int | None = None
+        self.ends: list[int] = []
         self.n_begins = 0
         # Ready and end of those that run beside the step, in the order in which they are issued.
         self._beside: list[tuple[str, int, int]] = []
@@ -44,7 +44,7 @@ class Collectives:
         """
         self._beside.append((name, ready, end))
         self._kept.append(tensors)
-        self.last = end
+        self.ends.append(end)
         self.n_begins += 1
 
     def add_waited_for(self, name: str, begin: int, end: int) -> None:

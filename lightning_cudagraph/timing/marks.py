@@ -191,8 +191,8 @@ class StepMarks:
         events = self._events
         try:
             events[self._here].synchronize()
-            if (last := self._collectives.last) is not None:  # on a stream of its own
-                events[last].synchronize()
+            for end in self._collectives.ends:  # on streams of their own, or told by threads of gloo's
+                events[end].synchronize()
             if self._times is None:
                 self._times = self._backend.event_times(events)
             times_ms = self._times()

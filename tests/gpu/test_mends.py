@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -86,6 +87,34 @@ def test_mended(tmp_path: Path, accelerator: str, cls: type[Net], captures: int)
         plain.csv = graph.csv = "nothing is logged in training"
     assert_same(plain, graph)
     assert graph.counts.captures == captures
+    assert graph.counts.replayed >= 8
+
+
+class ByDefault(Net):
+    """Constants where `torch.set_default_device` says."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        weights = torch.tensor([1.0, 2.0, 3.0, 4.0]) * torch.tensor(0.5)
+        picked = logits[:, [0, 2]].sum() * torch.ones(())
+        return nn.functional.cross_entropy(logits, y, weight=weights) + picked * 1e-3
+
+
+def test_a_default_device(tmp_path: Path, accelerator: str) -> None:
+    def fit(*args: Any, **kwargs: Any) -> None:
+        torch.set_default_device("cuda")
+        try:
+            pl.Trainer.fit(*args, **kwargs)
+        finally:
+            torch.set_default_device(None)
+
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 3, "fit": fit}
+    plain = train(make(ByDefault), tmp_path / "plain", **kwargs)
+    graph = train(make(ByDefault), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    plain.csv = graph.csv = "nothing is logged in training"
+    assert_same(plain, graph)
+    assert graph.counts.captures == 1
     assert graph.counts.replayed >= 8
 
 

@@ -118,7 +118,7 @@ class Ranks:
             options: Any = distributed_c10d.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX
             self._options = options
-            self._word = torch.zeros(2 * _FIELDS, dtype=torch.int64)
+            self._word = torch.zeros(2 * _FIELDS, dtype=torch.int64, device="cpu")
             self._numbers = self._word.numpy()
         self._failures.watch(device)
 
