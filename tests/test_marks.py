@@ -78,6 +78,23 @@ def test_a_depth_beyond_the_last_level_takes_all() -> None:
     assert len(select_layers(Model(), LayerTimings(depth=99))) == 5 + 3 * 2 + 3 * 3
 
 
+def test_further_names_of_a_layer_are_named() -> None:
+    model = nn.ModuleDict({"encoder": Block(), "other": nn.Linear(4, 4)})
+    model["decoder"] = model["encoder"]
+    for arguments in ({}, {"modules": ["*"]}, {"types": ["Linear"]}):
+        timings = LayerTimings(**arguments)  # type: ignore[arg-type]
+        assert not any(name.startswith("decoder") for name in select_layers(model, timings))
+        notes = untimed_notes(left_out(model, timings))
+        if "types" in arguments:
+            assert "not timed: `decoder.attn`: it is `encoder.attn` by another name" in notes[0]
+        else:
+            (note,) = notes  # its members are not told of beside it
+            assert note.startswith("not timed: `decoder`: it is `encoder` by another name")
+    # What is asked for by one of the names alone has that one.
+    (note,) = untimed_notes(left_out(model, LayerTimings(modules=["decoder"])))
+    assert note.startswith("not timed: `encoder`: it is `decoder` by another name")
+
+
 def test_a_name_with_brackets() -> None:
     model = nn.ModuleDict({"d[0]": nn.Linear(2, 2), "d0": nn.Linear(2, 2)})
     assert "d[0]" in select_layers(model, LayerTimings(modules=["d[0]"]))
@@ -276,7 +293,7 @@ def test_a_timed_run_is_the_same(
     assert hooks_of(timed.module) == []
     report = report_of(timed)
     assert "not timed: the backward pass of `teacher`: it computes nothing that" in report
-    assert "not timed: `unused`: it is not called in the step, or by compiled code only" in report
+    assert "not timed: `unused`: the step does not call it, or past its hooks only" in report
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -36,6 +36,8 @@ __all__ = ["LayerMarks", "check_autograd_names"]
 
 _NONE: Layers = frozenset()
 
+_NOT_CALLED = "the step does not call it, or past its hooks only (`.forward()`, compiled code)"
+
 # The number of nodes that add a gradient to that of a parameter. They run as soon as it has been made,
 # and belong to the layer that has made it.
 _OF_PARAMETERS = 2**64 - 1
@@ -243,7 +245,7 @@ class LayerMarks:
                     " it in one piece if there are no hooks in it"
                 )
             elif FORWARD_TAG + name not in timed:
-                found[f"`{name}`"] = "it is not called in the step, or by compiled code only"
+                found[f"`{name}`"] = _NOT_CALLED
             elif self._differentiated_twice:
                 found[f"the backward pass of `{name}`"] = (
                     "the step differentiates with `create_graph=True`, and the nodes that it makes by"

@@ -260,21 +260,37 @@ def select_layers(model: nn.Module, timings: LayerChoice) -> dict[str, nn.Module
 
 
 def left_out(model: nn.Module, timings: LayerChoice) -> dict[str, str]:
-    """Layers for which the automatic choice has no room, each with the reason.
+    """Names under which nothing is timed, each with the reason.
 
-    Not of every model, whose innermost levels seldom fit: where few are timed because many others lie
-    side by side.
+    These are further names of layers that are timed, and layers for which the automatic choice has no
+    room. The latter not of every model, whose innermost levels seldom fit: where few are timed because
+    many others lie side by side.
     """
+    others = _other_names(model, timings)
     if timings.modules or timings.types or timings.depth is not None:
-        return {}
+        return others
     chosen, beyond = _levels_with_room(model, timings.max_layers)
     if len(chosen) >= timings.max_layers * _FEW:
-        return {}
+        return others
     reason = (
         f"there are {len(beyond)} layers side by side, and the automatic choice takes"
         f" `LayerTimings(max_layers={timings.max_layers})`"
     )
-    return {f"`{name}`": reason for name in (beyond if chosen else beyond[timings.max_layers :])}
+    without_room = beyond if chosen else beyond[timings.max_layers :]
+    return others | {f"`{name}`": reason for name in without_room}
+
+
+def _other_names(model: nn.Module, timings: LayerChoice) -> dict[str, str]:
+    """Further names of layers that are timed, without those of their members."""
+    timed = {id(module): name for name, module in select_layers(model, timings).items()}
+    names: list[str] = []
+    found: dict[str, str] = {}
+    for name, module in _all_names(model).items():
+        first = timed.get(id(module), name)
+        if first != name and not any(name.startswith(f"{other}.") for other in names):
+            names.append(name)
+            found[f"`{name}`"] = f"it is `{first}` by another name, whose time is that of all calls"
+    return found
 
 
 def untimed_notes(untimed: Mapping[str, str]) -> list[str]:
