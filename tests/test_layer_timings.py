@@ -136,7 +136,7 @@ def test_layers_of_some_steps_are_timed(tmp_path: Path, accelerator: str) -> Non
             max_steps=last,
             max_epochs=-1,
         )
-        (note,) = [line for line in str(timings.report).splitlines() if "is not called" in line]
+        (note,) = [line for line in str(timings.report).splitlines() if "does not call it" in line]
         assert "`idle`" in note
         assert "`head`" not in note
 
