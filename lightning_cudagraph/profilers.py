@@ -8,11 +8,11 @@ from functools import partial
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar, ThroughputMonitor, TQDMProgressBar
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler, PyTorchProfiler
 
 from lightning_cudagraph.support import callbacks_of
 
-__all__ = ["around_replays", "profiler_notes", "progress_bar_notes", "unprofiled"]
+__all__ = ["around_replays", "delay_notes", "profiler_notes", "progress_bar_notes", "unprofiled"]
 
 # A bar that is refreshed less often costs little.
 _OFTEN = 20
@@ -63,6 +63,19 @@ def profiler_notes(trainer: pl.Trainer) -> list[str]:
             "`ThroughputMonitor` waits for the GPU after every batch: less of what a graph gains is left"
         )
     return notes
+
+
+def delay_notes(trainer: pl.Trainer) -> list[str]:
+    """What torch's profiler does to the times of layers in a graph, in words; for the end of a run."""
+    if not isinstance(_profiler_of(trainer), PyTorchProfiler):
+        return []
+    if trainer.strategy.root_device.type != "cuda":
+        return []
+    note = (
+        "`torch.profiler` delays the first events of a graph, also when it is off again: first layers of a"
+        " step can read too short or too long. A process in which it has not been used tells their times"
+    )
+    return [note]
 
 
 def progress_bar_notes(trainer: pl.Trainer) -> list[str]:

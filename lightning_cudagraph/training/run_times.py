@@ -14,6 +14,7 @@ from torch import nn
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.processes.ranks import own_store
 from lightning_cudagraph.capture.steps import Place, StepCounts
+from lightning_cudagraph.profilers import delay_notes
 from lightning_cudagraph.replicas import has_replicas
 from lightning_cudagraph.timing.clock import FitClock, Sink
 from lightning_cudagraph.timing.dashboard import Dashboard
@@ -193,6 +194,8 @@ class RunTimes:
         self.eager_clock.finish()
         graph, eager = self._dashboard.window.summary(), self.eager.summary()
         ranks = self._ranks_lines()
+        if self._every_n_steps:
+            notes = [*notes, *delay_notes(self._trainer)]
         notes = [*notes, *self._notes()]
         text = fit_report(description, counts, self.pace, graph, notes, evaluation, eager, ranks)
         self._tensorboard.add_text("cudagraph/report", text, step_number)
