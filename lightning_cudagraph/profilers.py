@@ -72,8 +72,8 @@ def delay_notes(trainer: pl.Trainer) -> list[str]:
     if trainer.strategy.root_device.type != "cuda":
         return []
     note = (
-        "`torch.profiler` delays the first events of a graph, also when it is off again: first layers of a"
-        " step can read too short or too long. A process in which it has not been used tells their times"
+        "`torch.profiler` delays the first events of a graph, also when it is off again: the times of a"
+        " step's first layers can be too short or too long. A process that does without it tells them"
     )
     return [note]
 
