@@ -43,7 +43,7 @@ def main() -> None:
     save_images(args.logdir, args.run, args.folder)
     with chromium() as browser:
         with tensorboard_on(args.logdir) as address:
-            tab = new_tab(browser, 1680, 1130)
+            tab = new_tab(browser, 1680, 1172)
             show_time_series(tab, address, args.time_series)
             picture(tab, args.folder / "dashboard.png")
             tab = new_tab(browser, 1400, 780)
