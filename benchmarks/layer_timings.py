@@ -63,11 +63,7 @@ class Result:
 
 
 def fit(
-    workload: Workload,
-    timings: LayerTimings | None,
-    batches: BlockedBatches,
-    streams: int,
-    tiny: bool,
+    workload: Workload, timings: LayerTimings | None, batches: BlockedBatches, streams: int, tiny: bool
 ) -> None:
     """Train on the batches, to their end.
 
@@ -130,7 +126,7 @@ def main() -> int:
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=2 * SAMPLED_EVERY, help="steps of a block")
     parser.add_argument("--rounds", type=float, default=1.0, help="this many times as many rounds")
-    # Not "auto": the fits of a process would have to share torch's streams, and choose fewer.
+    # Not "auto": of the fits of one process, some came to fewer streams than others (H200).
     parser.add_argument("--streams", type=int, default=4, help="of the captures")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to see whether all runs")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

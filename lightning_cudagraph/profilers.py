@@ -73,7 +73,7 @@ def delay_notes(trainer: pl.Trainer) -> list[str]:
         return []
     note = (
         "`torch.profiler` delays the first events of a graph, also when it is off again: the times of a"
-        " step's first layers can be too short or too long. A process that does without it tells them"
+        " step's first layers can be too short or too long. To know them, do without `PyTorchProfiler`"
     )
     return [note]
 

@@ -123,3 +123,13 @@ def gpt_readings(
         step = first_step + index
         readings.append(Reading(layout, step, 1e9 + step * 0.0023, noisy_ms.tolist()))
     return readings
+
+
+def without_optimizer() -> Reading:
+    """A millisecond of gap, one of forward and two of backward pass; what comes behind is not timed."""
+    spans = (
+        Span("step_ms/forward", "forward", ((0, 1),)),
+        Span("step_ms/backward", "backward", ((1, 2),)),
+        Span("step_ms/gap", "host", ((3, 0),)),
+    )
+    return Reading(SpanLayout(spans, 4), 0, 0.0, [0.0, 1.0, 3.0, -1.0])

@@ -7,7 +7,7 @@ import pytest
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.tables import layer_table, layers_of, parts_table, shortened, window_text
 from lightning_cudagraph.timing.windows import WindowSummary
-from tests.readings import gpt_readings
+from tests.readings import gpt_readings, without_optimizer
 
 
 def flat(**forward_ms: float) -> WindowSummary:
@@ -111,12 +111,7 @@ def test_members_that_take_turns_are_not_called_elsewhere() -> None:
 
 
 def test_a_gap_of_steps_that_are_not_known_has_no_share() -> None:
-    spans = (
-        Span("step_ms/forward", "forward", ((0, 1),)),
-        Span("step_ms/backward", "backward", ((1, 2),)),
-        Span("step_ms/gap", "host", ((3, 0),)),
-    )
-    summary = WindowSummary([Reading(SpanLayout(spans, 4), 0, 0.0, [0.0, 1.0, 3.0, -1.0])])
+    summary = WindowSummary([without_optimizer()])
     assert parts_table(summary)[-1].split()[-5:] == ["1.000", "-", "(beside", "the", "copy)"]
 
 

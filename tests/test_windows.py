@@ -7,7 +7,7 @@ import pytest
 
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.windows import ReadingWindow, WindowSummary
-from tests.readings import gpt_readings
+from tests.readings import gpt_readings, without_optimizer
 
 LAYER = "layer_forward_ms/a"
 
@@ -98,12 +98,7 @@ def test_from_the_end_of_a_step_to_that_of_the_next() -> None:
 
 
 def test_of_steps_whose_optimizer_is_not_timed_the_gap_has_no_share() -> None:
-    spans = (
-        Span("step_ms/forward", "forward", ((0, 1),)),
-        Span("step_ms/backward", "backward", ((1, 2),)),
-        Span("step_ms/gap", "host", ((3, 0),)),
-    )
-    summary = WindowSummary([Reading(SpanLayout(spans, 4), 0, 0.0, [0.0, 1.0, 3.0, -1.0])])
+    summary = WindowSummary([without_optimizer()])
     assert summary.period is None
     assert summary["step_ms/gap"].p50_ms == 1.0
     assert summary["step_ms/gap"].share == 0.0
