@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
-from lightning_cudagraph.timing.tables import layer_table, layers_of, parts_table, shortened, window_text
+from lightning_cudagraph.timing.tables import layer_table, layers_of, parts_table, window_text
+from lightning_cudagraph.timing.texts import shortened
 from lightning_cudagraph.timing.windows import WindowSummary
 from tests.readings import gpt_readings, without_optimizer
 

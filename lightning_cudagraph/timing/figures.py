@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_cudagraph.timing.lead_in import GAP_TAG
 from lightning_cudagraph.timing.slices import LANES, TICKS_PER_MS, Slice, slices_of, step_end
 from lightning_cudagraph.timing.spans import STEP_TAG, Lane
-from lightning_cudagraph.timing.tables import layers_of, shortened, timed_steps
+from lightning_cudagraph.timing.tables import layers_of, timed_steps
+from lightning_cudagraph.timing.texts import shortened
 from lightning_cudagraph.timing.windows import Times, WindowSummary
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ The hooks are there for the time of a capture, or of a timed step, only.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from threading import get_ident
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from lightning_cudagraph.capture.batch import flatten_batch
 from lightning_cudagraph.capture.stand_ins import no_hook
 from lightning_cudagraph.errors import CUDAGraphError
 from lightning_cudagraph.timing.encoder_layers import unseen_by_encoder_layers
@@ -69,16 +69,42 @@ def check_autograd_names() -> None:
             )
 
 
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors in what a layer returned, without calling code of the user's.
+
+    A container of a kind that is not known is left alone: what is in it costs a mark, and not the run.
+    """
+    pending, seen = [tree], set[int]()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+            continue
+        if isinstance(value, UserDict):
+            value = value.data
+        members: Iterable[Any] = ()
+        if isinstance(value, dict):
+            members = dict.values(value)
+        elif isinstance(value, list):
+            members = list.__iter__(value)
+        elif isinstance(value, tuple):
+            members = tuple.__iter__(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            # One of its fields may never have been set.
+            members = [getattr(value, field.name, None) for field in fields(value)]
+        if id(value) not in seen:  # a list may hold itself
+            seen.add(id(value))
+            pending += members
+
+
 def _nodes_of(tree: Any) -> list[Any]:
     """The nodes that have made the tensors of a tree."""
-    leaves = [tree] if isinstance(tree, Tensor) else [leaf for _, leaf in flatten_batch(tree)]
     nodes = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            # A view whose base has been written into may have no node any more. That is an error only of
-            # whoever uses it.
-            with suppress(RuntimeError):
-                nodes.append(leaf.grad_fn)
+    for tensor in _tensors_in(tree):
+        # A view whose base has been written into may have no node any more. That is an error only of
+        # whoever uses it.
+        with suppress(RuntimeError):
+            nodes.append(tensor.grad_fn)
     return [node for node in nodes if node is not None]
 
 
@@ -176,6 +202,7 @@ class LayerMarks:
         self._made_nodes: set[str] = set()
         self._unhooked: set[nn.Module] = set()
         self._differentiated_twice = False
+        self._has_ended_forward = False
 
     @contextmanager
     def followed(self, captured: bool) -> Iterator[None]:
@@ -219,6 +246,7 @@ class LayerMarks:
         self._turn_to(_NONE)
         # What is called from now on is recomputed for the backward pass, and belongs to it.
         self._pass = BACKWARD_TAG
+        self._has_ended_forward = True
         if self._captured:
             self._watch_tensors(output)
         else:
@@ -252,12 +280,18 @@ class LayerMarks:
                     " that cannot be told from those of layers"
                 )
             elif BACKWARD_TAG + name not in timed:
-                found[f"the backward pass of `{name}`"] = (
-                    "no gradient came to what it computes"
-                    if name in self._made_nodes
-                    else "it computes nothing that needs a gradient"
-                )
+                found[f"the backward pass of `{name}`"] = self._why_no_backward(name)
         return found
+
+    def _why_no_backward(self, name: str) -> str:
+        if name not in self._made_nodes:
+            return "it computes nothing that needs a gradient"
+        if not self._has_ended_forward:
+            return (
+                "the step has no backward pass, or calls `backward` itself, and not"
+                " `self.manual_backward`"
+            )
+        return "no gradient came to what it computes"
 
     @property
     def backward_is_known(self) -> bool:
@@ -286,6 +320,8 @@ class LayerMarks:
             self._turn_to(call.layers)
 
         def after(args: Any, kwargs: Any, output: Any) -> None:
+            if not self._calls.stack or name not in self._calls.stack[-1].layers:
+                return  # another's hook before ours has raised, so that the call has not begun
             if self._calls.stack.pop().end():
                 self._made_nodes.add(name)
             self._turn_to(self._here)

@@ -13,7 +13,15 @@ from torch import nn
 
 from lightning_cudagraph.errors import ConfigurationError
 
-__all__ = ["LayerChoice", "Placement", "left_out", "select_layers", "untimed_notes"]
+__all__ = [
+    "LayerChoice",
+    "Placement",
+    "layers_at",
+    "left_out",
+    "never_timed",
+    "select_layers",
+    "untimed_notes",
+]
 
 Placement = Literal["forked", "serial"]
 
@@ -259,6 +267,23 @@ def select_layers(model: nn.Module, timings: LayerChoice) -> dict[str, nn.Module
     return {name: named[name] for name in by_module.values()}
 
 
+def layers_at(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules that are known under some names now; a hook may have put others in their places.
+
+    Args:
+        model: the model whose submodules they are.
+        names: their names; those under which there is none are left out.
+    """
+    found = {}
+    for name in names:
+        module: nn.Module | None = model
+        for part in name.split("."):
+            module = None if module is None else module._modules.get(part)
+        if module is not None:
+            found[name] = module
+    return found
+
+
 def left_out(model: nn.Module, timings: LayerChoice) -> dict[str, str]:
     """Names under which nothing is timed, each with the reason.
 
@@ -291,6 +316,16 @@ def _other_names(model: nn.Module, timings: LayerChoice) -> dict[str, str]:
             names.append(name)
             found[f"`{name}`"] = f"it is `{first}` by another name, whose time is that of all calls"
     return found
+
+
+def never_timed(before: Mapping[str, str] | None, now: Mapping[str, str]) -> dict[str, str]:
+    """What is timed in no step, in words, and why: a step may call what others do not.
+
+    Args:
+        before: what was timed in none of the steps before; None if this is the first one.
+        now: what is not timed in this one.
+    """
+    return {what: why for what, why in now.items() if before is None or what in before}
 
 
 def untimed_notes(untimed: Mapping[str, str]) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_cudagraph.timing.rank_times import RankRow, RankTable
-from lightning_cudagraph.timing.tables import aligned, timed_steps
+from lightning_cudagraph.timing.tables import timed_steps
+from lightning_cudagraph.timing.texts import aligned
 
 __all__ = ["ranks_lines", "ranks_text"]
 

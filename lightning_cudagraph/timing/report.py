@@ -14,7 +14,8 @@ from lightning_cudagraph.timing.spans import (
     STEP_PARTS,
     STEP_TAG,
 )
-from lightning_cudagraph.timing.tables import Layer, layers_of, shortened, timed_steps
+from lightning_cudagraph.timing.tables import Layer, layers_of, timed_steps
+from lightning_cudagraph.timing.texts import padded, places, shortened
 from lightning_cudagraph.timing.windows import Times, WindowSummary
 
 __all__ = ["eager_report", "evaluation_report", "fit_report"]
@@ -157,7 +158,7 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary) -> list[str]:
         return []
     compared = any(tag + layer.name in eager for layer in layers for tag in (FORWARD_TAG, BACKWARD_TAG))
     names = [shortened(layer.name, _NAME_WIDTH) for layer in layers]
-    width = max(len("layer"), *map(len, names))
+    width = max(len("layer"), *map(places, names))
     steps = timed_steps(summary.n_readings)
     lines = [f"slowest layers, median of {steps} (containers include their members)"]
     passes = "  forward ms  backward ms"
@@ -168,7 +169,7 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary) -> list[str]:
         numbers = _pair(layer.forward, layer.backward)
         if compared:
             numbers += _pair(eager.get(FORWARD_TAG + layer.name), eager.get(BACKWARD_TAG + layer.name))
-        lines.append(f"  {name:<{width}}{numbers}  {_share(layer)}")
+        lines.append(f"  {padded(name, width)}{numbers}  {_share(layer)}")
     return lines
 
 

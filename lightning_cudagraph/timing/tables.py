@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_PARTS, STEP_TAG
+from lightning_cudagraph.timing.texts import aligned, shortened
 from lightning_cudagraph.timing.windows import Times, WindowSummary
 
 __all__ = [
     "Layer",
-    "aligned",
     "layer_table",
     "layers_of",
     "mostly_members",
     "parts_table",
-    "shortened",
     "timed_steps",
     "window_text",
 ]
@@ -145,16 +144,6 @@ def layers_of(summary: WindowSummary) -> list[Layer]:
     return layers
 
 
-def shortened(name: str, width: int) -> str:
-    """A name in at most `width` characters; what is too much is left out in the middle."""
-    if len(name) <= width:
-        return name
-    if width <= 3:
-        return "..."[:width]
-    tail = (width - 3 + 1) // 2
-    return f"{name[: width - 3 - tail]}...{name[len(name) - tail :]}"
-
-
 def timed_steps(number: int) -> str:
     """So many timed steps, in words."""
     return f"{number} timed step" + ("" if number == 1 else "s")
@@ -174,23 +163,6 @@ def _bar(forward: float, backward: float) -> str:
     marks = round(end * _BAR_WIDTH)
     first = min(round(min(forward, 1.0) * _BAR_WIDTH), marks)
     return "#" * first + "=" * (marks - first)
-
-
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Rows with columns of one width.
-
-    Args:
-        rows: texts, as many in each row.
-        left: the columns whose texts begin at one place; those of others end at one.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def parts_table(summary: WindowSummary) -> list[str]:

@@ -7,7 +7,7 @@ strategy have hooks and stand-ins of ours during a timed step only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.stand_ins import in_place, replace_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.support import make_backend
-from lightning_cudagraph.timing.layers import LayerChoice
+from lightning_cudagraph.timing.layers import LayerChoice, never_timed
 from lightning_cudagraph.timing.marks import StepMarks
-from lightning_cudagraph.training.marked_steps import timed_stages
+from lightning_cudagraph.training.marked_steps import timed_optimizers, timed_stages
 from lightning_cudagraph.training.run_times import RunTimes, batch_of_step
 from lightning_cudagraph.training.transfer import TRANSFER
 
@@ -48,6 +48,8 @@ class EagerTimes:
         self._clock = self._times.clock
         self._marks: StepMarks | None = None
         self._is_recording = False
+        # Those of a step that has come to its end, before its batch has.
+        self._finished: StepMarks | None = None
         # What is in place during a timed step.
         self._step = ExitStack()
         self._untimed: dict[str, str] | None = None  # in no step so far
@@ -64,7 +66,6 @@ class EagerTimes:
         # Without the optimizer if the gradients of more batches come to these.
         steps = not (module.automatic_optimization and trainer.fit_loop._should_accumulate())
         marks = self._marks = self._times.eager_marks(steps)
-        self._is_recording = False
         for name, instead in (("training_step", self._forwards), ("optimizer_step", self._steps)):
             original = getattr(trainer.strategy, name)
             self._step.enter_context(in_place(trainer.strategy, name, partial(instead, marks, original)))
@@ -84,14 +85,12 @@ class EagerTimes:
 
     def batch_ended(self) -> None:
         """A batch of training has ended."""
-        marks = self._marks if self._is_recording else None
         self._end_marks()
-        self._marks = None
+        marks, self._finished, self._marks = self._finished, None, None
         step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
         self._clock.ended(marks, step, self._is_due(1), *batch_of_step(self._trainer))
         if marks is not None:
-            before, now = self._untimed, marks.untimed
-            self._untimed = {what: why for what, why in now.items() if before is None or what in before}
+            self._untimed = never_timed(self._untimed, marks.untimed)
 
     def pause(self) -> None:
         """Something that is not a training step comes now (validation, a checkpoint), even in a step."""
@@ -135,17 +134,19 @@ class EagerTimes:
             self._is_recording = True
             self._step.enter_context(marks.recording())
             self._step.enter_context(timed_stages(marks, self._trainer, self._module))
+            if not self._module.automatic_optimization:
+                self._step.enter_context(timed_optimizers(marks, self._trainer.optimizers))
         return original(*args, **kwargs)
 
     def _steps(self, marks: StepMarks, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of `Strategy.optimizer_step`, during a timed step."""
-        if not self._module.automatic_optimization and self._is_recording:
-            with marks.stage("optimizer"):
-                return original(*args, **kwargs)
-        result = original(*args, **kwargs)
         if self._module.automatic_optimization:
+            result = original(*args, **kwargs)
             self._end_marks()
-        return result
+            return result
+        # With what lies around it: the scaler, and hooks.
+        with marks.stage("optimizer") if self._is_recording else nullcontext():
+            return original(*args, **kwargs)
 
     def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """In the place of `Strategy.batch_to_device`."""
@@ -156,12 +157,16 @@ class EagerTimes:
             return self._move(batch, *args, **kwargs)
 
     def _end_marks(self) -> None:
+        """The step has come to its end, if it has begun. What the batch still does has no marks."""
         self._step.close()
+        if self._is_recording:
+            self._finished, self._is_recording = self._marks, False
 
     def _abandon(self) -> None:
         """Leave a step that has not come to its end."""
         self._step.__exit__(GeneratorExit, GeneratorExit(), None)
-        self._marks = None
+        self._marks = self._finished = None
+        self._is_recording = False
 
 
 def _clock_of(trainer: pl.Trainer) -> Backend:

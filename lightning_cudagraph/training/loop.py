@@ -85,7 +85,7 @@ class GraphedTraining:
         self._times = RunTimes(trainer, module, backend, settings.timings)
         self._clock = self._times.clock
         if settings.compile or is_step_compiled(module):
-            self._times.layers = {}  # a hook in compiled code would change what is compiled
+            self._times.names = []  # a hook in compiled code would change what is compiled
         self._patches = ExitStack()
         self._replicas = Replicas(trainer.strategy)
         if self._replicas.shards and isinstance(settings.streams, int) and settings.streams > 1:

@@ -31,7 +31,7 @@ from lightning_cudagraph.metrics.states import StepMetrics
 from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.replicas import has_replicas
 from lightning_cudagraph.support import check_optimizer_part
-from lightning_cudagraph.timing.layers import Placement
+from lightning_cudagraph.timing.layers import Placement, never_timed
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.training.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.training.inner_hooks import InnerHooks
@@ -65,7 +65,6 @@ class Recorder:
 
     Attributes:
         logs: what the steps log.
-        untimed: what of the timed steps that were captured has no times, in words, and why.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Recorder:
         self._module = module
         self._backend = backend
         self._placement = placement
-        self.untimed: dict[str, str] = {}
+        self._untimed: dict[str, str] | None = None  # in no step so far
         self._optimization = optimization
         self._guards = guards
         self._hooks = hooks
@@ -212,7 +211,7 @@ class Recorder:
         refuse_odd_outputs(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
         if marks is not None:
-            self.untimed = marks.untimed
+            self._untimed = never_timed(self._untimed, marks.untimed)
         trained = {} if body.has_optimizer else self._trained(before)
         return StepOutputs(
             result.loss,
@@ -225,6 +224,11 @@ class Recorder:
             self._hooks.after_backward,
             recomputed,
         )
+
+    @property
+    def untimed(self) -> dict[str, str]:
+        """What has times in none of the timed steps that were captured, in words, and why."""
+        return self._untimed or {}
 
     def _arguments(self, batch: Any, closure: GraphClosure) -> OrderedDict[str, Any]:
         arguments = OrderedDict(closure.kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +19,13 @@ from lightning_cudagraph.profilers import delay_notes
 from lightning_cudagraph.replicas import has_replicas
 from lightning_cudagraph.timing.clock import FitClock, Sink
 from lightning_cudagraph.timing.dashboard import Dashboard
-from lightning_cudagraph.timing.layers import LayerChoice, left_out, select_layers, untimed_notes
+from lightning_cudagraph.timing.layers import (
+    LayerChoice,
+    layers_at,
+    left_out,
+    select_layers,
+    untimed_notes,
+)
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
@@ -66,7 +73,7 @@ class RunTimes:
         choice: what is timed; None for nothing but the pace.
 
     Attributes:
-        layers: the layers that are timed, by name.
+        names: those of the layers that are timed.
         pace: how long steps take as the host sees them.
         clock: that of the steps that are shown.
         eager_clock: that of eager steps beside them, which are shown in comparison.
@@ -83,7 +90,8 @@ class RunTimes:
         backend: Backend,
         choice: LayerChoice | None,
     ) -> None:
-        self.layers: dict[str, nn.Module] = {} if choice is None else select_layers(module, choice)
+        self.names: list[str] = [] if choice is None else list(select_layers(module, choice))
+        self._module = module
         self._left_out = {} if choice is None else left_out(module, choice)
         self.pace = StepPace()
         self._trainer = trainer
@@ -116,6 +124,10 @@ class RunTimes:
             backend, [WholeSteps([self.eager], apart=True)], min(self._every_n_steps, 1)
         )
 
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers that are timed, by name, as they are now."""
+        return layers_at(self._module, self.names)
+
     def takes(self, place: Place, accumulate_grad_batches: int) -> tuple[bool, ...]:
         """The captures of a step that are needed, by whether they have events.
 
@@ -139,7 +151,7 @@ class RunTimes:
         """
         return StepMarks(
             self._backend,
-            self.layers,
+            self.layers(),
             has_optimizer,
             with_collectives=has_replicas(self._trainer.strategy),
         )
@@ -222,7 +234,9 @@ class RunTimes:
         return [] if table is None else ranks_lines(table)
 
     def _notes(self) -> list[str]:
-        notes = untimed_notes(self._left_out)
+        gone = "the model has it no more; its times are those of before"
+        notes = untimed_notes({f"`{name}`": gone for name in self.names if name not in self.layers()})
+        notes += untimed_notes(self._left_out)
         if self._ranks is not None and self._ranks.trouble:
             notes.append(f"the times of other processes are not known: {self._ranks.trouble}")
         if self._every_n_steps > 1:
@@ -255,7 +269,7 @@ def _device_name(trainer: pl.Trainer) -> str:
 
 
 def _trace_path(trainer: pl.Trainer) -> Path:
-    folder = trainer.log_dir or trainer.default_root_dir
+    folder = os.fspath(trainer.log_dir or trainer.default_root_dir)
     if "://" in folder:
         folder = "."  # a store elsewhere, which takes no ordinary files
     rank = trainer.global_rank

@@ -145,7 +145,7 @@ class TrainingSteps:
 
         def record(batch: Any, cut: Cut, timed: bool) -> StepOutputs:
             with self._replicas.undone():  # each capture of the step begins where the first one does
-                layers = self._times.layers if timed else None
+                layers = self._times.layers() if timed else None
                 return self._recorder.record(batch, closure, body, layers, cut)
 
         return Step(

@@ -86,9 +86,15 @@ class Board:
         """Leave the writer as it was."""
         if self._records is not None:
             # What is in its queue needs what is taken away now.
-            self._try(_drain)
+            self._try(self._drain)
         self._records = None
         self._patches.close()
+
+    def _drain(self, writer: Any) -> None:
+        if writer.file_writer is not None:  # not closed, with all that was in its queue
+            writer.flush()
+        if self._error is not None:
+            raise self._error
 
     def _try(self, write: Callable[[Any], None]) -> None:
         try:
@@ -148,8 +154,3 @@ def innards(writer: Any) -> list[Any]:
         writer = getattr(writer, name, None)
         found.append(writer)
     return found
-
-
-def _drain(writer: Any) -> None:
-    if writer.file_writer is not None:  # not closed, with all that was in its queue
-        writer.flush()

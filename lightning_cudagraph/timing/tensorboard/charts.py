@@ -235,6 +235,7 @@ def _charts_in(path: str) -> Any:
         return None
     if _LAYOUT_TAG not in head:
         return None
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout  # type: ignore[attr-defined]
 
@@ -244,7 +245,10 @@ def _charts_in(path: str) -> Any:
         record = head[begin + _HEADER_BYTES : begin + _HEADER_BYTES + length]
         begin += _HEADER_BYTES + length + _FOOTER_BYTES
         if _LAYOUT_TAG in record and len(record) == length:
-            for value in Event.FromString(record).summary.value:
-                if value.tag == _LAYOUT_TAG.decode():
-                    found = Layout.FromString(value.tensor.string_val[0])
+            try:
+                for value in Event.FromString(record).summary.value:
+                    if value.tag == _LAYOUT_TAG.decode() and value.tensor.string_val:
+                        found = Layout.FromString(value.tensor.string_val[0])
+            except DecodeError:  # of a run whose file was damaged
+                return found
     return found
