@@ -347,11 +347,14 @@ class CUDAGraphCallback(Callback):
             if self.evaluation and self.on_unsupported == "raise":
                 check_where_evaluated(trainer)  # now, and not after the first epoch
             backend = self._backend_for(trainer)
-            training = GraphedTraining(trainer, module, backend, settings, processes.agreement)
+            agreement, run = processes.agreement, processes.run
+            training = GraphedTraining(trainer, module, backend, settings, agreement, run)
         except UnsupportedError as error:
             refused = error
         try:
             processes.compare(self._arguments(), refused)
+            if training is not None and processes.agreement is not None:
+                training.agree(processes.agreement)
         except BaseException:
             if training is not None:
                 training.close()

@@ -99,6 +99,11 @@ class Distributed:
         """With the other processes, or None if there are none."""
         return self._ranks
 
+    @property
+    def run(self) -> str:
+        """A name that all processes of the run give it, and no other one of theirs."""
+        return "" if self._ranks is None else f"graphs/{self._ranks.number}"
+
     def compare(self, arguments: Mapping[str, Any], refused: UnsupportedError | None = None) -> None:
         """At the start: let no process begin what another one does not.
 

@@ -36,6 +36,7 @@ from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules, refuse_replaced_methods
 from lightning_cudagraph.logs.logged_step import LoggedStep
 from lightning_cudagraph.logs.recorder import Logs
@@ -44,7 +45,7 @@ from lightning_cudagraph.metrics.of_model import is_metric
 from lightning_cudagraph.metrics.states import StepMetrics
 from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.settings import Settings
-from lightning_cudagraph.support import Stage, check_evaluation
+from lightning_cudagraph.support import ALONE, TELL_LIGHTNING, Stage, check_evaluation
 from lightning_cudagraph.training.hooks import undisturbed
 
 __all__ = ["GraphedEvaluation"]
@@ -237,6 +238,8 @@ class GraphedEvaluation:
             stack.enter_context(self._without_gradients())
             kind = _kind(batch, indices)
             logs = stack.enter_context(self._logs.recorded(kind, batch, capturing))
+            if capturing and are_several():
+                stack.enter_context(CollectiveRules(ALONE, TELL_LIGHTNING))
             if capturing:
                 audit = frozen_python_audit(
                     self._module,

@@ -14,31 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_cudagraph.capture.processes.wrappers import hooks_of, is_unfinished, take_times
 from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.shards import Shards, sharded_modules
+from lightning_cudagraph.support import check_replicas
 
 __all__ = ["Replicas", "has_replicas"]
 
-# The reducer takes times of its first ten iterations and of one in so many later, by events that no
-# capture can hold (torch/csrc/distributed/c10d/reducer.hpp, `kDDPRuntimeLoggingSampleRate`).
-_SAMPLE_RATE = 100
-_NEVER = 2**30
-# One more than it takes times of. By then it has also sorted its buckets anew, which it does in the
-# second one, after a broadcast on the host.
+# One more than the reducer takes times of by events, which no capture can hold. By then it has also
+# sorted its buckets anew, which it does in the second one, after a broadcast on the host.
 _SETTLED_AFTER = 11
 _SORTED_AFTER = 2
-
-
-def _is_unfinished(ddp: DistributedDataParallel) -> bool:
-    try:
-        ddp.reducer._check_reducer_finalized()
-    except RuntimeError:
-        return True
-    return False
 
 
 def has_replicas(strategy: Strategy) -> bool:
@@ -56,6 +47,7 @@ class Replicas:
 
     def __init__(self, strategy: Strategy) -> None:
         model = strategy.model
+        self._strategy = strategy
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self.shards = Shards(model)
         self._averaged = 0
@@ -70,6 +62,16 @@ class Replicas:
     def syncs(self) -> bool:
         """Whether gradients are averaged in the step that is about to run."""
         return self._ddp is not None and self._ddp.require_backward_grad_sync
+
+    def described(self) -> dict[str, Any]:
+        """What the collectives of a step go by, by name."""
+        hooks = {} if self._ddp is None else {"the communication hooks": hooks_of(self._ddp)}
+        return {**hooks, **self.shards.described()}
+
+    def settings(self) -> tuple[Any, ...]:
+        """The same in a form that is quick to compare."""
+        hooks = () if self._ddp is None else (len(self._ddp._comm_hooks),)
+        return (*hooks, *self.shards.settings())
 
     def ran(self, place: Place) -> None:
         """An eager step went through."""
@@ -104,17 +106,23 @@ class Replicas:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a step does on the host to the wrapper, or to sharded modules."""
+        """Undo what a step does on the host to the wrapper, or to sharded modules.
+
+        Raises:
+            UnsupportedError: if the wrapper does by now what no graph can hold.
+        """
         ddp = self._ddp
         if ddp is None:
             with self.shards.undone():
                 yield
             return
+        assert isinstance(self._strategy, DDPStrategy)
+        check_replicas(self._strategy)  # hooks may have been added since
         before = ddp.require_forward_param_sync
         try:
             yield
         except BaseException:
-            self._broken = _is_unfinished(ddp)
+            self._broken = is_unfinished(ddp)
             raise
         finally:
             ddp.require_forward_param_sync = before
@@ -136,8 +144,8 @@ class Replicas:
         if self._ddp is None:
             yield
             return
-        self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
+        take_times(self._ddp, False)
         try:
             yield
         finally:
-            self._ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE)
+            take_times(self._ddp, True)

@@ -21,12 +21,14 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch.amp import GradScaler
 from torch.cuda.amp import GradScaler as CudaGradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.inductor import check_compiler_names
+from lightning_cudagraph.capture.processes.wrappers import COMM_HOOKS, check_wrapper
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
@@ -38,7 +40,9 @@ from lightning_cudagraph.strategies import refuse_strategy
 from lightning_cudagraph.timing.layer_marks import check_autograd_names
 
 __all__ = [
+    "ALONE",
     "DEFAULT_WARMUP_STEPS",
+    "TELL_LIGHTNING",
     "BackendName",
     "Stage",
     "callbacks_of",
@@ -46,6 +50,7 @@ __all__ = [
     "check_evaluation",
     "check_optimizer_part",
     "check_private_names",
+    "check_replicas",
     "check_run",
     "check_where_evaluated",
     "described_hook",
@@ -67,6 +72,13 @@ _STEP_METHODS = (
     *("pre_backward", "backward", "post_backward", "optimizer_step", "batch_to_device", "reduce"),
 )
 
+# Of collectives in a run whose strategy knows of one process only, in a group of several.
+ALONE = "a run that is one process to Lightning"
+TELL_LIGHTNING = (
+    'Pass `Trainer(strategy="ddp", devices=..., num_nodes=...)`, and Lightning averages gradients; or'
+    " keep collectives out of the step."
+)
+
 # Arguments of `DistributedDataParallel` that a graph takes for granted.
 _DDP_ARGUMENTS = frozenset(
     {
@@ -75,11 +87,6 @@ _DDP_ARGUMENTS = frozenset(
     }
 )
 # Those that keep nothing from step to step.
-_COMM_HOOKS = (
-    default_hooks.allreduce_hook,
-    default_hooks.fp16_compress_hook,
-    default_hooks.bf16_compress_hook,
-)
 _COMM_WRAPPERS = (default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper)
 
 # Hooks of callbacks that may do anything with the gradients, before the optimizer's step uses them
@@ -242,7 +249,7 @@ def _check_placement(trainer: pl.Trainer) -> None:
         base: type = SingleDeviceStrategy
     elif isinstance(strategy, DDPStrategy):
         base = DDPStrategy
-        _check_ddp(strategy)
+        check_replicas(strategy)
     elif isinstance(strategy, ModelParallelStrategy):
         base = ModelParallelStrategy
         check_shards(trainer.lightning_module)
@@ -263,7 +270,13 @@ def _check_placement(trainer: pl.Trainer) -> None:
         )
 
 
-def _check_ddp(strategy: DDPStrategy) -> None:
+def check_replicas(strategy: DDPStrategy) -> None:
+    """Refuse what graphs cannot hold of the wrapper around the module.
+
+    Raises:
+        UnsupportedError: naming it.
+        CUDAGraphError: if torch has lost private names that captured steps are built on.
+    """
     arguments: dict[str, Any] = strategy._ddp_kwargs
     if arguments.get("static_graph") and strategy.root_device.type == "cpu":
         raise UnsupportedError(
@@ -278,7 +291,7 @@ def _check_ddp(strategy: DDPStrategy) -> None:
             "Leave it out.",
         )
     for name, value, known in (
-        ("ddp_comm_hook", strategy._ddp_comm_hook, _COMM_HOOKS),
+        ("ddp_comm_hook", strategy._ddp_comm_hook, COMM_HOOKS),
         ("ddp_comm_wrapper", strategy._ddp_comm_wrapper, _COMM_WRAPPERS),
     ):
         if value is not None and value not in known:
@@ -296,6 +309,10 @@ def _check_ddp(strategy: DDPStrategy) -> None:
             'Leave out `DDPStrategy(process_group_backend=...)`: it is "nccl" on GPUs. A group that was'
             ' made before the trainer needs `init_process_group("nccl")`.',
         )
+    if isinstance(strategy.model, DistributedDataParallel):
+        # The strategy has put in its hook, which is the only one then, and may have wrapped it.
+        has_own = strategy._ddp_comm_hook is not None and strategy.root_device.type == "cuda"
+        check_wrapper("The strategy's `DistributedDataParallel`", strategy.model, True, int(has_own))
 
 
 def _check_precision(trainer: pl.Trainer) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.event_pb2 import Event
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.timing.spans import Reading
@@ -171,6 +173,32 @@ def test_one_trainer_that_fits_twice(tmp_path: Path, accelerator: str) -> None:
     whole = accumulated(logger.log_dir)
     assert len(points(whole, "step_ms/total")) > len(REPLAYED)
     assert len(texts(whole, "cudagraph/report")) == 2
+
+
+_EMPTY_LAYOUT = Event()
+_EMPTY_LAYOUT.summary.value.add(tag="custom_scalars__config__")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"\xff\x13 custom_scalars__config__ \xff\xff", _EMPTY_LAYOUT.SerializeToString()],
+    ids=["no event", "no layout"],
+)
+def test_the_file_of_a_run_beside_is_damaged(tmp_path: Path, accelerator: str, record: bytes) -> None:
+    """Its charts are looked at for the layers that they show."""
+    loggers = [TensorBoardLogger(tmp_path, version=version) for version in range(2)]
+    other = Path(loggers[0].log_dir) / "events.out.tfevents.1"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(struct.pack("<Q4x", len(record)) + record + bytes(4))
+    callback = CUDAGraphCallback()
+    train(make(Net), tmp_path / "x", callback, accelerator=accelerator, logger=loggers[1])
+    accumulator = accumulated(loggers[1].log_dir)
+    (category,) = chart_layout(accumulator).category
+    assert len(category.chart) == 4
+    assert [step for step, _, _ in points(accumulator, "step_ms/total")] == REPLAYED
+    assert texts(accumulator, "cudagraph/layers")
+    ((_, report),) = texts(accumulator, "cudagraph/report")
+    assert str(callback.report) in report
 
 
 class WithoutExperiment(TensorBoardLogger):

@@ -26,6 +26,7 @@ from lightning_cudagraph.timing.metrics import MetricNames, MetricsWriter
 from lightning_cudagraph.timing.records import ReadingRecords, ScalarRecords
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.tensorboard.board import Board, Rows
 
 PARTS = ("forward", "backward", "clipping", "optimizer")
 
@@ -369,6 +370,25 @@ def test_an_error_of_ours_does_not_end_the_thread_of_tensorboard(
     accumulator = accumulated(logger.log_dir)
     assert points(accumulator, "step_ms/total") == said(readings[:64], "step_ms/total")
     assert len(points(accumulator, "loss")) == 1
+
+
+def test_an_error_of_the_last_rows_is_said(tmp_path: Path) -> None:
+    """Nothing is written behind them that would come upon it."""
+
+    class Fails(ReadingRecords):
+        def of(self, readings: Any) -> list[bytes]:
+            raise ValueError("something of ours")
+
+    logger = TensorBoardLogger(tmp_path)
+    board = Board(logger)
+    readings = readings_of(layout_of("a"), range(3))
+    board.write(Rows(readings, ReadingRecords()))
+    board.write(Rows(readings, Fails()))
+    with pytest.warns(UserWarning, match="could not write times: ValueError: something"):
+        board.close()
+    board.close()
+    logger.finalize("success")
+    assert points(accumulated(logger.log_dir), "step_ms/total") == said(readings, "step_ms/total")
 
 
 # Charts.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -459,6 +460,39 @@ def test_a_call_that_fails(eager: bool) -> None:
     assert step.backward("last") == ["gelu_backward"]
     assert step.backward("other")[0] == "silu_backward"
     assert "the backward pass of `outer.0`" in step.marks.untimed
+
+
+@both_ways
+def test_a_hook_on_all_modules_that_raises(eager: bool) -> None:
+    """It runs before those on one module, so that the call of its layer never begins."""
+
+    class Falls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fails, self.other = Op(torch.tanh), Op(F.silu)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.fails(x)
+            except ValueError:
+                return self.other(x)
+
+    falls = Falls()
+
+    def refuses(module: nn.Module, args: Any) -> None:
+        if module is falls.fails:
+            raise ValueError
+
+    handle = register_module_forward_pre_hook(refuses)
+    try:
+        step = Captured(Model(chain("falls", "last"), falls=falls, last=Op(F.gelu)), eager=eager)
+    finally:
+        handle.remove()
+    assert step.forward("falls") == step.forward("falls.other") == ["silu"]
+    assert step.forward("last") == ["gelu"]
+    assert step.backward("last") == ["gelu_backward"]
+    assert step.backward("falls")[0] == "silu_backward"
+    assert list(step.marks.untimed) == ["`falls.fails`"]
 
 
 @both_ways

@@ -206,6 +206,113 @@ def test_manual_optimization(tmp_path: Path, accelerator: str, n: int) -> None:
         assert sum(part.value for part in rest) == pytest.approx(total.value, rel=0.05, abs=0.05)
 
 
+class _Sleeps(torch.autograd.Function):
+    """The identity, which takes a while in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        time.sleep(0.03)
+        return gradient
+
+
+class _SlowSGD(torch.optim.SGD):
+    """Calls the step of its base, which has hooks of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure else None
+        time.sleep(0.04)
+        super().step()
+        return loss
+
+
+class _ByHand(pl.LightningModule):
+    """One way of manual optimization, all stages of which are slow."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.how = how
+        self.layer = nn.Linear(12, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer: Any = self.optimizers(use_pl_optimizer=self.how != "raw")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(_Sleeps.apply(self.layer(x)), y)
+            if self.how == "direct":
+                loss.backward()
+            else:
+                self.manual_backward(loss)
+            return loss
+
+        if self.how == "closure":
+            optimizer.step(closure=closure)
+            return
+        closure()
+        if self.how == "clip":
+            self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.05)
+        super().clip_gradients(*args, **kwargs)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        torch.optim.SGD(self.parameters())  # from now on the base class has hooks, too
+        return _SlowSGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("how", ["closure", "clip", "raw", "direct"])
+def test_the_stages_of_manual_optimization(tmp_path: Path, accelerator: str, how: str) -> None:
+    def fit(name: str, *callbacks: Callback) -> Trace:
+        return train(
+            make(lambda: _ByHand(how)),
+            tmp_path / name,
+            accelerator=accelerator,
+            callbacks=callbacks,
+            train_loader=loader(ragged=False, batches=3),
+            limit_val_batches=0,
+            checkpoint_every=0,
+            max_epochs=1,
+            logger=TensorBoardLogger(tmp_path / name),
+        )
+
+    timings = LayerTimings()
+    timed = fit("timed", timings)
+    assert_same(fit("plain"), timed)
+    found = events(tmp_path / "timed")
+    # How long each sleeps at least: on a busy machine it may be any longer.
+    slept_ms = {"forward": 20, "backward": 30, "optimizer": 40, "clipping": 50}
+    if how == "direct":
+        del slept_ms["backward"]
+        slept_ms["forward"] += 30
+    if how != "clip":
+        del slept_ms["clipping"]
+    stages = {tag for tag in found.Tags()["scalars"] if tag.startswith("step_ms/")}
+    assert stages - {f"step_ms/{other}" for other in ("total", "gap", "copy")} == {
+        f"step_ms/{stage}" for stage in slept_ms
+    }
+    for stage, at_least_ms in slept_ms.items():
+        times_ms = [point.value for point in found.Scalars(f"step_ms/{stage}")]
+        assert len(times_ms) == 3
+        assert min(times_ms) > 0.95 * at_least_ms, stage
+    said = "the step has no backward pass, or calls `backward` itself, and not `self.manual_backward`"
+    assert (said in str(timings.report)) == (how == "direct")
+    assert timed.trainer is not None
+    for optimizer in timed.trainer.optimizers:
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+
+
 class _StepsBefore(TwoNets):
     """Trains one of its nets in a hook before the step, which is no part of it."""
 

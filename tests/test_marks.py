@@ -431,3 +431,22 @@ def test_a_refused_capture_leaves_nothing(tmp_path: Path, accelerator: str) -> N
     assert "float(tensor)" in report_of(graph)
     assert hooks_of(graph.module) == []
     assert [getattr(torch.utils.checkpoint, name) for name in names] == before
+
+
+class Freezes(Net):
+    """In the second epoch nothing that comes before the head is trained."""
+
+    def on_train_epoch_start(self) -> None:
+        self.features.requires_grad_(self.current_epoch == 0)
+
+
+def test_what_has_times_is_not_said_to_have_none(tmp_path: Path, accelerator: str) -> None:
+    """Those of before the layers were frozen are in the table."""
+    plain = run(tmp_path / "plain", accelerator, None, Freezes, max_epochs=2)
+    timed = run(tmp_path / "timed", accelerator, LayerTimings(), Freezes, max_epochs=2)
+    assert_same(plain, timed)
+    assert timed.counts.captures == 2
+    report = report_of(timed)
+    (row,) = [line.split() for line in report.splitlines() if line.split()[:1] == ["features.0"]]
+    assert float(row[2]) > 0
+    assert "not timed" not in report

@@ -6,6 +6,9 @@ import copy
 import gc
 import io
 import pickle
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.timing.marks import StepMarks
@@ -138,6 +141,178 @@ def test_a_backward_pass_behind_the_step(tmp_path: Path, accelerator: str) -> No
     assert_same(plain, timed)
     assert isinstance(timed.module, _KeepsALoss)
     assert timed.module.behind == len(timed.steps)
+
+
+class _StepsTwice(Net):
+    def optimizer_step(self, *args: Any) -> None:
+        *_, optimizer, closure = args
+        optimizer.step(closure=closure)
+        optimizer.step(closure=closure)
+
+
+class _LooksAgain(Net):
+    def optimizer_step(self, *args: Any) -> None:
+        *_, optimizer, closure = args
+        optimizer.step(closure=closure)
+        closure()
+
+
+class _GoesBackBehind(Callback):
+    """Leaves gradients behind, which the next step drops."""
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        trainer.strategy.backward(pl_module(batch[0]).mean(), None)
+
+
+@pytest.mark.parametrize(
+    ("cls", "others"),
+    [(_StepsTwice, ()), (_LooksAgain, ()), (Net, (_GoesBackBehind(),))],
+    ids=["two steps", "closure", "callback"],
+)
+def test_passes_behind_the_step_of_the_optimizer(
+    tmp_path: Path, accelerator: str, cls: Any, others: tuple[Callback, ...]
+) -> None:
+    """What the batch does when its step has come to its end is not timed."""
+    timings = LayerTimings()
+    plain = train(make(cls), tmp_path / "plain", accelerator=accelerator, callbacks=others)
+    timed = train(make(cls), tmp_path / "timed", accelerator=accelerator, callbacks=(*others, timings))
+    assert_same(plain, timed)
+    report = str(timings.report)
+    assert "optimizer" in report
+    assert "features.0" in report
+
+
+@dataclass
+class _HalfSet:
+    logits: Tensor
+    hidden: Tensor = field(init=False)
+
+
+class _Lazy(UserDict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        if key == "hidden":
+            raise KeyError("was not computed")
+        return super().__getitem__(key)
+
+
+class _Once(UserDict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        return self.data.pop(key)
+
+
+def _holds_itself(logits: Tensor) -> list[Any]:
+    found: list[Any] = [logits]
+    found.append(found)
+    return found
+
+
+class _Packs(nn.Linear):
+    pack: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(super().forward(x))
+
+
+class _Unpacks(Net):
+    """Has logits from its head in a container."""
+
+    def __init__(self, pack: Callable[[Tensor], Any], logits: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.head = _Packs(24, 4)
+        self.head.pack = pack
+        self.logits = logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(super().forward(x))
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize(
+    ("pack", "logits"),
+    [
+        (_HalfSet, lambda packed: packed.logits),
+        (_holds_itself, lambda packed: packed[0]),
+        (lambda logits: _Lazy(logits=logits, hidden=None), lambda packed: packed["logits"]),
+        (lambda logits: _Once(logits=logits), lambda packed: packed["logits"]),
+    ],
+    ids=["half set", "holds itself", "lazy", "once"],
+)
+def test_outputs_of_layers_that_cannot_be_walked(
+    tmp_path: Path, accelerator: str, pack: Any, logits: Any, graphed: bool
+) -> None:
+    timings = LayerTimings()
+    callback = CUDAGraphCallback(timings=timings) if graphed else None
+    plain = train(make(lambda: _Unpacks(pack, logits)), tmp_path / "plain", accelerator=accelerator)
+    timed = train(
+        make(lambda: _Unpacks(pack, logits)),
+        tmp_path / "timed",
+        callback,
+        accelerator=accelerator,
+        callbacks=() if graphed else (timings,),
+    )
+    assert_same(plain, timed)
+    assert callback is None or timed.counts.replayed == 18
+
+
+class _Replaces(Net):
+    """Another layer is its head from the second epoch on, with the weights of the first one."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            head = nn.Linear(24, 4)
+            head.weight, head.bias = self.head.weight, self.head.bias
+            self.head = head
+
+
+class _Removes(Net):
+    """Has no dropout from the second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            del self.features[3]
+
+
+def _changed(
+    cls: type[Net], folder: Path, accelerator: str, graphed: bool
+) -> tuple[dict[str, int], str]:
+    """A run the layers of which change in the middle: the last steps of their times; the report."""
+    timings = LayerTimings()
+    graph = CUDAGraphCallback(timings=timings)
+    plain = train(
+        make(cls), folder / "plain", accelerator=accelerator, logger=TensorBoardLogger(folder / "plain")
+    )
+    timed = train(
+        make(cls),
+        folder / "timed",
+        graph if graphed else None,
+        accelerator=accelerator,
+        callbacks=() if graphed else (timings,),
+        logger=TensorBoardLogger(folder / "timed"),
+    )
+    assert_same(plain, timed)
+    found = events(folder / "timed")
+    prefix = "layer_forward_ms/"
+    tags = [tag for tag in found.Tags()["scalars"] if tag.startswith(prefix)]
+    last = {tag.removeprefix(prefix): steps(found, tag)[-1] for tag in tags}
+    return last, str(graph.report if graphed else timings.report)
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_a_layer_that_another_one_replaces(tmp_path: Path, accelerator: str, graphed: bool) -> None:
+    """The times of its name go on."""
+    last, report = _changed(_Replaces, tmp_path, accelerator, graphed)
+    assert last["head"] == last["features.0"] >= 22
+    assert "does not call it" not in report
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_a_layer_that_is_removed(tmp_path: Path, accelerator: str, graphed: bool) -> None:
+    last, report = _changed(_Removes, tmp_path, accelerator, graphed)
+    assert last["features.3"] < 8 < 22 <= last["features.2"]
+    assert "not timed: `features.3`: the model has it no more; its times are those of before" in report
+    assert "does not call it" not in report
 
 
 class _Copies(Net):

@@ -10,6 +10,7 @@ from lightning_cudagraph.timing.report import eager_report, fit_report
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.windows import WindowSummary
 from tests.readings import gpt_readings
+from tests.test_tables import flat
 
 
 def slowed(reading: Reading, times: float) -> Reading:
@@ -52,6 +53,15 @@ def test_the_whole_report() -> None:
     # Blocks that take the same time come in any order.
     assert sorted(found.splitlines()) == sorted(GRAPH.splitlines())
     assert found.splitlines()[:9] == GRAPH.splitlines()[:9]
+
+
+def test_columns_beside_wide_names() -> None:
+    times = flat(**{"注意力层": 3.0, "e\u0301te\u0301": 2.0, "mlp": 1.0})
+    *_, header, wide, combined, narrow = eager_report(times, []).splitlines()
+    assert header == "    layer     forward ms  backward ms  share of step"
+    assert wide.startswith("    注意力层       3.000            -    ")
+    assert combined.startswith("    e\u0301te\u0301            2.000            -    ")
+    assert narrow.startswith("    mlp            1.000            -    ")
 
 
 def test_eager_beside_graph() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.tables import layer_table, layers_of, parts_table, window_text
-from lightning_cudagraph.timing.texts import shortened
+from lightning_cudagraph.timing.texts import aligned, places, shortened
 from lightning_cudagraph.timing.windows import WindowSummary
 from tests.readings import gpt_readings, without_optimizer
 
@@ -161,6 +161,36 @@ def test_long_names_are_shortened_in_the_middle() -> None:
     assert "..." in row
     assert row.split()[0].endswith("_head")
     assert len(row) < 120
+
+
+def test_characters_of_two_places_and_of_none() -> None:
+    assert [places(text) for text in ("head", "注意力层", "e\u0301")] == [4, 8, 1]
+    rows = [["注意力", "1.0", "注"], ["e\u0301te\u0301", "10.0", "ab"], ["mlp", "2.0", ""]]
+    assert aligned(rows, left=(0, 2)) == [
+        "注意力   1.0  注",
+        "e\u0301te\u0301     10.0  ab",
+        "mlp      2.0",
+    ]
+    names = ["注意力层" * 4, "e\u0301" * 20, "encoder.注意力层.e\u0301"]
+    for name in names:
+        for width in range(1, 40):
+            short = shortened(name, width)
+            # A character of two places may leave one empty, at both sides of what is left out.
+            assert min(width, places(name)) - 2 <= places(short) <= width
+            assert (short == name) == (width >= places(name))
+    assert shortened("注意力层注意力层", 11) == "注意...力层"
+
+
+def test_no_accent_without_its_letter() -> None:
+    """It would be one of the dots'."""
+    assert shortened("e\u0301" * 8, 5) == "e\u0301...e\u0301"
+
+
+def test_columns_beside_wide_names() -> None:
+    lines = layer_table(flat(**{"注意力层": 1.0, "e\u0301tage": 2.0, "head": 3.0}))
+    rows = [line for line in lines if "%" in line]
+    assert len(rows) == 3
+    assert len({places(line.partition("%")[0]) for line in rows}) == 1
 
 
 def test_nothing_was_timed() -> None:

@@ -188,7 +188,7 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", full)
-    writer = TraceWriter(path, 3)
+    writer = TraceWriter(lambda: path, 3)
     for reading in gpt_readings(n=5):
         writer.add(reading)
     with pytest.warns(RuntimeWarning, match=r"last 3 timed steps was not written: .*No space left"):
@@ -200,7 +200,7 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing(
 @pytest.mark.skipif(sys.platform == "win32", reason="a file as a folder is another error there")
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    writer = TraceWriter(tmp_path / "file" / "layer_trace.json", 3)
+    writer = TraceWriter(lambda: tmp_path / "file" / "layer_trace.json", 3)
     writer.add(gpt_readings(n=1)[0])
     with pytest.warns(RuntimeWarning, match="Training is not concerned"):
         writer.close()
@@ -208,7 +208,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
 
 def test_the_last_steps_are_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "layer_trace.json"
-    writer = TraceWriter(path, 4, "Net")
+    writer = TraceWriter(lambda: path, 4, "Net")
     for reading in gpt_readings(n=10):
         writer.add(reading)
         writer.pause()
@@ -218,5 +218,5 @@ def test_the_last_steps_are_written(tmp_path: Path) -> None:
     assert steps == ["step 6", "step 7", "step 8", "step 9"]
     path.unlink()
     writer.close()
-    TraceWriter(path, 4).close()
+    TraceWriter(lambda: path, 4).close()
     assert not path.exists()

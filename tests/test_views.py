@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from tests.harness import Net, assert_same, make, train
+from tests.test_event_files import Tracker
 from tests.test_trace import assert_nests, slices, threads
 
 LAYERS = ["features", "features.0", "features.1", "features.2", "features.3", "head"]
@@ -113,6 +114,27 @@ def test_an_eager_run_shows_the_same(tmp_path: Path, accelerator: str) -> None:
     found = shown(tmp_path)
     assert "cudagraph/timeline" in found.Tags()["images"]
     assert_nests(json.loads(next(tmp_path.rglob("layer_trace.json")).read_text()))
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_the_trace_of_a_run_whose_logger_has_a_path(
+    tmp_path: Path, accelerator: str, graphed: bool
+) -> None:
+    class Local(Tracker):
+        save_dir = tmp_path / "logs"  # type: ignore[assignment]
+
+    timings = LayerTimings(trace_steps=2)
+    train(
+        make(Net),
+        tmp_path,
+        CUDAGraphCallback(timings=timings) if graphed else None,
+        accelerator=accelerator,
+        callbacks=() if graphed else (timings,),
+        logger=Local(),
+    )
+    written = json.loads((tmp_path / "logs" / "layer_trace.json").read_text())
+    steps = [event["name"] for event in slices(written) if event["cat"] == "step"]
+    assert len(steps) == 2
 
 
 def test_a_trace_that_cannot_be_written_does_no_harm(tmp_path: Path, accelerator: str) -> None:

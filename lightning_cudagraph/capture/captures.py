@@ -131,9 +131,12 @@ class Captures(Generic[T]):
         mine = bool(raised)
         is_broken = step.is_broken()
         if self._agreement is not None:
-            told = self._agreement.tell((failure and _portable(failure), raised, is_broken, sent_back))
-            reasons, texts, broken, back = zip(*told, strict=True)
+            has_turns = captured is not None and captured.has_turns
+            said = (failure and _portable(failure), raised, is_broken, sent_back, has_turns)
+            reasons, texts, broken, back, turns = zip(*self._agreement.tell(said), strict=True)
             is_broken = any(broken)
+            if captured is not None:
+                captured.has_turns_elsewhere = any(turns)
             sent_back = of_ranks(back)
             if captured is not None and (any(reasons) or any(texts) or sent_back):
                 captured.release()

@@ -107,9 +107,9 @@ class Replays(Generic[T]):
         before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
         try:
             state = step.all_state(captured.written)
-            if captured.has_turns:
-                # What the host does in the middle can be done once: the check is made without it, and
-                # the step is taken afterwards.
+            if captured.is_checked_apart:
+                # The check is made without what the host does in the middle, and the step is taken
+                # afterwards.
                 with captured.gradients_kept():
                     self._verifier.check(captured, state, eagerly, replay, keep=False)
             else:
@@ -117,11 +117,11 @@ class Replays(Generic[T]):
         except UnsupportedError as error:
             if self._agreement is not None and not isinstance(error, VerificationError):
                 raise  # the others are in the middle of the check
-            if not captured.has_turns:
+            if not captured.is_checked_apart:
                 put_back_gradients()
             self._standing.unsupported(error)
             return None, error.reason
-        if captured.has_turns:
+        if captured.is_checked_apart:
             return self.replayed(step, captured), ""
         return self._done(captured, outputs), ""
 

@@ -163,15 +163,18 @@ def digest_of(kind: str) -> int:
 
 
 class CollectiveRules(TorchDispatchMode):
-    """Refuses collectives that a graph of this function cannot hold.
+    """Refuses collectives that a graph cannot hold.
 
     Args:
-        are_agreed: whether all processes replay it together.
+        alone: what it is a graph of, if each process would decide by itself when it is replayed; or
+            nothing, if all replay it together.
+        remedy: for collectives there.
     """
 
-    def __init__(self, are_agreed: bool) -> None:
+    def __init__(self, alone: str, remedy: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._are_agreed = are_agreed
+        self._alone = alone
+        self._remedy = remedy
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -188,13 +191,11 @@ class CollectiveRules(TorchDispatchMode):
                     "Call it before or after the step.",
                     user_location(),
                 )
-            if not self._are_agreed:
+            if self._alone:
                 forbid(
-                    f"a collective (`{name}`) in a function that works on no `DistributedDataParallel`:"
-                    " a graph with collectives is replayed by all processes or by none, and each would"
-                    " decide by itself",
-                    "If the step does work on one, pass it: `GraphedStep(step, modules=model)`; or call"
-                    " the collective outside of the step.",
+                    f"a collective (`{name}`) in {self._alone}: a graph with collectives is replayed by"
+                    " all processes or by none, and each would decide by itself",
+                    self._remedy,
                     user_location(),
                 )
         return func(*args, **(kwargs or {}))

@@ -29,6 +29,12 @@ from lightning_cudagraph.optim.steps import OptimizerSteps
 
 __all__ = ["Arguments", "StepRecorder", "StepResult", "copied"]
 
+_ALONE = "a function that works on no `DistributedDataParallel`"
+_PASS_IT = (
+    "If the step does work on one, pass it: `GraphedStep(step, modules=model)`; or call the collective"
+    " outside of the step."
+)
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -181,7 +187,8 @@ class StepRecorder:
             stack.enter_context(_trained_as_before(self.parameters()))
             stack.enter_context(self._optimizers.running(capturing))
             if is_in_group():
-                stack.enter_context(CollectiveRules(self._are_agreed))
+                alone = "" if self._are_agreed else _ALONE
+                stack.enter_context(CollectiveRules(alone, _PASS_IT))
             returned = arguments.call(self._function, batch)
         left = self._replicas.left()
         host_notes.append(lambda: self._replicas.leave(left))

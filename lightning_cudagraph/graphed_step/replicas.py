@@ -1,9 +1,9 @@
 """The `DistributedDataParallel`s that a captured function works on, and what they keep on the host.
 
-What a forward pass does depends on two switches of the wrapper: whether gradients are averaged
-(`no_sync`), and whether the pass before has left buffers to be broadcast. Calls that find other switches
-are calls in another mode, with graphs of their own; and after a replay they are left as an eager call
-leaves them.
+What a forward pass does depends on two switches of the wrapper, whether gradients are averaged
+(`no_sync`) and whether the pass before has left buffers to be broadcast, and on communication hooks.
+Calls that find others are calls in another mode, with graphs of their own; and after a replay they are
+left as an eager call leaves them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
+from lightning_cudagraph.capture.processes.wrappers import (
+    check_wrapper,
+    hooks_of,
+    is_unfinished,
+    take_times,
+)
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 
 __all__ = ["OWN_ATTRIBUTES", "StepReplicas", "Switches"]
 
@@ -29,36 +32,12 @@ OWN_ATTRIBUTES = frozenset(
         *("_has_rebuilt_buckets", "_lazy_init_ran", "modules_buffers", "named_module_buffers"),
     }
 )
-_PRIVATE = (
-    "_get_ddp_logging_data",
-    "_set_ddp_runtime_logging_sample_rate",
-    "_comm_hooks",
-    "_join_config",
-    "reducer",
-)
-# The reducer takes times of its first ten iterations and of one in so many later, by events that no
-# capture can hold; in the eleventh it reads those of the tenth (torch/csrc/distributed/c10d/logger.cpp).
+# The reducer takes times of its first ten iterations; in the eleventh it reads those of the tenth
+# (torch/csrc/distributed/c10d/logger.cpp).
 _TIMED = 10
-_SAMPLE_RATE = 100
-_NEVER = 2**30
 # After so many iterations, buckets that were left in the middle are sorted anew.
 _SORTED_AFTER = 2
-# Those that keep nothing from step to step.
-_COMM_HOOKS = (
-    default_hooks.allreduce_hook,
-    default_hooks.fp16_compress_hook,
-    default_hooks.bf16_compress_hook,
-)
-
-Switches = tuple[tuple[bool, bool], ...]
-
-
-def _is_unfinished(ddp: DistributedDataParallel) -> bool:
-    try:
-        ddp.reducer._check_reducer_finalized()
-    except RuntimeError:
-        return True
-    return False
+Switches = tuple[tuple[bool, bool, tuple[str, ...]], ...]
 
 
 class StepReplicas:
@@ -79,10 +58,14 @@ class StepReplicas:
         }
         self._broken: list[DistributedDataParallel] = []
         self._averaged_since_mended = _SORTED_AFTER
-        for name, ddp in self._wrappers.items():
-            _check(f"`{name}`" if name else "the step's", ddp)
+        self._check()
         for ddp in self._wrappers.values():
-            ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
+            take_times(ddp, False)
+
+    def _check(self) -> None:
+        for name, ddp in self._wrappers.items():
+            whose = f"`{name}`" if name else "the step's"
+            check_wrapper(f"{whose} `DistributedDataParallel`", ddp)
 
     def own_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the gradients of all these are parts of the wrappers' buckets.
@@ -122,7 +105,7 @@ class StepReplicas:
                 " all of them the same number of batches (a `DistributedSampler` does)."
             )
         return tuple(
-            (ddp.require_backward_grad_sync, ddp.will_sync_module_buffers())
+            (ddp.require_backward_grad_sync, ddp.will_sync_module_buffers(), hooks_of(ddp))
             for ddp in self._wrappers.values()
         )
 
@@ -149,12 +132,17 @@ class StepReplicas:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a call does to the wrappers on the host."""
+        """Undo what a call does to the wrappers on the host.
+
+        Raises:
+            UnsupportedError: if one of them does by now what no graph can hold.
+        """
+        self._check()  # hooks may have been added since
         before = self.left()
         try:
             yield
         except BaseException:
-            self._broken = [ddp for ddp in self._wrappers.values() if _is_unfinished(ddp)]
+            self._broken = [ddp for ddp in self._wrappers.values() if is_unfinished(ddp)]
             raise
         finally:
             self.leave(before)
@@ -173,56 +161,4 @@ class StepReplicas:
     def close(self) -> None:
         """Let them take times of their own again."""
         for ddp in self._wrappers.values():
-            ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE)
-
-
-def _check(name: str, ddp: DistributedDataParallel) -> None:
-    for private in _PRIVATE:
-        if not hasattr(ddp, private):
-            raise CUDAGraphError(
-                f"`DistributedDataParallel.{private}` is gone from torch {torch.__version__}, and"
-                " captured steps are built on it. Use torch 2.9 to 2.13, or pass"
-                ' `GraphedStep(backend="off")`.'
-            )
-    device = next(ddp.parameters()).device
-    what = f"{name} `DistributedDataParallel`"
-    if ddp.find_unused_parameters:
-        raise UnsupportedError(
-            f"{what} with `find_unused_parameters=True` reads on the host, in every backward pass, which"
-            " parameters took part.",
-            "Leave it out, and let all parameters take part in every step; freeze others with"
-            " `requires_grad_(False)`.",
-        )
-    for argument, value in (
-        ("static_graph", ddp.static_graph),
-        ("mixed_precision", ddp.mixed_precision),
-        ("delay_all_reduce_named_params", getattr(ddp, "_delay_all_reduce_params", None)),
-    ):
-        if value:
-            raise UnsupportedError(
-                f"{what} with `{argument}` is not known to come out the same from a captured function.",
-                "Leave it out.",
-            )
-    for hook, _ in ddp._comm_hooks:
-        if hook not in _COMM_HOOKS:
-            raise UnsupportedError(
-                f"{what} has the communication hook `{getattr(hook, '__qualname__', hook)}`, which runs"
-                " Python in every backward pass, and may keep something from call to call.",
-                "Use one of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, such as"
-                " `bf16_compress_hook`.",
-            )
-    group = ddp.process_group
-    size, world_size = dist.get_world_size(group), dist.get_world_size()
-    if size != world_size:
-        raise UnsupportedError(
-            f"{what} averages over {size} of the {world_size} processes;"
-            " captured so far are steps of all of them.",
-            "Leave `process_group` out.",
-        )
-    # By device: one group can have several backends, and may have been made without a name of any.
-    backend = dist.get_backend_config(group)
-    if device.type == "cuda" and "cuda:nccl" not in backend:
-        raise UnsupportedError(
-            f"{what} has a process group that uses {backend}, which averages gradients on the host.",
-            'Initialize the process group with the backend "nccl".',
-        )
+            take_times(ddp, True)

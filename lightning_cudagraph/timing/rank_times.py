@@ -269,6 +269,8 @@ class RankTimes:
         while self._rank == 0 and self._open and time.monotonic() < deadline_s and not self.trouble:
             threading.Event().wait(_POLL_S)
             self._look()
+        if self._open and not (self._tables or self.trouble):
+            self.trouble = f"not all have left theirs within {_LAST_WORD_S:.0f} s of the end"
         # The last window may have a few steps only.
         return max(
             self._tables,

@@ -28,7 +28,10 @@ def shortened(name: str, width: int) -> str:
     if width <= 3:
         return "..."[:width]
     tail = (width - 3 + 1) // 2
-    return f"{_first(name, width - 3 - tail)}...{_first(reversed(name), tail)[::-1]}"
+    end = _first(reversed(name), tail)[::-1]
+    while end and combining(end[0]):  # an accent whose letter is left out
+        end = end[1:]
+    return f"{_first(name, width - 3 - tail)}...{end}"
 
 
 def _first(characters: Iterable[str], width: int) -> str:

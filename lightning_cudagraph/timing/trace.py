@@ -8,7 +8,7 @@ import socket
 import tempfile
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,19 +165,24 @@ class TraceWriter:
     """Keeps the last timed steps, and writes them as a trace file at the end.
 
     Args:
-        path: the file. Its folder is made if need be.
+        where: tells the file, when it is to be written. Its folder is made if need be.
         n_readings: how many are kept.
         title: of the process that is shown.
         rank: of the process.
     """
 
     def __init__(
-        self, path: str | Path, n_readings: int, title: str = "CUDA graph", rank: int = 0
+        self, where: Callable[[], Path], n_readings: int, title: str = "CUDA graph", rank: int = 0
     ) -> None:
-        self._path = Path(path)
+        self._where = where
         self._readings: deque[Reading] = deque(maxlen=n_readings)
         self._title = title
         self._rank = rank
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._where()
 
     def add(self, reading: Reading) -> None:
         """Take what a step's marks said."""
@@ -192,13 +197,14 @@ class TraceWriter:
         self._readings.clear()
         if not readings:
             return
+        path = self.path
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_trace(self._path, readings, self._title, self._rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_trace(path, readings, self._title, self._rank)
         except OSError as error:
             warnings.warn(
                 f"The trace of the last {len(readings)} timed steps was not written: {error}. Make room"
-                f" or another folder for {str(self._path)!r}, or pass `LayerTimings(trace_steps=0)`."
+                f" or another folder for {str(path)!r}, or pass `LayerTimings(trace_steps=0)`."
                 " Training is not concerned.",
                 RuntimeWarning,
                 stacklevel=2,

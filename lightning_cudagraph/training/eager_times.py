@@ -26,6 +26,8 @@ from lightning_cudagraph.training.transfer import TRANSFER
 
 __all__ = ["EagerTimes"]
 
+_runs = 0
+
 
 class EagerTimes:
     """The clock of a `fit` without graphs.
@@ -44,7 +46,9 @@ class EagerTimes:
         self._module = module
         self._choice = choice
         self._backend = _clock_of(trainer)
-        self._times = RunTimes(trainer, module, self._backend, choice)
+        global _runs
+        _runs += 1
+        self._times = RunTimes(trainer, module, self._backend, choice, f"eager/{_runs}")
         self._clock = self._times.clock
         self._marks: StepMarks | None = None
         self._is_recording = False

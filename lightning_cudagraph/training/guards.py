@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES
 from lightning_cudagraph.metrics.states import StepMetrics
-from lightning_cudagraph.shards import Shards
+from lightning_cudagraph.replicas import Replicas
 from lightning_cudagraph.training.hooks import undisturbed
 from lightning_cudagraph.training.inner_hooks import InnerHooks
 from lightning_cudagraph.training.optimizer_part import OptimizerPart
@@ -21,7 +21,7 @@ def training_guards(
     part: OptimizerPart,
     hooks: InnerHooks,
     metrics: StepMetrics,
-    shards: Shards,
+    replicas: Replicas,
     harmless: frozenset[str],
 ) -> Guards:
     """The guards of a `fit`.
@@ -32,7 +32,7 @@ def training_guards(
         part: the optimizer's part of the steps.
         hooks: those inside the steps.
         metrics: the metrics of the module.
-        shards: the sharded modules in it.
+        replicas: what averages its gradients, or shards its weights.
         harmless: names that the user says may be frozen, or not repeated.
     """
     return Guards(
@@ -40,12 +40,12 @@ def training_guards(
         lambda: {
             **part.cheap_state(),
             **metrics.described(),
-            **shards.described(),
+            **replicas.described(),
             "the hooks inside the step": hooks.named(),
         },
         part.thorough_state,
         OWN_ATTRIBUTES | harmless,
-        lambda: (*part.quick_state(), *hooks.quick(), metrics.fits(), shards.settings()),
+        lambda: (*part.quick_state(), *hooks.quick(), metrics.fits(), replicas.settings()),
         lambda: undisturbed(trainer, module),
         metrics.stays_on_host,
         lambda: part.optimizer.places(),

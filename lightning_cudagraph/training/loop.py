@@ -63,6 +63,7 @@ class GraphedTraining:
         backend: where steps are captured.
         settings: what the user asked for.
         agreement: with the other processes of the run, or None if there are none.
+        run: a name that all of them give the run, and no other one of theirs.
 
     Raises:
         UnsupportedError: if the optimizer can be captured in no form that was asked for.
@@ -76,13 +77,14 @@ class GraphedTraining:
         backend: Backend,
         settings: Settings,
         agreement: Agreement | None = None,
+        run: str = "",
     ) -> None:
         check_private_names(trainer, module)
         self._trainer = trainer
         self._module = module
         self._backend = backend
         self._settings = settings
-        self._times = RunTimes(trainer, module, backend, settings.timings)
+        self._times = RunTimes(trainer, module, backend, settings.timings, run)
         self._clock = self._times.clock
         if settings.compile or is_step_compiled(module):
             self._times.names = []  # a hook in compiled code would change what is compiled
@@ -112,7 +114,7 @@ class GraphedTraining:
             self._part,
             self._hooks,
             self._metrics,
-            self._replicas.shards,
+            self._replicas,
             settings.harmless,
         )
         carried = CarriedTensors(module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric)
@@ -184,6 +186,14 @@ class GraphedTraining:
     def notes(self) -> list[str]:
         """What was changed for the capture, in words."""
         return [*self._part.notes, *profiler_notes(self._trainer)]
+
+    def agree(self, agreement: Agreement) -> None:
+        """Before the first step: let what all processes capture have the same parts.
+
+        Args:
+            agreement: with the others, which ask, too.
+        """
+        self._part.agree(agreement)
 
     def install(self) -> None:
         """Take the seat."""

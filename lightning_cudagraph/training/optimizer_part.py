@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.processes.agreement import Agreement, of_ranks
 from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.optimizers import EagerOptimizer, PreparedOptimizer
@@ -107,6 +108,20 @@ class OptimizerPart:
             f" {error.reason}"
         )
         return True
+
+    def agree(self, agreement: Agreement) -> None:
+        """Let the optimizer step behind the graph in all processes, or in none.
+
+        What is in the graph is done again by checks, with its collectives, and what is behind it is not.
+
+        Args:
+            agreement: with the other processes of the run, which ask, too.
+        """
+        behind = of_ranks(agreement.tell(self.behind))
+        if behind and self.behind is None:
+            self.put_behind(
+                UnsupportedError(f"so it does in other processes: {behind}", "", in_optimizer=True)
+            )
 
     def let_go(self) -> None:
         """Give the optimizer back as the user made it; it steps eagerly from now on."""

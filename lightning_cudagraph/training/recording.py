@@ -25,12 +25,13 @@ from lightning_cudagraph.capture.compiled import recompilation
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.recomputed import recomputed_apart
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
+from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.logs.recorder import Logs
 from lightning_cudagraph.metrics.states import StepMetrics
 from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.replicas import has_replicas
-from lightning_cudagraph.support import check_optimizer_part
+from lightning_cudagraph.support import ALONE, TELL_LIGHTNING, check_optimizer_part
 from lightning_cudagraph.timing.layers import Placement, never_timed
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.training.closures import GraphClosure, GraphedOptimization
@@ -183,6 +184,8 @@ class Recorder:
             if marks is not None:  # before the audit, which would take its hooks for the step's
                 stack.enter_context(marks.recording())
                 stack.enter_context(timed_stages(marks, self._trainer, self._module))
+            if capturing and self._trainer.world_size == 1 and are_several():
+                stack.enter_context(CollectiveRules(ALONE, TELL_LIGHTNING))
             if capturing:
                 audit = stack.enter_context(
                     frozen_python_audit(

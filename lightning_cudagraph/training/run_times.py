@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend
@@ -29,7 +30,7 @@ from lightning_cudagraph.timing.layers import (
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
-from lightning_cudagraph.timing.rank_times import RankTable, RankTimes
+from lightning_cudagraph.timing.rank_times import RankTable, RankTimes, Store
 from lightning_cudagraph.timing.report import eager_report, fit_report
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.trace import TraceWriter
@@ -38,8 +39,8 @@ from lightning_cudagraph.timing.windows import ReadingWindow
 
 __all__ = ["RunTimes", "batch_of_step", "step_number"]
 
-# Of several processes; all of them make the same.
-_runs = 0
+# Under which the first process leaves the folder of its trace.
+_FOLDER = "folder"
 
 
 def batch_of_step(trainer: pl.Trainer) -> tuple[int, bool]:
@@ -71,6 +72,7 @@ class RunTimes:
         module: the module that it trains.
         backend: where the steps run.
         choice: what is timed; None for nothing but the pace.
+        run: a name that all processes of the run give it, and no other one of theirs.
 
     Attributes:
         names: those of the layers that are timed.
@@ -89,6 +91,7 @@ class RunTimes:
         module: pl.LightningModule,
         backend: Backend,
         choice: LayerChoice | None,
+        run: str = "",
     ) -> None:
         self.names: list[str] = [] if choice is None else list(select_layers(module, choice))
         self._module = module
@@ -107,17 +110,25 @@ class RunTimes:
         self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
         # Closed from the last to the first: what writes for others comes before these.
         of_steps: list[Sink] = [others, self._dashboard]
-        self._trace_path: Path | None = None
+        store = own_store(f"times/{run}") if trainer.world_size > 1 and dist.is_initialized() else None
+        self._trace: TraceWriter | None = None
         if choice is not None and choice.trace_steps > 0:
-            self._trace_path = _trace_path(trainer)
             rank = trainer.global_rank
             title = f"{model}, rank {rank}" if trainer.world_size > 1 else model
-            of_steps.append(TraceWriter(self._trace_path, choice.trace_steps, title, rank))
+            path = _TracePath(trainer, store)
+            self._trace = TraceWriter(path.found, choice.trace_steps, title, rank)
+            of_steps.append(self._trace)
         self._others = others
         self._ranks: RankTimes | None = None
         self._ranks_shown: RankTable | None = None
-        if choice is not None and trainer.world_size > 1 and dist.is_initialized():
-            self._ranks = _rank_times(window_steps * self._every_n_steps, self._show_ranks)
+        if choice is not None and store is not None:
+            self._ranks = RankTimes(
+                store,
+                dist.get_rank(),
+                dist.get_world_size(),
+                window_steps * self._every_n_steps,
+                self._show_ranks,
+            )
             of_steps.append(self._ranks)
         self.clock = FitClock(backend, [self._tensorboard, WholeSteps(of_steps)], self._every_n_steps)
         self.eager_clock = FitClock(
@@ -242,9 +253,9 @@ class RunTimes:
         if self._every_n_steps > 1:
             came = "" if len(self._dashboard.window) else ", and the run has come to none of them"
             notes.append(f"one step of the optimizer in {self._every_n_steps} is timed{came}")
-        if self._trace_path is not None and len(self._dashboard.window):
+        if self._trace is not None and len(self._dashboard.window):
             notes.append(
-                f"the last timed steps are in {str(self._trace_path)!r}: open it at"
+                f"the last timed steps are in {str(self._trace.path)!r}: open it at"
                 " https://ui.perfetto.dev"
             )
         return notes
@@ -256,21 +267,41 @@ class RunTimes:
             stack.callback(self.clock.close)
 
 
-def _rank_times(window_steps: int, on_table: Callable[[RankTable], None]) -> RankTimes:
-    global _runs
-    _runs += 1
-    store = own_store(f"times/{_runs}")
-    return RankTimes(store, dist.get_rank(), dist.get_world_size(), window_steps, on_table)
-
-
 def _device_name(trainer: pl.Trainer) -> str:
     device = trainer.strategy.root_device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
-def _trace_path(trainer: pl.Trainer) -> Path:
-    folder = os.fspath(trainer.log_dir or trainer.default_root_dir)
-    if "://" in folder:
-        folder = "."  # a store elsewhere, which takes no ordinary files
-    rank = trainer.global_rank
-    return Path(folder) / ("layer_trace.json" if rank == 0 else f"layer_trace_rank{rank}.json")
+class _TracePath:
+    """Where the trace of a process goes: beside those of the others, in the folder of the first one.
+
+    Each logger of each process has a folder of its own in mind, and `trainer.log_dir` has all processes
+    wait for the first one's, whether they all ask or not. Here it is left with the store.
+
+    Args:
+        trainer: the trainer.
+        store: of this run alone; None if there is one process.
+    """
+
+    def __init__(self, trainer: pl.Trainer, store: Store | None) -> None:
+        self._store = store
+        self._rank = trainer.global_rank
+        self._folder = _folder(trainer)
+        if store is not None and self._rank == 0:
+            store.set(_FOLDER, self._folder)
+
+    def found(self) -> Path:
+        """The file, as far as is known now."""
+        with suppress(RuntimeError):  # the store may be gone, with the process that had it
+            if self._store is not None and self._store.check([_FOLDER]):
+                self._folder = self._store.get(_FOLDER).decode()
+        name = "layer_trace.json" if self._rank == 0 else f"layer_trace_rank{self._rank}.json"
+        return Path(self._folder) / name
+
+
+def _folder(trainer: pl.Trainer) -> str:
+    """What `trainer.log_dir` is in this process by itself."""
+    logger = trainer.logger
+    own = logger.log_dir if isinstance(logger, (TensorBoardLogger, CSVLogger)) else None
+    folder = os.fspath(own or (logger and logger.save_dir) or trainer.default_root_dir)
+    return "." if "://" in folder else folder  # a store elsewhere takes no ordinary files

@@ -90,6 +90,7 @@ class Here:
         build: Callable[[], pl.LightningModule] = Net,
         wrapper: dict[str, Any] | None = None,
         strategy: Callable[[], Any] | None = None,
+        size: int | None = None,
         **kwargs: Any,
     ) -> Trace:
         """One run of all processes.
@@ -100,6 +101,7 @@ class Here:
             build: makes the module.
             wrapper: arguments of `DistributedDataParallel`.
             strategy: makes another strategy.
+            size: how many processes it knows of, if not all.
             kwargs: of `tests.harness.train`.
         """
         folder = self.folder / name
@@ -112,7 +114,7 @@ class Here:
             callback,
             accelerator=self.accelerator,
             strategy=made,
-            devices=self.size,
+            devices=size or self.size,
             **{"fit": _fit_of_all, **arguments},
         )
 

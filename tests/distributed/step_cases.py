@@ -786,6 +786,35 @@ def plain_loop_compressed(here: Here) -> None:
     _same(here, Compressed, STEPS - WARM_UP)
 
 
+class HookedLater(Plain):
+    """A hook is put in in the middle of the loop."""
+
+    hook: Any = staticmethod(default_hooks.allreduce_hook)
+
+    def around(self, index: int) -> None:
+        if index == WARM_UP + 3:
+            self.net.register_comm_hook(None, self.hook)
+
+
+class WithOwnHookLater(HookedLater):
+    hook: Any = staticmethod(_own_hook)
+
+
+def a_hook_in_the_middle_of_the_loop(here: Here) -> None:
+    """Calls with it are of another mode, which has graphs of its own, or none."""
+    _same(here, HookedLater, STEPS - WARM_UP - 3)
+    plain, _ = WithOwnHookLater(here).run(graphed=False)
+    loop = WithOwnHookLater(here)
+    with pytest.raises(UnsupportedError, match="communication hook `_own_hook`"):
+        loop.run(graphed=True)
+    loop = WithOwnHookLater(here)
+    loop.kwargs = {"on_unsupported": "eager"}  # type: ignore[misc]
+    graphed, step = loop.run(graphed=True)
+    assert step.counts.replayed == 4, step.report
+    found = differences(plain, graphed)
+    assert not found, f"{len(found)} differences, the first: {found[:8]}"
+
+
 class SharedBatchNorm(Plain):
     """Batch norm over the batches of all processes: collectives in the forward pass too."""
 

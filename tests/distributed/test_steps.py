@@ -31,6 +31,7 @@ AGREED = (
     "a_guard_in_one_process",
     "a_capture_that_one_refuses",
     "wrappers_that_are_refused",
+    "a_hook_in_the_middle_of_the_loop",
     "collectives_that_are_refused",
     "unequal_batches",
     "manual_optimization_is_refused",

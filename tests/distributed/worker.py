@@ -21,7 +21,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import cases, model_cases, sharded_cases, step_cases, time_cases
+from tests.distributed import (
+    cases,
+    model_cases,
+    sharded_cases,
+    step_cases,
+    time_cases,
+    unequal_cases,
+)
 
 # As in pyproject.toml; and one run is not told about logging that the other is told about.
 _IGNORED = (
@@ -40,7 +47,7 @@ _IGNORED = (
     r".*no current CUDA context",
 )
 # Begin with their name.
-_OF_OTHER_NAMES = (sharded_cases, step_cases)
+_OF_OTHER_NAMES = (sharded_cases, step_cases, unequal_cases)
 _ROOT = str(Path(__file__).parents[2])
 _LOOK_EVERY_S = 0.05
 # What is noted once a process has been started, and how long it waits for the others.

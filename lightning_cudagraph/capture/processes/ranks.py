@@ -73,6 +73,11 @@ class Ranks:
         flags: what is exchanged along with each plan: whether a SIGTERM has come, whether the batch is
             the last one of its epoch, and its number.
         on_flags: told the lowest and the highest of each of them.
+
+    Attributes:
+        number: how many there were in each process, with this one.
+        rank: of this process.
+        size: how many processes there are.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._flags = flags
         self._on_flags = on_flags
+        self.number = _runs
         self._store = own_store(str(_runs))
         self._failures = Failures(self._store, self.rank, self.size)
         self._told = 0

@@ -1,0 +1,32 @@
+"""Two processes of which one has what the other has not, or whose strategy does not tell all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
+
+IN_ONE = (
+    "a_turn_before_the_backward_pass_of_one",
+    "a_turn_before_gradients_are_dropped_of_one",
+    "the_optimizer_is_behind_in_one",
+    "the_optimizer_is_behind_in_one_and_cannot_be_captured_in_others",
+    "a_trace_in_one",
+    "a_trace_and_a_refusal_in_one",
+    "times_after_a_refusal_in_one",
+    "an_eager_clock_in_one",
+)
+UNTOLD = ("hooks_by_hand", "a_known_hook_in_mid_fit", "a_strategy_that_wraps_by_itself")
+# Makes the group that the others' strategies would make.
+ALONE = ("a_group_that_the_strategy_does_not_know",)
+
+
+@pytest.mark.parametrize("cases", [IN_ONE, UNTOLD, ALONE], ids=["in one", "untold", "alone"])
+def test_processes_train_as_without_the_callback(
+    tmp_path: Path, accelerator: str, cases: tuple[str, ...]
+) -> None:
+    named = [f"unequal_cases.{case}" for case in cases]
+    ended = launch(tmp_path, named, accelerator, timeout_s=400, limit_s=AT_ONCE_S)
+    assert_all_ok(ended, named)

@@ -1,0 +1,268 @@
+"""What one process has and the others have not, and what a strategy does not tell of.
+
+Each case is called in all processes at once. Plain runs go through in all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_cudagraph import (
+    ConfigurationError,
+    CUDAGraphCallback,
+    LayerTimings,
+    UnsupportedError,
+)
+from tests.distributed.cases import Here, Unused
+from tests.harness import BATCH_SIZE, Net, Trace, assert_same
+
+
+class BeforeBackward(Callback):
+    """Has a turn of the host in the middle of each step."""
+
+    def on_before_backward(self, *args: Any) -> None:
+        self.called = True
+
+
+class BeforeZeroGrad(Callback):
+    """The same, before gradients are dropped."""
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self.called = True
+
+
+class BeforeOptimizerStep(Callback):
+    """Has the optimizer step behind the graph."""
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.called = True
+
+
+def _same_beside_on_rank_0(here: Here, kind: Callable[[], Callback], **kwargs: Any) -> Trace:
+    """Train without our callback and with it, with another one in the first process alone."""
+    runs = []
+    for name, callback in (("plain", None), ("graph", CUDAGraphCallback())):
+        others = (kind(),) if here.rank == 0 else ()
+        runs.append(here.train(name, callback, callbacks=others, **kwargs))
+    plain, graph = runs
+    assert_same(plain, graph, ignore=("_ms/",))
+    assert graph.counts.captures == 1, graph.counts
+    assert graph.counts.replayed >= 10, graph.counts
+    return graph
+
+
+def a_turn_before_the_backward_pass_of_one(here: Here) -> None:
+    """All check without the turns of the first process, and take the step afterwards."""
+    _same_beside_on_rank_0(here, BeforeBackward, max_epochs=4)
+
+
+def a_turn_before_gradients_are_dropped_of_one(here: Here) -> None:
+    """The same where another hook has the turn."""
+    _same_beside_on_rank_0(here, BeforeZeroGrad, max_epochs=4)
+
+
+class SharedNorm(Net):
+    """Behind the backward pass, sums up something of all processes."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = self.head.weight.grad.norm().detach().clone()  # type: ignore[union-attr]
+        dist.all_reduce(norm)
+        self.log("norm", norm)
+
+
+def the_optimizer_is_behind_in_one(here: Here) -> None:
+    """So it is in all: what a check does again has the same collectives everywhere."""
+    graph = _same_beside_on_rank_0(here, BeforeOptimizerStep, build=SharedNorm, max_epochs=4)
+    report = str(graph.callback and graph.callback.report)
+    assert ("so it does in other processes" in report) == (here.rank > 0), report
+
+
+class ReadsNorm(Net):
+    """Behind the backward pass, reads on the host."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert float(self.head.weight.grad.norm()) < 1e9  # type: ignore[union-attr]
+
+
+def the_optimizer_is_behind_in_one_and_cannot_be_captured_in_others(here: Here) -> None:
+    """Nothing is left to be put behind when the others find out."""
+    _same_beside_on_rank_0(here, BeforeOptimizerStep, build=ReadsNorm, max_epochs=4)
+
+
+class HookedByHand(Callback):
+    """Gives the wrapper a communication hook, past the strategy.
+
+    Args:
+        hook: the hook.
+        step: before which step of the optimizer.
+    """
+
+    def __init__(self, hook: Callable[..., Any], step: int = 0) -> None:
+        self.hook = hook
+        self.step = step
+        self.calls = 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.calls == 0 and trainer.global_step == self.step:
+            self.calls = 1
+            ddp = trainer.strategy.model
+            assert isinstance(ddp, DistributedDataParallel)
+            ddp.register_comm_hook(None, self.hook)
+
+
+class HookedBefore(HookedByHand):
+    """The same before the first step."""
+
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        super().on_train_batch_start(trainer)
+
+
+def _of_the_users(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations in words
+    """A hook that may keep anything."""
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+def hooks_by_hand(here: Here) -> None:
+    """Those that keep nothing are captured; others are refused, also in the middle of a fit."""
+    known = default_hooks.allreduce_hook
+    plain = here.train("plain", None, callbacks=(HookedBefore(known),), max_epochs=4)
+    graph = here.train("graph", CUDAGraphCallback(), callbacks=(HookedBefore(known),), max_epochs=4)
+    assert_same(plain, graph, ignore=("_ms/",))
+    assert graph.counts.replayed >= 10, graph.counts
+    for name, other in (
+        ("before", HookedBefore(_of_the_users)),
+        ("later", HookedByHand(_of_the_users, step=20)),
+    ):
+        callback = CUDAGraphCallback()
+        refused = here.train(name, callback, callbacks=(other,), max_epochs=4, raises=UnsupportedError)
+        assert "communication hook `_of_the_users`" in str(refused.error), refused.error
+
+
+def a_known_hook_in_mid_fit(here: Here) -> None:
+    """The graph before is stale."""
+    runs = []
+    for name, callback in (("plain", None), ("graph", CUDAGraphCallback())):
+        other = HookedByHand(default_hooks.allreduce_hook, step=20)
+        runs.append(here.train(name, callback, callbacks=(other,), max_epochs=6))
+    plain, graph = runs
+    assert_same(plain, graph, ignore=("_ms/",))
+    assert any("communication hooks" in reason for reason in graph.counts.recaptures), graph.counts
+    assert graph.counts.captures == 2, graph.counts
+
+
+class WrapsItself(DDPStrategy):
+    """A strategy of the user's, with arguments for the wrapper that it does not tell."""
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def a_strategy_that_wraps_by_itself(here: Here) -> None:
+    """Its wrapper is looked at."""
+    callback = CUDAGraphCallback()
+    refused = here.train("graph", callback, Unused, strategy=WrapsItself, raises=UnsupportedError)
+    assert "find_unused_parameters=True" in str(refused.error), refused.error
+    assert "`DistributedDataParallel`" in str(refused.error), refused.error
+
+
+class AveragesByItself(Net):
+    """Averages gradients of all processes in its step."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(dist.get_world_size())
+
+
+class OneOdd(IterableDataset[Any]):
+    """Batches of which one is smaller, in the second process."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(self.rank)
+        for index in range(14):
+            size = BATCH_SIZE - 3 if self.rank and index == 3 else BATCH_SIZE
+            labels = torch.randint(0, 4, (size,), generator=generator)
+            yield torch.randn(size, 12, generator=generator), labels
+
+
+def a_group_that_the_strategy_does_not_know(here: Here) -> None:
+    """Each process decides by itself, so its graphs hold no collectives."""
+    device = torch.device("cuda", here.rank) if here.accelerator == "gpu" else torch.device("cpu")
+    kind = "nccl" if here.accelerator == "gpu" else "gloo"
+    dist.init_process_group(kind, rank=here.rank, world_size=here.size, timeout=timedelta(seconds=25))
+    try:
+        runs = []
+        for name, callback in (("plain", None), ("graph", CUDAGraphCallback())):
+            trace = here.train(
+                f"{name}{here.rank}",
+                callback,
+                AveragesByItself,
+                strategy=lambda: SingleDeviceStrategy(device),
+                size=1,
+                logger=False,  # Lightning logs in the first process of the group only
+                train_loader=DataLoader(OneOdd(here.rank), batch_size=None),
+            )
+            runs.append(trace)
+        assert_same(*runs, ignore=("_ms/",))
+        report = str(runs[1].callback and runs[1].callback.report)
+        assert "a collective (`c10d::allreduce_`) in a run that is one process to Lightning" in report
+        assert runs[1].counts.replayed >= 10, runs[1].counts
+    finally:
+        dist.destroy_process_group()
+
+
+def a_trace_in_one(here: Here) -> None:
+    """Where traces go is not asked of the others before all have compared what they were asked for."""
+    timings = LayerTimings(trace_steps=5 if here.rank == 0 else 0)
+    trace = here.train("graph", CUDAGraphCallback(timings=timings), raises=ConfigurationError)
+    assert "differ in their argument `timings`" in str(trace.error), trace.error
+
+
+def a_trace_and_a_refusal_in_one(here: Here) -> None:
+    """Nor where another process finds that it cannot capture."""
+    callback = CUDAGraphCallback(on_unsupported="eager", timings=LayerTimings(trace_steps=5))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lightning_cudagraph: all steps eager")  # on rank 0
+        warnings.filterwarnings("ignore", ".*anomaly")
+        here.train("graph", callback, detect_anomaly=here.rank == 1)
+    assert "detect_anomaly=True" in str(callback.report), callback.report
+
+
+def times_after_a_refusal_in_one(here: Here) -> None:
+    """The next fit has the times of all: it has the same name everywhere."""
+    a_trace_and_a_refusal_in_one(here)
+    callback = CUDAGraphCallback()
+    here.train("next", callback, max_epochs=4)
+    if here.rank == 0:
+        assert "\n  ranks     " in str(callback.report), callback.report
+
+
+def an_eager_clock_in_one(here: Here) -> None:
+    """The first process has its trace, and says that it has no times of the others."""
+    timings = LayerTimings(trace_steps=3)
+    logger = TensorBoardLogger(here.folder / "alone", name="", version="")
+    others = (timings,) if here.rank == 0 else ()
+    here.train("alone", None, callbacks=others, logger=logger)
+    if here.rank == 0:
+        trace_file = json.loads((here.folder / "alone" / "layer_trace.json").read_text())
+        assert trace_file["otherData"]["rank"] == 0
+        assert "the times of other processes are not known: not all" in str(timings.report)
