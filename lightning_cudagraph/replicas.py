@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.capture.processes.wrappers import hooks_of, is_unfinished, take_times
@@ -116,7 +116,6 @@ class Replicas:
             with self.shards.undone():
                 yield
             return
-        assert isinstance(self._strategy, DDPStrategy)
         check_replicas(self._strategy)  # hooks may have been added since
         before = ddp.require_forward_param_sync
         try:

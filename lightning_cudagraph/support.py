@@ -15,7 +15,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric
 from torch.amp import GradScaler
@@ -249,7 +254,7 @@ def _check_placement(trainer: pl.Trainer) -> None:
         base: type = SingleDeviceStrategy
     elif isinstance(strategy, DDPStrategy):
         base = DDPStrategy
-        check_replicas(strategy)
+        _check_ddp(strategy)
     elif isinstance(strategy, ModelParallelStrategy):
         base = ModelParallelStrategy
         check_shards(trainer.lightning_module)
@@ -259,6 +264,7 @@ def _check_placement(trainer: pl.Trainer) -> None:
             " `lightning.pytorch`.",
             "Use Lightning's own.",
         )
+    check_replicas(strategy)
     for name in _STEP_METHODS:
         ours = type(getattr(strategy, name)) is StandIn
         if ours or not is_overridden(name, strategy, base):
@@ -270,13 +276,23 @@ def _check_placement(trainer: pl.Trainer) -> None:
         )
 
 
-def check_replicas(strategy: DDPStrategy) -> None:
-    """Refuse what graphs cannot hold of the wrapper around the module.
+def check_replicas(strategy: Strategy) -> None:
+    """Refuse what graphs cannot hold of the wrapper around the module, if it has one.
 
     Raises:
         UnsupportedError: naming it.
         CUDAGraphError: if torch has lost private names that captured steps are built on.
     """
+    if not isinstance(strategy.model, DistributedDataParallel):
+        return
+    known_hooks = 0
+    if isinstance(strategy, DDPStrategy) and strategy.root_device.type == "cuda":
+        # The strategy has put in its own, which is the only one then, and may have wrapped it.
+        known_hooks = int(strategy._ddp_comm_hook is not None)
+    check_wrapper("The strategy's `DistributedDataParallel`", strategy.model, True, known_hooks)
+
+
+def _check_ddp(strategy: DDPStrategy) -> None:
     arguments: dict[str, Any] = strategy._ddp_kwargs
     if arguments.get("static_graph") and strategy.root_device.type == "cpu":
         raise UnsupportedError(
@@ -309,10 +325,6 @@ def check_replicas(strategy: DDPStrategy) -> None:
             'Leave out `DDPStrategy(process_group_backend=...)`: it is "nccl" on GPUs. A group that was'
             ' made before the trainer needs `init_process_group("nccl")`.',
         )
-    if isinstance(strategy.model, DistributedDataParallel):
-        # The strategy has put in its hook, which is the only one then, and may have wrapped it.
-        has_own = strategy._ddp_comm_hook is not None and strategy.root_device.type == "cuda"
-        check_wrapper("The strategy's `DistributedDataParallel`", strategy.model, True, int(has_own))
 
 
 def _check_precision(trainer: pl.Trainer) -> None:

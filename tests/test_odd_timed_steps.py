@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -190,6 +191,19 @@ class _HalfSet:
     hidden: Tensor = field(init=False)
 
 
+@dataclass
+class _Refuses:
+    logits: Tensor
+    attention: Tensor = field(init=False)
+
+
+def _not_computed(packed: Any) -> Tensor:
+    raise RuntimeError("pass `output_attentions=True`")
+
+
+_Refuses.attention = property(_not_computed)  # type: ignore[assignment]
+
+
 class _Lazy(UserDict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         if key == "hidden":
@@ -233,11 +247,12 @@ class _Unpacks(Net):
     ("pack", "logits"),
     [
         (_HalfSet, lambda packed: packed.logits),
+        (_Refuses, lambda packed: packed.logits),
         (_holds_itself, lambda packed: packed[0]),
         (lambda logits: _Lazy(logits=logits, hidden=None), lambda packed: packed["logits"]),
         (lambda logits: _Once(logits=logits), lambda packed: packed["logits"]),
     ],
-    ids=["half set", "holds itself", "lazy", "once"],
+    ids=["half set", "refuses", "holds itself", "lazy", "once"],
 )
 def test_outputs_of_layers_that_cannot_be_walked(
     tmp_path: Path, accelerator: str, pack: Any, logits: Any, graphed: bool
@@ -254,6 +269,23 @@ def test_outputs_of_layers_that_cannot_be_walked(
     )
     assert_same(plain, timed)
     assert callback is None or timed.counts.replayed == 18
+
+
+def test_layers_in_torchscript(tmp_path: Path, accelerator: str) -> None:
+    """They take no hooks, which is said."""
+
+    def scripted() -> Net:
+        net = Net()
+        net.head = torch.jit.script(nn.Sequential(nn.Linear(24, 4)))
+        return net
+
+    timings = LayerTimings()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+        plain = train(make(scripted), tmp_path / "plain", accelerator=accelerator)
+        timed = train(make(scripted), tmp_path / "timed", accelerator=accelerator, callbacks=(timings,))
+    assert_same(plain, timed)
+    assert "not timed: `head`, `head.0`: a ScriptModule takes no hooks" in str(timings.report)
 
 
 class _Replaces(Net):

@@ -136,7 +136,7 @@ class Captures(Generic[T]):
             reasons, texts, broken, back, turns = zip(*self._agreement.tell(said), strict=True)
             is_broken = any(broken)
             if captured is not None:
-                captured.has_turns_elsewhere = any(turns)
+                captured.has_turns_anywhere = any(turns)
             sent_back = of_ranks(back)
             if captured is not None and (any(reasons) or any(texts) or sent_back):
                 captured.release()

@@ -77,7 +77,7 @@ class CapturedStep(Generic[T]):
         static: the static buffers that it reads.
         replays: how many steps were replays; counted by who takes them.
         written: tensors older than the step that it writes into.
-        has_turns_elsewhere: the host has turns in it in another process of the run.
+        has_turns_anywhere: the host has turns in it in some process of the run.
 
     Raises:
         CaptureError: if the step did something that no graph can hold; gradients, memory and random
@@ -105,7 +105,7 @@ class CapturedStep(Generic[T]):
         self._last: Take[T] | None = None
         self._holds: Holds | None = None
         self.replays = 0
-        self.has_turns_elsewhere = False
+        self.has_turns_anywhere = False
         self.written: list[Tensor] = []
         dropped, added = list(drops), list(adds)
         there = gradients_of(added)
@@ -209,7 +209,7 @@ class CapturedStep(Generic[T]):
     @property
     def is_checked_apart(self) -> bool:
         """Whether a check leaves the step to be taken, because the host does something in it, once."""
-        return self.has_turns or self.has_turns_elsewhere
+        return self.has_turns or self.has_turns_anywhere
 
     @property
     def is_plain(self) -> bool:

@@ -16,7 +16,7 @@ import sys
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from threading import get_ident
 from typing import Any
 
@@ -90,8 +90,7 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
         elif isinstance(value, tuple):
             members = tuple.__iter__(value)
         elif is_dataclass(value) and not isinstance(value, type):
-            # One of its fields may never have been set.
-            members = [getattr(value, field.name, None) for field in fields(value)]
+            members = getattr(value, "__dict__", {}).values()  # properties may compute, or raise
         if id(value) not in seen:  # a list may hold itself
             seen.add(id(value))
             pending += members

@@ -276,10 +276,10 @@ def layers_at(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     """
     found = {}
     for name in names:
-        module: nn.Module | None = model
+        module: Any = model
         for part in name.split("."):
-            module = None if module is None else module._modules.get(part)
-        if module is not None:
+            module = getattr(module, part, None)
+        if isinstance(module, nn.Module):
             found[name] = module
     return found
 

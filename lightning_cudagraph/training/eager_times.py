@@ -7,7 +7,7 @@ strategy have hooks and stand-ins of ours during a timed step only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,10 @@ class EagerTimes:
         # Without the optimizer if the gradients of more batches come to these.
         steps = not (module.automatic_optimization and trainer.fit_loop._should_accumulate())
         marks = self._marks = self._times.eager_marks(steps)
-        for name, instead in (("training_step", self._forwards), ("optimizer_step", self._steps)):
+        places: list[tuple[str, Callable[..., Any]]] = [("training_step", self._forwards)]
+        if module.automatic_optimization:
+            places.append(("optimizer_step", self._steps))
+        for name, instead in places:
             original = getattr(trainer.strategy, name)
             self._step.enter_context(in_place(trainer.strategy, name, partial(instead, marks, original)))
 
@@ -139,18 +142,14 @@ class EagerTimes:
             self._step.enter_context(marks.recording())
             self._step.enter_context(timed_stages(marks, self._trainer, self._module))
             if not self._module.automatic_optimization:
-                self._step.enter_context(timed_optimizers(marks, self._trainer.optimizers))
+                self._step.enter_context(timed_optimizers(marks, self._trainer))
         return original(*args, **kwargs)
 
     def _steps(self, marks: StepMarks, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of `Strategy.optimizer_step`, during a timed step."""
-        if self._module.automatic_optimization:
-            result = original(*args, **kwargs)
-            self._end_marks()
-            return result
-        # With what lies around it: the scaler, and hooks.
-        with marks.stage("optimizer") if self._is_recording else nullcontext():
-            return original(*args, **kwargs)
+        """In the place of `Strategy.optimizer_step`, with which a timed step ends."""
+        result = original(*args, **kwargs)
+        self._end_marks()
+        return result
 
     def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """In the place of `Strategy.batch_to_device`."""

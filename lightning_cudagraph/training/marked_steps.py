@@ -6,7 +6,7 @@ For a step that is captured, and for one that runs eagerly.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -70,38 +70,59 @@ def timed_stages(marks: StepMarks, trainer: pl.Trainer, module: pl.LightningModu
 
 
 @contextmanager
-def timed_optimizers(marks: StepMarks, optimizers: Sequence[Any]) -> Iterator[None]:
-    """Tell the marks of an eager step where it has optimizers step, as manual optimization does.
+def timed_optimizers(marks: StepMarks, trainer: pl.Trainer) -> Iterator[None]:
+    """Tell the marks of an eager step where manual optimization has optimizers step.
+
+    They step by their wrappers, through the strategy, with the scaler and hooks around them; or by
+    themselves. What a closure does is no part of it.
 
     Args:
         marks: those of the step.
-        optimizers: those of torch's kind are followed, whoever has them step.
+        trainer: the trainer, with its optimizers.
     """
-    under_way: list[AbstractContextManager[None]] = []  # a class may call the step of its base
+    by_strategy = False
+    by_themselves: list[AbstractContextManager[None]] = []  # a class may call the step of its base
 
-    def timed(argument: Any) -> Any:
-        """What a closure does is no part of the optimizer's time."""
-        if argument is do_nothing_closure or not callable(argument):
-            return argument
+    def timed(closure: Any) -> Any:
+        if closure is do_nothing_closure or not callable(closure):
+            return closure
 
-        @functools.wraps(argument)
-        def closure(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(closure)
+        def forward() -> Any:
             with marks.stage("forward"):
                 marks.forward_began()
-                return argument(*args, **kwargs)
+                return closure()
 
-        return closure
+        return forward
 
-    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        under_way.append(marks.stage("optimizer"))
-        under_way[-1].__enter__()
-        return tuple(map(timed, args)), {name: timed(value) for name, value in kwargs.items()}
+    original = trainer.strategy.optimizer_step
+
+    def through_strategy(optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal by_strategy
+        by_strategy = True
+        try:
+            with marks.stage("optimizer"):
+                return original(optimizer, timed(closure), *args, **kwargs)
+        finally:
+            by_strategy = False
+
+    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if by_strategy or torch.compiler.is_compiling():
+            return None
+        by_themselves.append(marks.stage("optimizer"))
+        by_themselves[-1].__enter__()
+        itself, *rest = args
+        if "closure" in kwargs:
+            kwargs = kwargs | {"closure": timed(kwargs["closure"])}
+        return (itself, *map(timed, rest[:1]), *rest[1:]), kwargs
 
     def behind(*_: Any) -> None:
-        under_way.pop().__exit__(None, None, None)
+        if by_themselves and not torch.compiler.is_compiling():
+            by_themselves.pop().__exit__(None, None, None)
 
     with ExitStack() as stack:
-        for optimizer in optimizers:
+        stack.enter_context(in_place(trainer.strategy, "optimizer_step", through_strategy))
+        for optimizer in trainer.optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
                 stack.callback(optimizer.register_step_pre_hook(before).remove)
                 stack.callback(optimizer.register_step_post_hook(behind).remove)

@@ -110,18 +110,18 @@ class OptimizerPart:
         return True
 
     def agree(self, agreement: Agreement) -> None:
-        """Let the optimizer step behind the graph in all processes, or in none.
+        """Before the first step: let the optimizer step behind the graph in all processes, or in none.
 
         What is in the graph is done again by checks, with its collectives, and what is behind it is not.
 
         Args:
             agreement: with the other processes of the run, which ask, too.
         """
-        behind = of_ranks(agreement.tell(self.behind))
+        behind = of_ranks(agreement.tell(self.behind and self.behind.rstrip(".")))
         if behind and self.behind is None:
-            self.put_behind(
-                UnsupportedError(f"so it does in other processes: {behind}", "", in_optimizer=True)
-            )
+            self.behind = f"so it does in other processes: {behind}"
+            self.optimizer.restore()
+            self.optimizer = EagerOptimizer(self.optimizer.optimizer)
 
     def let_go(self) -> None:
         """Give the optimizer back as the user made it; it steps eagerly from now on."""

@@ -246,7 +246,8 @@ class RunTimes:
 
     def _notes(self) -> list[str]:
         gone = "the model has it no more; its times are those of before"
-        notes = untimed_notes({f"`{name}`": gone for name in self.names if name not in self.layers()})
+        there = self.layers()
+        notes = untimed_notes({f"`{name}`": gone for name in self.names if name not in there})
         notes += untimed_notes(self._left_out)
         if self._ranks is not None and self._ranks.trouble:
             notes.append(f"the times of other processes are not known: {self._ranks.trouble}")

@@ -190,6 +190,16 @@ class AveragesByItself(Net):
                 parameter.grad.div_(dist.get_world_size())
 
 
+class AveragesInValidation(AveragesByItself):
+    """And has one number of all of them behind each of its validation steps."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        total = batch[0].sum()
+        dist.all_reduce(total)
+        self.log("total", total)
+
+
 class OneOdd(IterableDataset[Any]):
     """Batches of which one is smaller, in the second process."""
 
@@ -211,11 +221,12 @@ def a_group_that_the_strategy_does_not_know(here: Here) -> None:
     dist.init_process_group(kind, rank=here.rank, world_size=here.size, timeout=timedelta(seconds=25))
     try:
         runs = []
-        for name, callback in (("plain", None), ("graph", CUDAGraphCallback())):
+        callback = CUDAGraphCallback(evaluation=True, on_unsupported="eager")
+        for name, each in (("plain", None), ("graph", callback)):
             trace = here.train(
                 f"{name}{here.rank}",
-                callback,
-                AveragesByItself,
+                each,
+                AveragesInValidation,
                 strategy=lambda: SingleDeviceStrategy(device),
                 size=1,
                 logger=False,  # Lightning logs in the first process of the group only
@@ -223,8 +234,11 @@ def a_group_that_the_strategy_does_not_know(here: Here) -> None:
             )
             runs.append(trace)
         assert_same(*runs, ignore=("_ms/",))
-        report = str(runs[1].callback and runs[1].callback.report)
-        assert "a collective (`c10d::allreduce_`) in a run that is one process to Lightning" in report
+        report = str(callback.report)
+        refused = "a collective (`c10d::allreduce_`) in a run that is one process to Lightning"
+        assert report.count(refused) >= 2, report
+        assert callback.evaluation_counts is not None
+        assert callback.evaluation_counts.replayed == 0, report
         assert runs[1].counts.replayed >= 10, runs[1].counts
     finally:
         dist.destroy_process_group()

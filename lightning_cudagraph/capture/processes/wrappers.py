@@ -49,7 +49,7 @@ def take_times(ddp: DistributedDataParallel, does: bool) -> None:
 
 def hooks_of(ddp: DistributedDataParallel) -> tuple[str, ...]:
     """The communication hooks that it has, by name."""
-    return tuple(getattr(hook, "__qualname__", str(hook)) for hook, _ in ddp._comm_hooks)
+    return tuple(hook.__qualname__ for hook, _ in ddp._comm_hooks)
 
 
 def check_wrapper(
@@ -61,7 +61,7 @@ def check_wrapper(
         what: what it is called.
         ddp: the wrapper.
         by_strategy: it is that of a strategy of Lightning's.
-        known_hooks: of how many of its communication hooks, from the first, more is known.
+        known_hooks: how many of its communication hooks, from the first, were looked at already.
 
     Raises:
         UnsupportedError: naming what that is.
