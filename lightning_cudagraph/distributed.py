@@ -45,6 +45,7 @@ from lightning_cudagraph.capture.processes.agreement import Agreement, Intent
 from lightning_cudagraph.capture.processes.ranks import Ranks
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.errors import PeerError, UnsupportedError
+from lightning_cudagraph.timing.rank_times import SharedRun
 
 __all__ = ["Distributed", "wrapped_on_side_stream"]
 
@@ -100,9 +101,10 @@ class Distributed:
         return self._ranks
 
     @property
-    def run(self) -> str:
-        """A name that all processes of the run give it, and no other one of theirs."""
-        return "" if self._ranks is None else f"graphs/{self._ranks.number}"
+    def run(self) -> SharedRun | None:
+        """The run as all its processes know it, or None if there is one."""
+        ranks = self._ranks
+        return None if ranks is None else SharedRun(f"graphs/{ranks.number}", lambda: ranks.waited_s)
 
     def compare(self, arguments: Mapping[str, Any], refused: UnsupportedError | None = None) -> None:
         """At the start: let no process begin what another one does not.

@@ -100,7 +100,7 @@ def test_the_slowest_has_the_most_work_of_its_own() -> None:
     first, second = ranks_lines(table)
     assert first == (
         "rank 2 is slowest: 4.600 ms of its own in a step of 4.900 ms, median rank 4.000 ms;"
-        " it waits least for collectives, 0.300 ms, median rank 0.800 ms"
+        " it waits least for others, 0.300 ms, median rank 0.800 ms"
     )
     assert second == "most of the difference is in its forward pass: 1.600 ms, rank 0 1.000 ms"
 
@@ -109,7 +109,7 @@ def test_one_that_the_host_holds_up() -> None:
     table = RankTable((row(0, "a", wait_ms=0.1, gap=1.4), row(1, "b", wait_ms=1.0)))
     first, second = ranks_lines(table)
     assert first.startswith("rank 0 (a) is slowest: 4.900 ms of its own")
-    assert "rank 1 4.000 ms; it waits least for collectives, 0.100 ms, rank 1 1.000 ms" in first
+    assert "rank 1 4.000 ms; it waits least for others, 0.100 ms, rank 1 1.000 ms" in first
     assert second == (
         "most of the difference is between its steps, where the device waits for the host (batches,"
         " hooks, loggers): 1.400 ms, rank 1 0.500 ms"
@@ -121,7 +121,7 @@ def test_processes_that_are_as_fast() -> None:
     (line,) = ranks_lines(table)
     assert line == (
         "all 2 are as fast: 4.000 to 4.050 ms of their own in a step of 4.500 ms, and 0.450 to 0.500 ms"
-        " of waiting for collectives"
+        " of waiting for one another"
     )
 
 

@@ -133,7 +133,7 @@ class Plans(Generic[T]):
             # A graph that not all processes have is none.
             dropped = agreement.tell(None if self._graphs else standing.dropped)
             if self._graphs:
-                standing.drop(of_ranks(dropped) or "another process captures anew")
+                standing.drop(of_ranks(dropped) or "another process captures anew", of_others=True)
             if captured is not None:
                 return Intent.WARM_UP, "", signature, None
         if intent is Intent.EAGER or intent is Intent.WARM_UP:

@@ -41,7 +41,7 @@ class StandingGraphs(Generic[T]):
 
     Attributes:
         given_up: why the run goes on without graphs; None as long as it does not.
-        dropped: why graphs were let go of, the last time.
+        dropped: why graphs were let go of, the last time; nothing if other processes know it.
     """
 
     def __init__(
@@ -87,9 +87,14 @@ class StandingGraphs(Generic[T]):
         self._copies.are_given = True
         self.drop("code outside of the step keeps a gradient, or a part of one")
 
-    def drop(self, reason: str) -> None:
-        """Let go of the graphs, because `reason`; what comes is warmed up and captured anew."""
-        self.dropped = reason
+    def drop(self, reason: str, of_others: bool = False) -> None:
+        """Let go of the graphs; what comes is warmed up and captured anew.
+
+        Args:
+            reason: why.
+            of_others: that is how other processes have it, and not known from here.
+        """
+        self.dropped = "" if of_others else reason
         had_graphs = bool(self._graphs)
         replays = sum(captured.replays for captured in self._graphs.all())
         self.forget()

@@ -10,11 +10,7 @@ them alone, and may hold no collectives.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import multiprocessing.util
-import os
-import sys
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -25,6 +21,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cudagraph.capture.processes.agreement import Intent
+from lightning_cudagraph.capture.processes.ending import AtEnd
 from lightning_cudagraph.capture.processes.ranks import Ranks
 from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.errors import UnsupportedError
@@ -35,7 +32,6 @@ __all__ = [
     "are_several",
     "digest_of",
     "is_in_group",
-    "uncaught_error",
 ]
 
 T = TypeVar("T")
@@ -58,28 +54,30 @@ def are_several() -> bool:
     return is_in_group() and dist.get_world_size() > 1
 
 
-def uncaught_error() -> BaseException | None:
-    """What has ended the program, if nobody has caught it; known while Python ends."""
-    last: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
-    return last
-
-
 class StepProcesses:
     """An `Agreement` on the calls of one function. Every process makes one, and calls it as often.
 
     Args:
         device: where the function runs.
+        end: lets go of the graphs, given what has ended the program, if that was an error. Called at the
+            end of Python if nobody has before, because process groups are not torn down under graphs.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, end: weakref.WeakMethod[Any]) -> None:
         self._device = device
         self._digest = 0
         self._differ = False  # the arguments of the call at hand
         self._ranks = Ranks(lambda: (0, 0, self._digest), self._met)
-        self._at_exit: Any = None
-        self._finalizer: Any = None
         # Until all are at their first call, processes may wait in NCCL for one that has failed.
         self._ranks.watch(device)
+
+        def ended(error: BaseException | None) -> None:
+            if (method := end()) is not None:
+                method(error)
+            else:
+                self.close()  # it was dropped, and has not said so
+
+        self._at_end = AtEnd(ended)
 
     def compare(self, asked: Mapping[str, Any], refused: UnsupportedError | None) -> None:
         """At the first call: let no process begin what another one does not.
@@ -95,31 +93,9 @@ class StepProcesses:
         words = {f"argument `{name}`": repr(value) for name, value in asked.items()}
         self._ranks.compare(words, refused)
 
-    def start(self, end: weakref.WeakMethod[Any]) -> None:
-        """Meet before each call from now on.
-
-        Args:
-            end: lets go of the graphs, given what has ended the program, if that was an error. Called at
-                the end of Python if nobody has before, because process groups are not torn down under
-                graphs.
-        """
+    def start(self) -> None:
+        """Meet before each call from now on."""
         self._ranks.start(_TIMEOUT, self._device)
-        pid, earlier = os.getpid(), uncaught_error()
-
-        def at_exit() -> None:
-            if os.getpid() != pid:
-                return  # a fork, which takes part in nothing
-            error = uncaught_error()
-            if (method := end()) is not None:
-                # Shells keep what ended a line of theirs, and go on.
-                method(None if error is earlier else error)
-            else:
-                self.close()  # it was dropped, and has not said so
-
-        self._at_exit = at_exit
-        atexit.register(at_exit)
-        # Processes that `multiprocessing` forks leave without the above.
-        self._finalizer = multiprocessing.util.Finalize(None, at_exit, exitpriority=0)
 
     def begin(self, digest: int) -> None:
         """A call comes.
@@ -147,9 +123,7 @@ class StepProcesses:
 
     def close(self) -> None:
         """Meet no more."""
-        if self._at_exit is not None:
-            atexit.unregister(self._at_exit)
-            self._finalizer.cancel()
+        self._at_end.cancel()
         self._ranks.close()
 
     def _met(self, lowest: tuple[int, ...], highest: tuple[int, ...]) -> None:

@@ -111,9 +111,11 @@ class StepReplicas:
 
     def is_settled(self) -> bool:
         """Whether the reducers have had the iterations that no capture can hold."""
-        return self._averaged_since_mended >= _SORTED_AFTER and all(
-            ddp._get_ddp_logging_data().get("iteration", 0) >= _TIMED for ddp in self._wrappers.values()
-        )
+        wrappers = self._wrappers.values()
+        iterations = [ddp._get_ddp_logging_data().get("iteration", 0) for ddp in wrappers]
+        # One that averages nothing (a teacher under `no_grad`) has none.
+        averaging = [number for number in iterations if number > 0] or iterations
+        return self._averaged_since_mended >= _SORTED_AFTER and min(averaging, default=_TIMED) >= _TIMED
 
     def ran(self) -> None:
         """An eager call went through."""

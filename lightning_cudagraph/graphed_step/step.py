@@ -199,6 +199,7 @@ class GraphedStep(Generic[P, R]):
         self._refused: str | None = None  # why all calls are eager
         self._counts = StepCounts()  # of the time before `close`, as the report
         self._report = "lightning_cudagraph: no call yet"
+        self._join()  # a process may fail before its first call
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the function and what belongs to it, so that copies and pickles work at any time."""
@@ -276,6 +277,7 @@ class GraphedStep(Generic[P, R]):
                 stack.callback(run.close)
 
     def __enter__(self) -> GraphedStep[P, R]:
+        self._join()  # the wrapper may have been made since
         return self
 
     def __exit__(
@@ -303,11 +305,13 @@ class GraphedStep(Generic[P, R]):
 
         From now on, a failure of one of them is told to the others.
         """
-        if self._processes is None and self._refused is None and are_several():
+        is_off = self._backend_name == "off" or self._refused is not None
+        if self._processes is None and not is_off and are_several():
             inside = (m for module in self._found().values() for m in module.modules())
             wrapper = next((m for m in inside if isinstance(m, DistributedDataParallel)), None)
             if wrapper is not None:
-                self._processes = StepProcesses(next(wrapper.parameters()).device)
+                device = next(wrapper.parameters()).device
+                self._processes = StepProcesses(device, weakref.WeakMethod(self._end))
         return self._processes
 
     def _go_alone(self, reason: str) -> None:
@@ -336,7 +340,7 @@ class GraphedStep(Generic[P, R]):
         try:
             if processes is not None:
                 processes.compare(self._given, refused)
-                processes.start(weakref.WeakMethod(self._end))
+                processes.start()
         except BaseException:
             if run is not None:
                 run.close()

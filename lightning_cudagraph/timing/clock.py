@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple, Protocol
 
@@ -46,6 +46,7 @@ class _Unread(NamedTuple):
         owned: events that nobody needs any more when it has been read.
         batch: its place among the batches of a step of the optimizer.
         is_last: it is the last of these.
+        waited_ms: how long the host has waited for other processes before it.
     """
 
     marks: StepMarks
@@ -55,6 +56,7 @@ class _Unread(NamedTuple):
     owned: list[Event]
     batch: int
     is_last: bool
+    waited_ms: float
 
 
 class FitClock:
@@ -69,12 +71,21 @@ class FitClock:
         sinks: who is told.
         every_n_steps: the last of so many steps of the optimizer is timed, with all batches whose
             gradients they take; 0 for none.
+        waited_s: tells how long the host has waited for other processes so far, in seconds.
     """
 
-    def __init__(self, backend: Backend, sinks: Sequence[Sink], every_n_steps: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        sinks: Sequence[Sink],
+        every_n_steps: int,
+        waited_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._backend = backend
         self._sinks = sinks
         self._every_n_steps = every_n_steps
+        self._waited_s = waited_s
+        self._waited_before_s = 0.0  # the step that comes next
         self._layouts = Layouts()
         self._lead_in_times = LeadInTimes(backend)
         self._unread: deque[_Unread] = deque()
@@ -128,10 +139,13 @@ class FitClock:
             self._lead_in = None
             return
         end = self._passed()
+        waited_s = self._waited_s()
         if marks is not None:
             lead_in = self._lead_in or LeadIn(self._passed, None)
             owned = lead_in.events if is_next_due else [*lead_in.events, end]
-            self._unread.append(_Unread(marks, lead_in, step, end, owned, batch, is_last))
+            waited_ms = 1e3 * (waited_s - self._waited_before_s)
+            self._unread.append(_Unread(marks, lead_in, step, end, owned, batch, is_last, waited_ms))
+        self._waited_before_s = waited_s
         self._lead_in = LeadIn(self._passed, end) if is_next_due else None
 
     def interrupted(self) -> None:
@@ -168,10 +182,10 @@ class FitClock:
         self._read_first()
 
     def _read_first(self) -> None:
-        marks, lead_in, step, _, owned, batch, is_last = self._unread.popleft()
+        marks, lead_in, step, _, owned, batch, is_last, waited_ms = self._unread.popleft()
         offsets_ms = [*marks.read(), *self._lead_in_times.offsets_ms(lead_in, marks.start)]
         layout = self._layouts.of(marks.layout, lead_in)
-        reading = Reading(layout, step, time.time(), offsets_ms, batch, is_last)
+        reading = Reading(layout, step, time.time(), offsets_ms, batch, is_last, waited_ms)
         self._free += owned
         for sink in self._sinks:
             sink.add(reading)

@@ -52,7 +52,8 @@ def ranks_text(table: RankTable) -> str:
             "",
             *text,
             "Work: what a process would take for a step without the others. Wait: what of a step it",
-            "does nothing else than wait for collectives. Who has the most work waits least.",
+            "does nothing but wait for them, in collectives or before it launches the step. Who has the",
+            "most work waits least.",
         ]
     )
 
@@ -77,7 +78,7 @@ def ranks_lines(table: RankTable) -> list[str]:
         text = (
             f"all {len(table.rows)} are as fast: {fastest.p50_ms('work'):.3f} to {work_ms:.3f} ms of"
             f" their own in a step of {step_ms:.3f} ms, and {waits_ms[0]:.3f} to {waits_ms[-1]:.3f} ms"
-            " of waiting for collectives"
+            " of waiting for one another"
         )
         return [text]
     text = (
@@ -85,7 +86,7 @@ def ranks_lines(table: RankTable) -> list[str]:
         f" step of {step_ms:.3f} ms, {_others(table, 'work')}"
     )
     if slowest.p50_ms("wait") <= waits_ms[0]:
-        text += f"; it waits least for collectives, {waits_ms[0]:.3f} ms, {_others(table, 'wait')}"
+        text += f"; it waits least for others, {waits_ms[0]:.3f} ms, {_others(table, 'wait')}"
     return [text, *_where(table, slowest)]
 
 

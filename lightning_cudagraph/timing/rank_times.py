@@ -33,7 +33,16 @@ from lightning_cudagraph.timing.spans import (
     SpanLayout,
 )
 
-__all__ = ["PARTS", "RankRow", "RankTable", "RankTimes", "Store", "Usual", "usual_parts"]
+__all__ = [
+    "PARTS",
+    "RankRow",
+    "RankTable",
+    "RankTimes",
+    "SharedRun",
+    "Store",
+    "Usual",
+    "usual_parts",
+]
 
 # What a process tells of its steps. The first three follow from the others.
 PARTS = (
@@ -57,6 +66,20 @@ _WINDOWS_KEPT = 16
 # How long the first process waits at the end of training for what the others have still to leave.
 _LAST_WORD_S = 5.0
 _POLL_S = 0.005
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """A run of several processes.
+
+    Attributes:
+        name: all of them give it this one, and no other one of theirs.
+        waited_s: tells how long the host of this process has waited for others before its steps, in
+            seconds, all in all.
+    """
+
+    name: str
+    waited_s: Callable[[], float] = lambda: 0.0
 
 
 class Store(Protocol):
@@ -95,9 +118,9 @@ class RankRow:
         last_step: the last.
         n_steps: how many steps of the optimizer were timed.
         parts: of `PARTS`, those that the steps have. ``step`` is the time from the end of a step to the
-            end of the next, ``wait`` what of it the step does nothing but wait for collectives,
-            ``work`` the rest: what the process would take without the others. ``backward`` has no wait
-            for all-reduces in it.
+            end of the next, ``wait`` what of it the process does nothing but wait for others, in
+            collectives or before it launches the step, ``work`` the rest: what it would take without
+            them. ``backward`` has no wait for all-reduces in it, and ``gap`` none for a launch.
     """
 
     rank: int
@@ -187,7 +210,9 @@ def usual_parts(readings: Sequence[Reading]) -> dict[str, Usual]:
             calls = layouts[reading.layout] = _Calls(reading.layout)
         parts_ms = calls.parts_ms(reading.offsets_ms)
         exposed_ms = parts_ms.pop(_EXPOSED, 0.0)
-        wait_ms = exposed_ms + parts_ms.pop(_OTHERS, 0.0)
+        # The device has waited as long, if it had nothing left to do.
+        before_ms = min(reading.waited_ms, parts_ms.get("gap", 0.0))
+        wait_ms = exposed_ms + before_ms + parts_ms.pop(_OTHERS, 0.0)
         if inside_only or "gap" in parts_ms:  # there is none behind something else than a step
             step_ms = sum([parts_ms.get(part, 0.0) for part in _TILES])
             columns.setdefault("step", []).append(step_ms)
@@ -195,6 +220,8 @@ def usual_parts(readings: Sequence[Reading]) -> dict[str, Usual]:
         columns.setdefault("wait", []).append(wait_ms)
         if "backward" in parts_ms:
             parts_ms["backward"] -= exposed_ms
+        if "gap" in parts_ms:
+            parts_ms["gap"] -= before_ms
         for part, part_ms in parts_ms.items():
             columns.setdefault(part, []).append(part_ms)
     usual: dict[str, Usual] = {}

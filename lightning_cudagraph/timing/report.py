@@ -146,7 +146,10 @@ def _gap_line(summary: WindowSummary) -> list[str]:
         f"  gap       between two steps, beside the copy of the batch, {gap.p50_ms:.3f} of"
         f" {period.p50_ms:.3f} ms ({gap.share:.0%})"
     )
-    if gap.share >= _LARGE_GAP:
+    waited = summary.waited
+    if waited is not None and waited.p50_ms >= gap.p50_ms / 2 > 0:
+        text += f": for {waited.p50_ms:.3f} ms of it this process waits for others to come to the step"
+    elif gap.share >= _LARGE_GAP:
         text += ": the device waits for loggers, hooks or the dataloader, or works for them"
     return [text]
 

@@ -111,6 +111,8 @@ class Reading:
             lie before the step (the end of the step before, the copy of the batch) are negative.
         batch: its place among the batches whose gradients one step of the optimizer takes.
         is_last: it is the last of these.
+        waited_ms: how long the host has waited for other processes since the step before, in
+            milliseconds.
     """
 
     layout: SpanLayout
@@ -119,6 +121,7 @@ class Reading:
     offsets_ms: list[float]
     batch: int = 0
     is_last: bool = True
+    waited_ms: float = 0.0
 
     @property
     def durations_ms(self) -> NDArray[np.float64]:

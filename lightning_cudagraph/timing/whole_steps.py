@@ -73,7 +73,8 @@ class StepJoiner:
             origin_ms += max(before.offsets_ms) - min(batch.offsets_ms)
             offsets_ms += [origin_ms + offset_ms for offset_ms in batch.offsets_ms]
         last = batches[-1]
-        return Reading(layout, last.step, last.walltime_s, offsets_ms)
+        waited_ms = sum(batch.waited_ms for batch in batches)
+        return Reading(layout, last.step, last.walltime_s, offsets_ms, waited_ms=waited_ms)
 
 
 def _joined_layout(layouts: Sequence[SpanLayout]) -> SpanLayout:

@@ -66,6 +66,7 @@ class WindowSummary:
 
     def __init__(self, readings: Sequence[Reading]) -> None:
         self.n_readings = len(readings)
+        self._waited_ms = np.array([reading.waited_ms for reading in readings])
         self.first_step = readings[0].step if readings else 0
         self.last_step = readings[-1].step if readings else 0
         self._offsets_ms: dict[int, NDArray[np.float64]] = {}
@@ -135,6 +136,12 @@ class WindowSummary:
     def period(self) -> Times | None:
         """The times from the end of a step to that of the next, where the gap between them is known."""
         return _times(self._period_ms[:, None], self._period_ms)[0]
+
+    @cached_property
+    def waited(self) -> Times | None:
+        """What of the gaps before steps is a wait for other processes."""
+        waited_ms = np.minimum(self._waited_ms, self.series_ms(GAP_TAG))
+        return _times(waited_ms[:, None], self._period_ms)[0]
 
     @cached_property
     def times(self) -> dict[str, Times]:

@@ -20,6 +20,7 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.support import make_backend
 from lightning_cudagraph.timing.layers import LayerChoice, never_timed
 from lightning_cudagraph.timing.marks import StepMarks
+from lightning_cudagraph.timing.rank_times import SharedRun
 from lightning_cudagraph.training.marked_steps import timed_optimizers, timed_stages
 from lightning_cudagraph.training.run_times import RunTimes, batch_of_step
 from lightning_cudagraph.training.transfer import TRANSFER
@@ -48,7 +49,7 @@ class EagerTimes:
         self._backend = _clock_of(trainer)
         global _runs
         _runs += 1
-        self._times = RunTimes(trainer, module, self._backend, choice, f"eager/{_runs}")
+        self._times = RunTimes(trainer, module, self._backend, choice, SharedRun(f"eager/{_runs}"))
         self._clock = self._times.clock
         self._marks: StepMarks | None = None
         self._is_recording = False

@@ -36,6 +36,7 @@ from lightning_cudagraph.replicas import Replicas
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import check_private_names
 from lightning_cudagraph.timing.layers import untimed_notes
+from lightning_cudagraph.timing.rank_times import SharedRun
 from lightning_cudagraph.training.advance import QuickAdvance
 from lightning_cudagraph.training.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.training.compiled_step import compile_step, is_step_compiled, logging_uncompiled
@@ -63,7 +64,7 @@ class GraphedTraining:
         backend: where steps are captured.
         settings: what the user asked for.
         agreement: with the other processes of the run, or None if there are none.
-        run: a name that all of them give the run, and no other one of theirs.
+        run: as all of them know it.
 
     Raises:
         UnsupportedError: if the optimizer can be captured in no form that was asked for.
@@ -77,7 +78,7 @@ class GraphedTraining:
         backend: Backend,
         settings: Settings,
         agreement: Agreement | None = None,
-        run: str = "",
+        run: SharedRun | None = None,
     ) -> None:
         check_private_names(trainer, module)
         self._trainer = trainer

@@ -30,7 +30,7 @@ from lightning_cudagraph.timing.layers import (
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
-from lightning_cudagraph.timing.rank_times import RankTable, RankTimes, Store
+from lightning_cudagraph.timing.rank_times import RankTable, RankTimes, SharedRun, Store
 from lightning_cudagraph.timing.report import eager_report, fit_report
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.trace import TraceWriter
@@ -72,7 +72,7 @@ class RunTimes:
         module: the module that it trains.
         backend: where the steps run.
         choice: what is timed; None for nothing but the pace.
-        run: a name that all processes of the run give it, and no other one of theirs.
+        run: as all its processes know it; None if there is one.
 
     Attributes:
         names: those of the layers that are timed.
@@ -91,7 +91,7 @@ class RunTimes:
         module: pl.LightningModule,
         backend: Backend,
         choice: LayerChoice | None,
-        run: str = "",
+        run: SharedRun | None = None,
     ) -> None:
         self.names: list[str] = [] if choice is None else list(select_layers(module, choice))
         self._module = module
@@ -110,7 +110,8 @@ class RunTimes:
         self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
         # Closed from the last to the first: what writes for others comes before these.
         of_steps: list[Sink] = [others, self._dashboard]
-        store = own_store(f"times/{run}") if trainer.world_size > 1 and dist.is_initialized() else None
+        run = run if trainer.world_size > 1 and dist.is_initialized() else None
+        store = None if run is None else own_store(f"times/{run.name}")
         self._trace: TraceWriter | None = None
         if choice is not None and choice.trace_steps > 0:
             rank = trainer.global_rank
@@ -130,7 +131,12 @@ class RunTimes:
                 self._show_ranks,
             )
             of_steps.append(self._ranks)
-        self.clock = FitClock(backend, [self._tensorboard, WholeSteps(of_steps)], self._every_n_steps)
+        self.clock = FitClock(
+            backend,
+            [self._tensorboard, WholeSteps(of_steps)],
+            self._every_n_steps,
+            *([] if run is None else [run.waited_s]),
+        )
         self.eager_clock = FitClock(
             backend, [WholeSteps([self.eager], apart=True)], min(self._every_n_steps, 1)
         )

@@ -414,6 +414,91 @@ def an_uncaught_error_without_with(here: Here) -> None:
         step(x, y)
 
 
+def an_uncaught_error_before_the_first_call(here: Here) -> None:
+    """The step was made, and so the others know."""
+    loop = Plain(here)
+    step = GraphedStep(loop.step, loop.net, loop.optimizer)
+    if here.rank == 1:
+        raise UncaughtError("no more cheese")
+    for x, y in loop.batches():
+        step(x, y)
+
+
+def an_uncaught_error_between_two_steps(here: Here) -> None:
+    """The one is closed, and the other not made in the process that ends."""
+    loop = Plain(here)
+    loop.run(graphed=True)
+    if here.rank == 1:
+        raise UncaughtError("no more cheese")
+    loop.run(graphed=True)
+
+
+class RaisesAtOnce(Plain):
+    """In one process, inside of `with`, before the first call."""
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.here.rank == 1:
+            raise ValueError("no more cheese")
+        yield from super().batches()
+
+
+def an_error_before_the_first_call(here: Here) -> None:
+    """The other one ends with it, in seconds."""
+    _ends_all(here, RaisesAtOnce(here), ValueError, "no more cheese")
+
+
+class Teacher(Plain):
+    """Another wrapper, which averages nothing."""
+
+    def build(self) -> None:
+        super().build()
+        net = self.make().to(self.device)
+        self.teacher = DistributedDataParallel(net, [self.here.rank] if self.device.index else None)
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        out = self.net(x)
+        loss = nn.functional.cross_entropy(out, y) + nn.functional.mse_loss(out, wanted)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+def a_teacher_without_gradients(here: Here) -> None:
+    """The capture does not wait until it has averaged something."""
+    _same(here, Teacher, STEPS - WARM_UP)
+
+
+class AlternatesOnOne(Plain):
+    """In one process, a number is another one in every second call."""
+
+    def step(self, x: Tensor, y: Tensor, factor: float = 1.0) -> Any:
+        self.optimizer.zero_grad()
+        loss = factor * nn.functional.cross_entropy(self.net(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        return step(x, y, 2.0 if index % 2 and self.here.rank == 1 else 1.0)
+
+
+def a_number_that_alternates_in_one_process(here: Here) -> None:
+    """Each lets go of what the other has not; and what was heard of it is not told as one's own."""
+    loop = AlternatesOnOne(here)
+    loop.steps = 60
+    plain, _ = loop.run(graphed=False)
+    loop = AlternatesOnOne(here)
+    loop.steps = 60
+    graphed, step = loop.run(graphed=True)
+    found = differences(plain, graphed)
+    assert not found, f"{len(found)} differences, the first: {found[:8]}"
+    assert step.counts.recaptures, step.report
+    assert "(rank 0) (rank 1)" not in step.report, step.report
+
+
 class DifferentArguments(Plain):
     def __init__(self, here: Here) -> None:
         super().__init__(here)

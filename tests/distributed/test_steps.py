@@ -7,14 +7,17 @@ import signal
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_cudagraph import GraphedStep
-from lightning_cudagraph.graphed_step.processes import StepProcesses, uncaught_error
+from lightning_cudagraph.capture.processes.ending import uncaught_error
+from lightning_cudagraph.graphed_step.processes import StepProcesses
 from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
 
 SAME = (
@@ -24,11 +27,13 @@ SAME = (
     "accumulated_inside",
     "validated",
     "a_step_of_one_process",
+    "a_teacher_without_gradients",
 )
 FABRIC = ("fabric_accumulated", "fabric_in_one", "the_example_of_fabric")
 AGREED = (
     "another_shape",
     "a_guard_in_one_process",
+    "a_number_that_alternates_in_one_process",
     "a_capture_that_one_refuses",
     "wrappers_that_are_refused",
     "a_hook_in_the_middle_of_the_loop",
@@ -41,6 +46,7 @@ AGREED = (
     "averages_on_the_host_are_refused",
     "fewer_batches_in_one",
     "an_error_in_one_process",
+    "an_error_before_the_first_call",
     "an_error_in_the_step",
     "an_error_in_the_capture",
     "ctrl_c_in_one_process",
@@ -91,12 +97,22 @@ def test_a_process_that_ends_in_a_call_ends_all(
     assert abs(ended[0].ended_s - ended[1].ended_s) < AT_ONCE_S
 
 
-def test_an_error_that_nobody_catches_is_no_good_end(tmp_path: Path, accelerator: str) -> None:
-    case = "step_cases.an_uncaught_error_without_with"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "an_uncaught_error_without_with",
+        "an_uncaught_error_before_the_first_call",
+        "an_uncaught_error_between_two_steps",
+    ],
+)
+def test_an_error_that_nobody_catches_is_no_good_end(
+    tmp_path: Path, accelerator: str, name: str
+) -> None:
+    case = f"step_cases.{name}"
     ended = launch(tmp_path, [case], accelerator, timeout_s=240)
     assert [process.status for process in ended] == [1, 1], ended
     assert "UncaughtError: no more cheese" in ended[1].said, ended[1]
-    assert "PeerError: Another process of the run has failed" in ended[0].cases[case], ended[0]
+    assert "PeerError: Another process of the run has" in ended[0].cases[case], ended[0]
     assert "rank 1: UncaughtError: no more cheese" in ended[0].cases[case], ended[0]
 
 
@@ -132,43 +148,50 @@ class _Step:
 
 
 @pytest.fixture
-def processes() -> Iterator[StepProcesses]:
+def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    made = StepProcesses(torch.device("cpu"))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _processes(end: weakref.WeakMethod[Any]) -> Iterator[StepProcesses]:
+    made = StepProcesses(torch.device("cpu"), end)
     try:
         yield made
     finally:
         made.close()
-        dist.destroy_process_group()
 
 
-def test_a_step_that_was_dropped_has_come_to_its_end(processes: StepProcesses) -> None:
+def test_a_step_that_was_dropped_has_come_to_its_end(group: None) -> None:
     step = _Step()
-    processes.start(weakref.WeakMethod(step.end))
-    assert not processes._ranks._failures.has_end()
-    del step
-    processes._at_exit()
-    assert processes._ranks._failures.has_end()
+    with _processes(weakref.WeakMethod(step.end)) as processes:
+        assert not processes._ranks._failures.has_end()
+        del step
+        processes._at_end()
+        assert processes._ranks._failures.has_end()
 
 
 def test_an_error_of_before_has_not_ended_the_program(
-    monkeypatch: pytest.MonkeyPatch, processes: StepProcesses
+    monkeypatch: pytest.MonkeyPatch, group: None
 ) -> None:
     name = "last_exc" if sys.version_info >= (3, 12) else "last_value"
     monkeypatch.setattr(sys, name, ValueError("a typo in an earlier cell"), raising=False)
     step, error = _Step(), ValueError("no more cheese")
-    processes.start(weakref.WeakMethod(step.end))
-    processes._at_exit()
-    monkeypatch.setattr(sys, name, error)
-    processes._at_exit()
+    with _processes(weakref.WeakMethod(step.end)) as processes:
+        processes._at_end()
+        monkeypatch.setattr(sys, name, error)
+        processes._at_end()
     assert step.ended == [None, error]
 
 
-def test_a_fork_ends_nothing(monkeypatch: pytest.MonkeyPatch, processes: StepProcesses) -> None:
+def test_a_fork_ends_nothing(monkeypatch: pytest.MonkeyPatch, group: None) -> None:
     step = _Step()
-    processes.start(weakref.WeakMethod(step.end))
-    pid = os.getpid()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: pid + 1)
-        processes._at_exit()
+    with _processes(weakref.WeakMethod(step.end)) as processes:
+        pid = os.getpid()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: pid + 1)
+            processes._at_end()
     assert step.ended == []

@@ -10,6 +10,7 @@ CASES = (
     "all_reduces_are_timed",
     "all_reduces_are_timed_with_accumulation",
     "the_slowest_is_named",
+    "a_late_host_is_named",
 )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -104,7 +107,7 @@ def the_slowest_is_named(here: Here) -> None:
     for name, report in (("graph", callback.report), ("eager", timings.report)):
         said = str(report)
         assert "ranks     rank 1 is slowest: " in said, said
-        assert "it waits least for collectives" in said, said
+        assert "it waits least for others" in said, said
         assert "most of the difference is in its forward pass" in said, said
         found = shown(here, name)
         slowest = times_ms(found, "ranks/slowest")
@@ -119,6 +122,33 @@ def the_slowest_is_named(here: Here) -> None:
         assert "2 processes, " in table.tensor_proto.string_val[0].decode()
         charts = found.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
         assert b"ranks_ms/work_median" in charts
+
+
+class SleepsOnOne(Callback):
+    """The host of the second process is late to each batch."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(0.02)
+
+
+def a_late_host_is_named(here: Here) -> None:
+    """Who has nothing left to do waits for it, be it in a collective, or before the launch."""
+    for name, batches in (("graph", 1), ("accumulated", 4)):
+        callback = CUDAGraphCallback(timings=LayerTimings(window_steps=8))
+        late = {"callbacks": (SleepsOnOne(),), "accumulate_grad_batches": batches}
+        train_shown(here, name, callback, max_epochs=5 * batches, limit_val_batches=0, **late)
+        said = str(callback.report)
+        if here.rank > 0:
+            assert "waits for others to come to the step" not in said, said
+            continue
+        assert "ranks     rank 1 is slowest: " in said, said
+        assert "most of the difference is between its steps" in said, said
+        assert "this process waits for others to come to the step" in said, said
+        (ranks,) = re.findall(r"is slowest: ([\d.]+) ms of its own in .*, rank 0 ([\d.]+) ms; it", said)
+        late_ms, prompt_ms = map(float, ranks)
+        assert late_ms > 20 * batches, said
+        assert prompt_ms < late_ms - 15 * batches, said
 
 
 def all_reduces_are_timed_with_accumulation(here: Here) -> None:

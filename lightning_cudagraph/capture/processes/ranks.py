@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_cudagraph.capture.processes.agreement import Intent
 from lightning_cudagraph.capture.processes.board import Board, machine
+from lightning_cudagraph.capture.processes.ending import AtEnd
 from lightning_cudagraph.capture.processes.failures import LOOK_EVERY, Failures
 from lightning_cudagraph.errors import (
     ConfigurationError,
@@ -51,9 +52,12 @@ _NOTICE_AFTER_S = 20.0
 _LEAVE_AFTER = timedelta(seconds=3)
 
 _GO_ON = "go on"
+# Under which a process leaves word that it has ended, for runs that it has not begun.
+_LEFT = "left"
 _GIVE_THE_SAME = "give all of them the same numbers of batches, steps and epochs."
 
 _runs = 0
+_at_end: AtEnd | None = None
 
 
 def own_store(name: str) -> Any:
@@ -64,6 +68,23 @@ def own_store(name: str) -> Any:
     """
     store: Any = distributed_c10d._get_default_store()
     return distributed_c10d.PrefixStore(f"lightning_cudagraph/{name}", store)
+
+
+def _leave_word_at_end() -> None:
+    """When Python ends: tell who waits for this process at the start of a run."""
+    global _at_end
+    if _at_end is not None:
+        return
+
+    def ended(error: BaseException | None) -> None:
+        text = "its program has ended" if error is None else f"{type(error).__name__}: {error}"
+        if dist.is_initialized():
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the store can be gone, with the process that had it
+                own_store(_LEFT).set(str(dist.get_rank()), text)
+
+    _at_end = AtEnd(ended)
 
 
 class Ranks:
@@ -78,6 +99,7 @@ class Ranks:
         number: how many there were in each process, with this one.
         rank: of this process.
         size: how many processes there are.
+        waited_s: how long this one has waited for others before its steps, in seconds, all in all.
     """
 
     def __init__(
@@ -87,6 +109,7 @@ class Ranks:
     ) -> None:
         global _runs
         _runs += 1
+        _leave_word_at_end()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._flags = flags
         self._on_flags = on_flags
@@ -101,6 +124,7 @@ class Ranks:
         self._has_failed = False
         self._timeout_s = 0.0
         self._since_s = 0.0  # of the meeting at hand
+        self.waited_s = 0.0
 
     def watch(self, device: torch.device) -> None:
         """From now on, look for failures of others; before `start`, or with it.
@@ -161,16 +185,17 @@ class Ranks:
         """
         sigterm, is_last, batch = self._flags()
         mine = (int(intent), sigterm, is_last, batch)
+        self._since_s = time.monotonic()
         if self._board is not None:
             lowest, highest = self._met_on_board(self._board, mine)
         else:
             lowest, highest = self._met_over_sockets(mine)
+        self.waited_s += time.monotonic() - self._since_s
         self._on_flags(lowest[1:], highest[1:])
         return Intent(lowest[0]), Intent(highest[0])
 
     def _met_on_board(self, board: Board, mine: _Fields) -> tuple[_Fields, _Fields]:
         intent, sigterm, is_last, batch = mine
-        self._since_s = time.monotonic()
         try:
             words = board.exchange(batch << 5 | is_last << 4 | sigterm << 3 | intent, self._nap)
         except RuntimeError as error:
@@ -297,6 +322,7 @@ class Ranks:
         self._store.set(keys[self.rank], pickle.dumps(mine))
         started_s = time.monotonic()
         next_s = min(_NOTICE_AFTER_S, timeout_s or _NOTICE_AFTER_S)
+        looked_s = started_s
         try:
             while not self._store.check(keys):
                 try:
@@ -305,6 +331,9 @@ class Ranks:
                     if self._store.check(keys):
                         break  # it has failed with what all have said, as this process will by itself
                     raise
+                if time.monotonic() - looked_s > LOOK_EVERY.total_seconds():
+                    looked_s = time.monotonic()
+                    self._refuse_left(keys)
                 if timeout_s is not None and time.monotonic() - started_s > next_s:
                     missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
                     text = (
@@ -325,6 +354,23 @@ class Ranks:
         with contextlib.suppress(NotImplementedError):
             self._store.delete_key(f"{self._told - 1}/{self.rank}")
         return said
+
+    def _refuse_left(self, keys: list[str]) -> None:
+        """Do not wait for a process that has ended, and so will not say anything.
+
+        Args:
+            keys: under which each process says something.
+
+        Raises:
+            PeerError: naming it.
+        """
+        left = own_store(_LEFT)
+        for rank, key in enumerate(keys):
+            if left.check([str(rank)]) and not self._store.check([key]):
+                raise self._failures.alone(
+                    f"Another process of the run has ended, and rank {self.rank} ends with it: rank"
+                    f" {rank}: {left.get(str(rank)).decode()}"
+                )
 
     def compare(self, asked: Mapping[str, str], refused: UnsupportedError | None = None) -> None:
         """At the start: let no process begin what another one does not.
