@@ -80,9 +80,10 @@ class GraphedStep(Generic[P, R]):
     processes call it as often, and decide together what becomes of each call; the all-reduce is in the
     graph. Warm-up goes on until gradients have been averaged eleven times. `no_sync()` may be entered
     around the call, or inside. Use `with`, or `close` it before the process group is destroyed: NCCL
-    waits for graphs. An error in a call or inside of `with`, or one that ends the program, ends the other
-    processes too, from when this is made, or first entered or called behind the making of the wrapper. If the allocator has expandable segments, make it before
-    the process group: it sets `NCCL_GRAPH_REGISTER=0`.
+    waits for graphs. An error in a call or inside of `with`, or one that ends the program, ends the
+    other processes too, from when this is made (if the wrapper has been) or first entered or called. If
+    the allocator has expandable segments, make it before the process group: it sets
+    `NCCL_GRAPH_REGISTER=0`.
 
     What it returns comes back as copies that no later call changes, without autograd's graph, from every
     call. Schedulers, logging, printing and everything else on the host stay outside of the function.
