@@ -78,10 +78,9 @@ def _leave_word_at_end() -> None:
 
     def ended(error: BaseException | None) -> None:
         text = "its program has ended" if error is None else f"{type(error).__name__}: {error}"
-        if dist.is_initialized():
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the store can be gone, with the process that had it
+        # The store can be gone, with the process that had it.
+        with contextlib.suppress(RuntimeError):
+            if dist.is_initialized():
                 own_store(_LEFT).set(str(dist.get_rank()), text)
 
     _at_end = AtEnd(ended)
