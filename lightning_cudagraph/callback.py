@@ -226,8 +226,11 @@ class CUDAGraphCallback(Callback):
             self._processes.end_epoch()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._evaluate(trainer, pl_module, "validation")
+        if trainer.sanity_checking:
+            return
+        if self._processes is not None:
+            self._processes.begin_validation()
+        self._evaluate(trainer, pl_module, "validation")
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._evaluate(trainer, pl_module, "test")

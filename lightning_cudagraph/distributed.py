@@ -52,6 +52,16 @@ __all__ = ["Distributed", "wrapped_on_side_stream"]
 # What Lightning's own handler says is said in its name.
 _log = logging.getLogger(signal_connector.__name__)
 
+# Where processes meet.
+_STEP, _EPOCH_END, _VALIDATION = range(3)
+_PLACES = (
+    "before batch {0} of the epoch",
+    "at the end of the epoch, behind batch {0}",
+    "before a validation, behind batch {0}",
+)
+# Windows of accumulation that are longer are compared by what is left.
+_WINDOWS = 1 << 8
+
 
 def wrapped_on_side_stream(strategy: Strategy, backend: Backend, patches: ExitStack) -> None:
     """Let Lightning wrap the module on the stream of warm-up and capture, and not on one of its own.
@@ -76,6 +86,11 @@ def wrapped_on_side_stream(strategy: Strategy, backend: Backend, patches: ExitSt
     replace_method(strategy, "_setup_model", wrap, patches)
 
 
+def _at(where: int) -> str:
+    ready, place = divmod(where, len(_PLACES))
+    return _PLACES[place].format(ready - 1)
+
+
 class Distributed:
     """The processes of a `fit`; this one alone, if it is not distributed.
 
@@ -88,6 +103,7 @@ class Distributed:
         self._patches = ExitStack()
         self._ranks: Ranks | None = None
         self._meets = False
+        self._place = _STEP
         self._sigterm = False
         self._all_end = False  # with a SIGTERM, and all know it
         if trainer.world_size > 1 and dist.is_initialized():
@@ -167,8 +183,24 @@ class Distributed:
         Raises:
             PeerError: if another process has failed.
         """
-        if self._ranks is not None and self._meets:
+        self._meet_at(_EPOCH_END)
+
+    def begin_validation(self) -> None:
+        """Meet before a validation, which may have collectives of its own.
+
+        Raises:
+            PeerError: if another process has failed, or does not come.
+        """
+        self._meet_at(_VALIDATION)
+
+    def _meet_at(self, place: int) -> None:
+        if self._ranks is None or not self._meets:
+            return
+        self._place = place
+        try:
             self._ranks.meet(Intent.REPLAY)
+        finally:
+            self._place = _STEP
 
     def close(self) -> None:
         """Leave Lightning's objects as they were."""
@@ -179,23 +211,32 @@ class Distributed:
 
     def _flags(self) -> tuple[int, int, int]:
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        return int(self._sigterm), int(progress.is_last_batch), progress.current.ready
+        window = self._trainer.accumulate_grad_batches % _WINDOWS
+        where = (progress.current.ready * len(_PLACES) + self._place) * _WINDOWS + window
+        return int(self._sigterm), int(progress.is_last_batch), where
 
     def _met(self, lowest: tuple[int, ...], highest: tuple[int, ...]) -> None:
-        sigterm, _, batch = highest
-        if lowest[2] != batch:
+        (here, window), (there, other) = divmod(lowest[2], _WINDOWS), divmod(highest[2], _WINDOWS)
+        if here != there:
             raise PeerError(
-                f"The processes are at different batches: {lowest[2] - 1} and {batch - 1}. One of them"
-                " skips batches, in `on_train_batch_start`, say, or has begun another epoch. Let all of"
-                " them skip the same, and give all the same numbers of batches, steps and epochs."
+                f"Some processes are {_at(here)}, and others {_at(there)}. One of them has skipped"
+                " batches (by what `on_train_batch_start` returns), has been told to stop"
+                " (`trainer.should_stop`), or has other numbers of batches or epochs. Let all do the"
+                " same; `trainer.strategy.reduce_boolean_decision` has them decide together."
+            )
+        if window != other:
+            raise PeerError(
+                f"Some processes have `trainer.accumulate_grad_batches` {window}, and others {other}."
+                " Change it in all of them behind the same batch."
             )
         if lowest[1] != highest[1]:
             raise PeerError(
-                f"Batch {batch - 1} is the last one of the epoch in some processes, and not in others."
-                " Give all of them the same number of batches (a `DistributedSampler` does, and"
-                " `Trainer(limit_train_batches=...)`)."
+                f"Some processes are {_at(here)}, which is the last one there, and not in others. Give"
+                " all of them the same number of batches (a `DistributedSampler` does, and"
+                " `Trainer(limit_train_batches=...)`), and let `on_train_batch_start` skip the same."
             )
-        if sigterm:
+        # A validation ends by itself: see `pause`.
+        if highest[0] and self._place != _VALIDATION:
             self._end()
 
     def _end(self) -> None:

@@ -624,3 +624,43 @@ def test_a_step_that_nobody_closes_turns_no_later_one() -> None:
     assert not inductor._without_graphs._turn()
     assert len(notes) == 1
     stack.close()
+
+
+class _NotTraced:
+    """Around a block that Dynamo cannot trace, so that it leaves the whole function alone."""
+
+    def __enter__(self) -> None:
+        self.frame: Any = sys._getframe(0)
+
+    def __exit__(self, *error: object) -> None:
+        self.frame = None
+
+
+class LeftAlone(Net):
+    """Its step is compiled by its user, as far as that goes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        with _NotTraced():
+            loss = nn.functional.cross_entropy(self(x), y)
+        return loss.exp().sin()
+
+
+@pytest.mark.parametrize("by_callback", [True, False])
+def test_a_function_that_is_not_compiled_after_all(
+    tmp_path: Path, accelerator: str, by_callback: bool
+) -> None:
+    """What it calls is compiled then, but for what watches the step."""
+
+    def made() -> Any:
+        module = LeftAlone()
+        if not by_callback:
+            module.training_step = torch.compile(module.training_step, backend=BACKEND)
+        return module
+
+    with torch.compiler.set_stance("default", force_backend=BACKEND):
+        plain = train(make(LeftAlone), tmp_path / "plain", accelerator=accelerator)
+        callback = CUDAGraphCallback(compile=by_callback)
+        graph = train(make(made), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18, callback.report

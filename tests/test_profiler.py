@@ -924,3 +924,38 @@ def test_what_is_no_function_is_refused_at_once(wrong: Any) -> None:
     with pytest.raises(TimerError, match=r"expected a function of a context and a time in milliseconds"):
         Profiler(wrong)
     assert Profiler.active is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")
+def test_blocks_in_compiled_code(reports: Reports) -> None:
+    """They are no reason to leave it alone; what is not traced has no times."""
+    graphs: list[Any] = []
+
+    def counting(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    profiler = Profiler(reports)
+
+    def attention(x: Tensor) -> Tensor:
+        with profiler.time("attention"):
+            return x.sin() + x
+
+    for _ in range(2):  # open, and closed
+        torch.compiler.reset()
+        compiled = torch.compile(attention, backend=counting, fullgraph=True)
+        assert torch.equal(compiled(torch.ones(3)), attention(torch.ones(3)))
+        profiler.close()
+    assert len(graphs) == 2
+    torch.compiler.reset()
+
+
+def test_a_closed_profiler_is_not_entered_again(reports: Reports) -> None:
+    profiler = Profiler(reports)
+    with profiler:
+        pass
+    with (
+        pytest.raises(TimerError, match="was closed, and would time nothing"),
+        profiler,
+    ):
+        pass

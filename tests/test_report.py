@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.timing.pace import StepPace
@@ -102,3 +104,18 @@ def test_nothing_was_timed() -> None:
     text = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [])
     assert len(text.splitlines()) == 3
     assert eager_report(WindowSummary([]), ["a note"]).splitlines()[1:] == ["  note      a note"]
+
+
+def test_what_is_known_of_the_pace_is_said() -> None:
+    pace: Any = SimpleNamespace(replayed_ms=2.4, eager_ms=None)
+    found = fit_report("CUDA graphs", counts(), pace, WindowSummary([]), [])
+    assert "  step      2.40 ms replayed\n" in found + "\n"
+    pace.eager_ms = 4.0
+    found = fit_report("CUDA graphs", counts(), pace, WindowSummary([]), [])
+    assert "  step      2.40 ms replayed; 4.00 ms eager in warm-up" in found
+
+
+def test_eager_times_alone_are_named_so() -> None:
+    eager = WindowSummary(gpt_readings(n=2, noise=0.0))
+    found = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [], None, eager)
+    assert "slowest layers, eager, in warm-up: median of 2 timed steps" in found

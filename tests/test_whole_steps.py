@@ -70,6 +70,15 @@ def test_a_step_has_the_sum_of_its_batches() -> None:
     assert forwards == pytest.approx([0.0, 3.5, 7.0, 10.5])
 
 
+def test_a_step_behind_a_pause_has_no_gap() -> None:
+    """Those between its batches are not all that lies before it."""
+    first, *others = batches(7, 4)
+    spans = tuple(span for span in first.layout.spans if span.tag != "step_ms/gap")
+    (step,) = joined([Reading(SpanLayout(spans, 3), 7, 1e9, [0, 1, 3], 0, False), *others])
+    assert "step_ms/gap" not in step.layout.tags
+    assert "step_ms/total" in step.layout.tags
+
+
 def test_shares_are_of_the_whole_step() -> None:
     window = ReadingWindow(5)
     steps = WholeSteps([window])

@@ -21,6 +21,7 @@ from torch import overrides
 from torch._dynamo.backends import cudagraphs, debugging
 
 from lightning_cudagraph.capture.autocast import PRIVATE_NAMES
+from lightning_cudagraph.capture.own_modes import DYNAMO_NAMES
 from lightning_cudagraph.capture.sentry import Location, user_location
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
@@ -52,6 +53,7 @@ def check_compiler_names() -> None:
         (torch, "_TorchCompileInductorWrapper"),
         (dynamo.eval_frame, "OptimizeContext"),
         (dynamo.eval_frame, "_stance"),
+        *((dynamo.eval_frame, name) for name in DYNAMO_NAMES),
         (dynamo.utils, "counters"),
         (cudagraphs, "CudagraphsBackend"),
         *((torch._C, name) for name in PRIVATE_NAMES),

@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn, overrides
+from torch._dynamo import eval_frame
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["OwnFunctionMode", "unpatched"]
+__all__ = ["DYNAMO_NAMES", "OwnFunctionMode", "unpatched"]
+
+# Private: of `torch._dynamo.eval_frame`.
+DYNAMO_NAMES = ("FrameAction", "FrameExecStrategy", "set_code_exec_strategy")
 
 # What classes have that override nothing.
 _DOES_NOT: Any = nn.Parameter.__torch_function__
@@ -26,7 +30,19 @@ _asked_torch: Any = overrides.has_torch_function
 
 
 class OwnFunctionMode(TorchFunctionMode):
-    """A function mode that watches a step, and that the step does not see."""
+    """A function mode that watches a step, and that the step does not see.
+
+    Where Dynamo gives up a frame (at a `with` block that it cannot trace, say), it compiles the
+    functions that it calls. What it makes of that of a mode (torch 2.13) then calls another function of
+    torch's than it was asked for. So it is to leave these alone.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        frames: Any = eval_frame
+        if all(hasattr(frames, name) for name in DYNAMO_NAMES):  # else it is said at the start
+            skip = frames.FrameExecStrategy(frames.FrameAction.SKIP, frames.FrameAction.SKIP)
+            frames.set_code_exec_strategy(cls.__torch_function__.__code__, skip)
 
     def __enter__(self) -> Any:
         global _entered, _asked_torch

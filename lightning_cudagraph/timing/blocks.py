@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager, contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
+import torch
+
 from lightning_cudagraph.errors import TimerError
 from lightning_cudagraph.timing.stretches import Stretch
 
@@ -42,6 +44,8 @@ class TimedBlock:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
+        if torch.compiler.is_compiling():
+            return self  # compiled code has no blocks; with them, Dynamo would leave the function alone
         stretch = self._entered()
         stack = self._open.setdefault(get_ident(), [])
         stack.append(stretch)
@@ -55,6 +59,8 @@ class TimedBlock:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         thread = get_ident()
         stack = self._open.get(thread)
         if not stack:

@@ -234,6 +234,11 @@ class Profiler(Generic[Context]):
         return texts
 
     def __enter__(self) -> Self:
+        if hasattr(self, "_dump_fn") and Profiler.active is not self:
+            raise TimerError(
+                "This profiler was closed, and would time nothing.",
+                "Make another one: `Profiler(dump_fn)`.",
+            )
         with _lock:
             self._n_entered += 1
         return self

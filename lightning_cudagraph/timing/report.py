@@ -93,18 +93,21 @@ def fit_report(
         lines += _count_lines("evaluate", evaluation)
     if counts.captures:
         lines.append(_capture_line(counts))
-    if pace.eager_ms is not None and pace.replayed_ms is not None:
-        lines.append(
-            f"  step      {pace.replayed_ms:.2f} ms replayed; {pace.eager_ms:.2f} ms eager in warm-up,"
-            " where steps are watched, and slower than without this callback"
-        )
+    if pace.replayed_ms is not None:
+        text = f"  step      {pace.replayed_ms:.2f} ms replayed"
+        if pace.eager_ms is not None:
+            text += (
+                f"; {pace.eager_ms:.2f} ms eager in warm-up, where steps are watched, and slower than"
+                " without this callback"
+            )
+        lines.append(text)
     lines += _parts_line("graph", graph)
     lines += _parts_line("eager", eager)
     lines += _gap_line(graph)
     lines += _ranks_lines(ranks)
     lines += [f"  note      {note}" for note in notes]
-    shown = (graph, eager) if graph.n_readings else (eager, _NO_TIMES)
-    return "\n".join(lines + [f"  {line}" for line in _layer_lines(*shown)])
+    layers = _layer_lines(graph, eager) or _layer_lines(eager, _NO_TIMES, "eager, in warm-up: ")
+    return "\n".join(lines + [f"  {line}" for line in layers])
 
 
 def eager_report(times: WindowSummary, notes: Sequence[str], ranks: Sequence[str] = ()) -> str:
@@ -154,7 +157,7 @@ def _gap_line(summary: WindowSummary) -> list[str]:
     return [text]
 
 
-def _layer_lines(summary: WindowSummary, eager: WindowSummary) -> list[str]:
+def _layer_lines(summary: WindowSummary, eager: WindowSummary, which: str = "") -> list[str]:
     """The slowest layers, in the graph and, where they were timed there, in eager steps beside it."""
     layers = sorted(layers_of(summary), key=lambda layer: -layer.median_ms)[:_SLOWEST_LAYERS]
     if not layers:
@@ -163,7 +166,7 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary) -> list[str]:
     names = [shortened(layer.name, _NAME_WIDTH) for layer in layers]
     width = max(len("layer"), *map(places, names))
     steps = timed_steps(summary.n_readings)
-    lines = [f"slowest layers, median of {steps} (containers include their members)"]
+    lines = [f"slowest layers, {which}median of {steps} (containers include their members)"]
     passes = "  forward ms  backward ms"
     if compared:
         lines.append(f"  {'':<{width}}  {'in the graph':<23}  eager, {timed_steps(eager.n_readings)}")

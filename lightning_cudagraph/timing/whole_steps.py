@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from lightning_cudagraph.timing.kept import kept
+from lightning_cudagraph.timing.lead_in import GAP_TAG
 from lightning_cudagraph.timing.spans import STEP_PARTS, STEP_TAG, TOTAL_TAG, Reading, Span, SpanLayout
 
 __all__ = ["StepJoiner", "WholeSteps"]
@@ -85,6 +86,8 @@ def _joined_layout(layouts: Sequence[SpanLayout]) -> SpanLayout:
     for layout in (layouts[-1], *layouts):
         for span in layout.spans:
             spans.setdefault(span.tag, span)
+    if GAP_TAG not in layouts[0].tags:
+        spans.pop(GAP_TAG, None)  # what lies between its batches alone is no gap between two steps
     first = 0
     for layout in layouts:
         by_tag = {span.tag: span.calls for span in layout.spans}

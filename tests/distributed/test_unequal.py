@@ -17,6 +17,7 @@ IN_ONE = (
     "a_trace_and_a_refusal_in_one",
     "times_after_a_refusal_in_one",
     "an_eager_clock_in_one",
+    "processes_that_part",
 )
 UNTOLD = ("hooks_by_hand", "a_known_hook_in_mid_fit", "a_strategy_that_wraps_by_itself")
 # Makes the group that the others' strategies would make.

@@ -28,6 +28,7 @@ from lightning_cudagraph import (
     LayerTimings,
     UnsupportedError,
 )
+from lightning_cudagraph.errors import PeerError
 from tests.distributed.cases import Here, Unused
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same
 
@@ -102,6 +103,42 @@ class ReadsNorm(Net):
 def the_optimizer_is_behind_in_one_and_cannot_be_captured_in_others(here: Here) -> None:
     """Nothing is left to be put behind when the others find out."""
     _same_beside_on_rank_0(here, BeforeOptimizerStep, build=ReadsNorm, max_epochs=4)
+
+
+class StopsOnOne(Callback):
+    """Tells the second process alone to stop, which then has another validation."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 20 and trainer.global_rank == 1:
+            trainer.should_stop = True
+
+
+class SkipsOnOne(Net):
+    """Has the second process alone leave out the last batch of an epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        is_last = batch_idx == self.trainer.num_training_batches - 1
+        return -1 if is_last and self.current_epoch == 1 and self.global_rank == 1 else None
+
+
+class OtherWindowsOnOne(Callback):
+    """Has the second process alone accumulate gradients."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.global_rank == 1:
+            trainer.accumulate_grad_batches = 2
+
+
+def processes_that_part(here: Here) -> None:
+    """All end at once, and say where they are."""
+    cases: dict[str, dict[str, Any]] = {
+        "`trainer.should_stop`": {"callbacks": (StopsOnOne(),)},
+        "before batch 7 of the epoch, and others at the end of the epoch, behind": {"build": SkipsOnOne},
+        "`trainer.accumulate_grad_batches` 1, and others 2": {"callbacks": (OtherWindowsOnOne(),)},
+    }
+    for index, (reason, kwargs) in enumerate(cases.items()):
+        graph = here.train(f"{index}", CUDAGraphCallback(), max_epochs=4, raises=PeerError, **kwargs)
+        assert reason in str(graph.error), (reason, graph.error)
 
 
 class HookedByHand(Callback):
