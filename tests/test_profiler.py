@@ -935,7 +935,7 @@ def test_blocks_in_compiled_code(reports: Reports) -> None:
         graphs.append(module)
         return module.forward
 
-    profiler = Profiler(reports)
+    profiler = Profiler(reports.add)
 
     def attention(x: Tensor) -> Tensor:
         with profiler.time("attention"):
@@ -951,7 +951,7 @@ def test_blocks_in_compiled_code(reports: Reports) -> None:
 
 
 def test_a_closed_profiler_is_not_entered_again(reports: Reports) -> None:
-    profiler = Profiler(reports)
+    profiler = Profiler(reports.add)
     with profiler:
         pass
     with (
