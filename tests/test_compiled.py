@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import threading
@@ -616,6 +617,7 @@ def test_a_step_that_nobody_closes_turns_no_later_one() -> None:
         def note(self, text: str) -> None:
             notes.append(text)
 
+    gc.collect()  # steps of earlier tests
     notes: list[str] = []
     owner = Owner()
     stack = without_its_graphs(owner.note)

@@ -297,7 +297,8 @@ def test_the_stages_of_manual_optimization(tmp_path: Path, accelerator: str, how
     timed = fit("timed", timings)
     assert_same(fit("plain"), timed)
     found = events(tmp_path / "timed")
-    # How long each sleeps at least: on a busy machine it may be any longer.
+    # How long the host sleeps in each. On a busy machine it may be any longer; and a GPU comes to the
+    # beginning of a stage a little later than the host.
     slept_ms = {"forward": 20, "backward": 30, "optimizer": 40, "clipping": 50}
     if how == "hook":
         slept_ms["optimizer"] += 60
@@ -313,7 +314,7 @@ def test_the_stages_of_manual_optimization(tmp_path: Path, accelerator: str, how
     for stage, at_least_ms in slept_ms.items():
         times_ms = [point.value for point in found.Scalars(f"step_ms/{stage}")]
         assert len(times_ms) == 3
-        assert min(times_ms) > 0.95 * at_least_ms, stage
+        assert min(times_ms) > 0.6 * at_least_ms, stage
     said = "the step has no backward pass, or calls `backward` itself, and not `self.manual_backward`"
     assert (said in str(timings.report)) == (how == "direct")
     assert timed.trainer is not None

@@ -134,10 +134,10 @@ class SleepsOnOne(Callback):
 
 def a_late_host_is_named(here: Here) -> None:
     """Who has nothing left to do waits for it, be it in a collective, or before the launch."""
-    for name, batches in (("graph", 1), ("accumulated", 4)):
+    for name, batches in (("graph", 1), ("accumulated", 2)):
         callback = CUDAGraphCallback(timings=LayerTimings(window_steps=8))
         late = {"callbacks": (SleepsOnOne(),), "accumulate_grad_batches": batches}
-        train_shown(here, name, callback, max_epochs=5 * batches, limit_val_batches=0, **late)
+        train_shown(here, name, callback, max_epochs=3 * batches, limit_val_batches=0, **late)
         said = str(callback.report)
         if here.rank > 0:
             assert "waits for others to come to the step" not in said, said
