@@ -15,10 +15,12 @@ How a capture or a check came out is told by each, so that a failure is everybod
 process: the batch shapes that its own graphs are for, layers and their times, what is logged.
 
 Where Lightning broadcasts before each batch whether a SIGTERM has come, and makes the host wait for the
-GPU to read it, the signal goes along with the plans here, and all end behind the same batch. Nobody
-meets in an evaluation, which may have more batches in one process than in another: there, all end
-once all have the signal, behind the same batch if each has as many; where one has it alone, they end
-behind the next batch of the training, or the epoch.
+GPU to read it, the signal goes along with the plans here, and all end behind the same batch. All meet
+before a validation and at the end of an epoch, too, and say where they are: who has come elsewhere
+would wait in collectives that the others do not do. Nobody meets inside an evaluation, which may have
+more batches in one process than in another: there, all end once all have the signal, behind the same
+batch if each has as many; where one has it alone, they end behind the next batch of the training, or
+the epoch.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class _ByHand(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        optimizer: Any = self.optimizers(use_pl_optimizer=self.how != "raw")
+        optimizer: Any = self.optimizers(use_pl_optimizer="raw" not in self.how)
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -255,7 +255,7 @@ class _ByHand(pl.LightningModule):
                 self.manual_backward(loss)
             return loss
 
-        if self.how == "closure":
+        if "closure" in self.how:
             optimizer.step(closure=closure)
             return
         closure()
@@ -278,7 +278,7 @@ class _ByHand(pl.LightningModule):
         return _SlowSGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("how", ["closure", "clip", "raw", "direct", "hook"])
+@pytest.mark.parametrize("how", ["closure", "clip", "raw", "raw, by closure", "direct", "hook"])
 def test_the_stages_of_manual_optimization(tmp_path: Path, accelerator: str, how: str) -> None:
     def fit(name: str, *callbacks: Callback) -> Trace:
         return train(

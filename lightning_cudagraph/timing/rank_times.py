@@ -247,7 +247,7 @@ class RankTimes:
         on_table: told in the first process, soon after each window.
 
     Attributes:
-        trouble: why there is no more to be had from the store, or nothing.
+        trouble: why the times of the others are not known, or no more of them; or nothing.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def launch(
 
     Args:
         folder: where everything is written.
-        cases: functions of `tests.distributed.cases`, or of `time_cases` beside it.
+        cases: functions of `tests.distributed.cases` or of the modules beside it that `worker` knows.
         accelerator: ``"cpu"`` or ``"gpu"``.
         timeout_s: when they must have ended.
         act: called once they have begun, with the folder and the processes.
