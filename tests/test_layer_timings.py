@@ -228,8 +228,8 @@ class _SlowSGD(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         loss = closure() if closure else None
-        time.sleep(0.04)
         super().step()
+        time.sleep(0.04)
         return loss
 
 
@@ -245,6 +245,8 @@ class _ByHand(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
         optimizer: Any = self.optimizers(use_pl_optimizer="raw" not in self.how)
+        if "another" in self.how:
+            optimizer, _ = optimizer
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -253,6 +255,9 @@ class _ByHand(pl.LightningModule):
                 loss.backward()
             else:
                 self.manual_backward(loss)
+            if "another" in self.how:
+                _, other = self.optimizers()  # type: ignore[misc]
+                other.step()
             return loss
 
         if "closure" in self.how:
@@ -275,10 +280,14 @@ class _ByHand(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         torch.optim.SGD(self.parameters())  # from now on the base class has hooks, too
+        if "another" in self.how:
+            return [_SlowSGD([parameter], lr=0.1) for parameter in self.layer.parameters()]
         return _SlowSGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("how", ["closure", "clip", "raw", "raw, by closure", "direct", "hook"])
+@pytest.mark.parametrize(
+    "how", ["closure", "clip", "raw", "raw, by closure", "raw, another in its closure", "direct", "hook"]
+)
 def test_the_stages_of_manual_optimization(tmp_path: Path, accelerator: str, how: str) -> None:
     def fit(name: str, *callbacks: Callback) -> Trace:
         return train(
@@ -302,6 +311,8 @@ def test_the_stages_of_manual_optimization(tmp_path: Path, accelerator: str, how
     slept_ms = {"forward": 20, "backward": 30, "optimizer": 40, "clipping": 50}
     if how == "hook":
         slept_ms["optimizer"] += 60
+    if "another" in how:
+        slept_ms["optimizer"] += 40
     if how == "direct":
         del slept_ms["backward"]
         slept_ms["forward"] += 30

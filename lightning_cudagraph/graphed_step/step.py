@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.inductor import check_compiler_names
 from lightning_cudagraph.capture.nccl import check_nccl, settle_nccl
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.capture.steps import StepCounts
@@ -353,6 +354,7 @@ class GraphedStep(Generic[P, R]):
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
         """The run, as far as it is this process's own affair."""
+        check_compiler_names()
         function = self._bound()
         if "__name__" not in getattr(inspect.unwrap(function), "__globals__", {"__name__": ""}):
             refuse_nameless(f"The function `{getattr(function, '__qualname__', function)}`")

@@ -99,12 +99,12 @@ def timed_optimizers(marks: StepMarks, trainer: pl.Trainer) -> Iterator[None]:
 
     def through_strategy(optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal by_strategy
-        by_strategy = True
+        before, by_strategy = by_strategy, True
         try:
             with marks.stage("optimizer"):
                 return original(optimizer, timed(closure), *args, **kwargs)
         finally:
-            by_strategy = False
+            by_strategy = before  # it may be the step of another one's closure
 
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if by_strategy or torch.compiler.is_compiling():
@@ -117,7 +117,7 @@ def timed_optimizers(marks: StepMarks, trainer: pl.Trainer) -> Iterator[None]:
         return (itself, *map(timed, rest[:1]), *rest[1:]), kwargs
 
     def behind(*_: Any) -> None:
-        if by_themselves and not torch.compiler.is_compiling():
+        if by_themselves and not by_strategy and not torch.compiler.is_compiling():
             by_themselves.pop().__exit__(None, None, None)
 
     with ExitStack() as stack:
