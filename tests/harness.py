@@ -10,6 +10,7 @@ import contextlib
 import copy
 import csv
 import functools
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -136,6 +137,11 @@ def _as_it_was(value: Any) -> Any:
     return repr(value) if isinstance(value, BaseException) else value
 
 
+def _copied(tree: Any) -> Any:
+    """As `copy.deepcopy`, in a tenth of the time, which is wanted after each step."""
+    return pickle.loads(pickle.dumps(tree))
+
+
 class _Watcher(Callback):
     """Notes every hook that is called, with its arguments, and what each step left."""
 
@@ -166,7 +172,7 @@ class _Watcher(Callback):
                 "gradients": [
                     None if p.grad is None else p.grad.clone() for p in pl_module.parameters()
                 ],
-                "loops": copy.deepcopy(trainer.fit_loop.state_dict()),
+                "loops": _copied(trainer.fit_loop.state_dict()),
                 "callbacks": self.states(trainer),
             }
         )
@@ -193,7 +199,7 @@ class _Watcher(Callback):
     def states(self, trainer: Any) -> dict[str, Any]:
         """What the other callbacks would save, if they save anything."""
         return {
-            callback.state_key: copy.deepcopy(self.trace.portable(state))
+            callback.state_key: _copied(self.trace.portable(state))
             for callback in trainer.callbacks
             if not isinstance(callback, (CUDAGraphCallback, LayerTimings, _Watcher))
             and (state := callback.state_dict())
@@ -273,7 +279,7 @@ def train(
         **trainer_kwargs,
     }
     saver = ModelCheckpoint(
-        tmp_path / "ckpt", every_n_train_steps=checkpoint_every, save_top_k=-1, save_last=True
+        tmp_path / "ckpt", every_n_train_steps=checkpoint_every, save_top_k=-1, save_last="link"
     )
     watcher = _Watcher(trace) if watched else _EndWatcher(trace)
     others: list[Callback] = [watcher, *([saver] if checkpoint_every else []), *callbacks]

@@ -86,12 +86,14 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize(
+    ("form", "clip"),
+    [  # Lightning itself refuses to clip for fused optimizers in mixed precision
+        *(("AdamW-fused", None), ("SGD-momentum", None), ("SGD-momentum", 0.05)),
+        *(("RMSprop-single", 0.05), ("AdamW-foreach", 0.05), ("Adagrad", None)),
+    ],
+)
 def test_two_hundred_steps(tmp_path: Path, accelerator: str, form: str, clip: float | None) -> None:
-    if clip and "fused" in form:
-        pytest.skip("Lightning itself refuses to clip for fused optimizers in mixed precision")
-
     def build() -> Net:
         return Overflows(FORMS[form])
 
