@@ -11,6 +11,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn, overrides
+from torch._dynamo.utils import counters
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.overrides import TorchFunctionMode
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, LayerTimings
@@ -175,13 +177,52 @@ class Compiled(Distilled):
 def test_a_compiled_teacher(
     tmp_path: Path, accelerator: str, optimizer: Any, timings: LayerTimings | None
 ) -> None:
+    frames: list[dict[str, int]] = []
+
     def fit(name: str, *args: Any) -> Trace:
         torch.compiler.reset()
-        return _fit(Compiled, tmp_path / name, accelerator, *args, optimizer=optimizer)
+        counters.clear()
+        trace = _fit(Compiled, tmp_path / name, accelerator, *args, optimizer=optimizer)
+        frames.append(dict(counters["frames"]))
+        return trace
 
     plain, graph = fit("plain"), fit("graph", CUDAGraphCallback(timings=timings))
     assert_same(plain, graph)
     assert graph.counts.replayed >= 16
+    assert frames[0] == frames[1]  # nothing of ours was compiled on the way
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.filterwarnings(  # of torch, where Dynamo looks at every attribute
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:Dynamo does not know how to trace the builtin",
+)
+def test_dynamo_knows_torchs_functions_afterwards(
+    tmp_path: Path, accelerator: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CompiledPart(Distilled):
+        """Traced for the first time in the warm-up, by Dynamo that has never traced before."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return compiled(super().forward(x))
+
+    compiled = torch.compile(lambda x: torch.relu(x) + 0.5**x, backend="eager")
+    handlers = TorchInGraphFunctionVariable._get_handlers
+    torch.compiler.reset()
+    counters.clear()
+    handlers.cache_clear()
+    own_modes._known_to_dynamo.cache_clear()
+    with monkeypatch.context() as patch:
+        if not known:
+            patch.setattr(own_modes, "_known_to_dynamo", lambda: None)
+        _fit(CompiledPart, tmp_path, accelerator, CUDAGraphCallback())
+    try:
+        assert counters["frames"]["ok"] >= 2
+        assert (counters["frames"]["ok"] == counters["frames"]["total"]) is known
+        assert (overrides.has_torch_function in handlers()) is known
+    finally:
+        torch.compiler.reset()
+        handlers.cache_clear()
 
 
 class Padded(Distilled):

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.emulator import EmulatedGraph, EmulatorBackend, HostEvent
 from lightning_cudagraph.capture.takes import Take
@@ -311,11 +312,22 @@ def test_an_exception_in_a_timed_step_of_the_warm_up(
     assert "configure_gradient_clipping" not in vars(trace.module)
 
 
-def test_the_report_says_that_the_host_is_the_bottleneck(tmp_path: Path, accelerator: str) -> None:
+def test_the_report_says_that_the_host_is_the_bottleneck(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Slow(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             torch.randn(300, 300).matmul(torch.randn(300, 300)).sum().item()
 
-    callback = graph(1)
-    run(tmp_path, accelerator, callback, callbacks=(Slow(),), checkpoint_every=0)
-    assert "the device waits for loggers, hooks or the dataloader" in (callback.report or "")
+    def report(every_n_steps: int) -> str:
+        callback = graph(every_n_steps)
+        run(tmp_path, accelerator, callback, callbacks=(Slow(),), checkpoint_every=0)
+        return str(callback.report)
+
+    for backend in (CudaBackend, EmulatorBackend):
+        monkeypatch.setattr(backend, "event_host_us", 1e5)
+    told = "events of a timed step take the host about"
+    every, sampled = report(1), report(2)
+    assert "the device waits for loggers, hooks or the dataloader" in every
+    assert told in every
+    assert told not in sampled

@@ -100,6 +100,24 @@ def test_a_gap_that_counts_is_explained() -> None:
     ) in text
 
 
+def test_a_gap_that_comes_from_the_timings_is_explained() -> None:
+    def said(gap_ms: float, event_host_us: float) -> str:
+        summary = WindowSummary(gpt_readings(n=3, noise=0.0, gap_ms=gap_ms))
+        text = fit_report("CUDA graphs", counts(), StepPace(), summary, [], event_host_us=event_host_us)
+        (line,) = (line for line in text.splitlines() if line.startswith("  gap "))
+        return line.partition(" or works for them")[2]
+
+    typical = WindowSummary(gpt_readings(n=3, noise=0.0, gap_ms=4.4)).typical()
+    assert typical is not None
+    n_events = typical.layout.n_marks
+    assert said(4.4, 0.65e3 / n_events) == ""  # of 6.587 ms
+    assert said(4.4, 0.67e3 / n_events) == (
+        f"; the {n_events} events of a timed step take the host about 0.67 ms"
+        " (`LayerTimings(every_n_steps=50)` times fewer steps)"
+    )
+    assert said(0.1, 0.67e3 / n_events) == ""
+
+
 def test_nothing_was_timed() -> None:
     text = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [])
     assert len(text.splitlines()) == 3

@@ -69,6 +69,8 @@ class Backend(Protocol):
         lr_dtype: dtype of the device's mirror of a learning rate.
         graphs_per_step: how many captures of a timed step take turns, so that the events of one are
             read while the other runs.
+        event_host_us: what an event in a graph takes of the host in each replay, in microseconds, to be
+            launched and to be read.
         overlaps: ops on several streams run side by side, so that trials show how many are fastest.
         streams: on how many streams ops that do not need one another are captured.
         barriers: what all streams of the last capture waited for, and that for them, and how often.
@@ -84,6 +86,7 @@ class Backend(Protocol):
     description: str
     lr_dtype: torch.dtype
     graphs_per_step: int
+    event_host_us: float
     overlaps: bool
 
     def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
@@ -212,6 +215,7 @@ class CudaBackend:
     description = "CUDA graphs"
     lr_dtype = torch.float32  # the fused CUDA optimizers read it as a float
     graphs_per_step = 2
+    event_host_us = 1.6  # 1.0 and 0.6 (H200, driver of CUDA 13.0): docs/times.md
     overlaps = True
 
     def __init__(self, device: torch.device, streams: int = 1) -> None:

@@ -376,6 +376,7 @@ class EmulatorBackend:
         "CPU emulator: a CUDA graph's semantics without its speed, for tests and for trying things out"
     )
     lr_dtype = torch.float64  # exactly the Python float
+    event_host_us = 0.0
     graphs_per_step = 1  # a replay has ended when it returns, so its events can be read at once
     overlaps = False
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import overrides
 from torch._dynamo.backends import cudagraphs, debugging
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from lightning_cudagraph.capture.autocast import PRIVATE_NAMES
-from lightning_cudagraph.capture.own_modes import DYNAMO_NAMES
+from lightning_cudagraph.capture.own_modes import DYNAMO_NAMES, HANDLERS
 from lightning_cudagraph.capture.sentry import Location, user_location
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
@@ -54,6 +55,7 @@ def check_compiler_names() -> None:
         (dynamo.eval_frame, "OptimizeContext"),
         (dynamo.eval_frame, "_stance"),
         *((dynamo.eval_frame, name) for name in DYNAMO_NAMES),
+        (TorchInGraphFunctionVariable, HANDLERS),
         (dynamo.utils, "counters"),
         (cudagraphs, "CudagraphsBackend"),
         *((torch._C, name) for name in PRIVATE_NAMES),

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn, overrides
 from torch._dynamo import eval_frame
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["DYNAMO_NAMES", "OwnFunctionMode", "unpatched"]
+__all__ = ["DYNAMO_NAMES", "HANDLERS", "OwnFunctionMode", "not_compiled", "unpatched"]
 
-# Private: of `torch._dynamo.eval_frame`.
+# Private: of `torch._dynamo.eval_frame`, and of how Dynamo traces functions of torch's.
 DYNAMO_NAMES = ("FrameAction", "FrameExecStrategy", "set_code_exec_strategy")
+HANDLERS = "_get_handlers"
 
 # What classes have that override nothing.
 _DOES_NOT: Any = nn.Parameter.__torch_function__
@@ -27,6 +30,35 @@ _DOES_NOT: Any = nn.Parameter.__torch_function__
 _lock = threading.Lock()
 _entered = 0
 _asked_torch: Any = overrides.has_torch_function
+
+
+def not_compiled(function: Callable[..., Any], with_what_it_calls: bool = False) -> None:
+    """Have Dynamo leave a function alone where it comes to it in the course of compiled code.
+
+    It compiles what a frame calls that it has given up, and it does not know torch's own functions from
+    those of this package that stand in for them. What it compiles otherwise may have the function in it.
+
+    Args:
+        function: of this package.
+        with_what_it_calls: and what that calls.
+    """
+    frames: Any = eval_frame
+    if all(hasattr(frames, name) for name in DYNAMO_NAMES):  # else it is said at the start
+        skip, default = frames.FrameAction.SKIP, frames.FrameAction.DEFAULT
+        strategy = frames.FrameExecStrategy(skip, skip if with_what_it_calls else default)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+@lru_cache(maxsize=1)
+def _known_to_dynamo() -> None:
+    """Let Dynamo find torch's functions while they are in their places.
+
+    It has a table by the functions themselves, for the life of the process, and makes it when it traces
+    for the first time. With this package's in the place of `has_torch_function`, all that torch calls
+    through its own would be left out of graphs from then on.
+    """
+    if hasattr(TorchInGraphFunctionVariable, HANDLERS):  # else it is said at the start
+        TorchInGraphFunctionVariable._get_handlers()
 
 
 class OwnFunctionMode(TorchFunctionMode):
@@ -39,13 +71,11 @@ class OwnFunctionMode(TorchFunctionMode):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        frames: Any = eval_frame
-        if all(hasattr(frames, name) for name in DYNAMO_NAMES):  # else it is said at the start
-            skip = frames.FrameExecStrategy(frames.FrameAction.SKIP, frames.FrameAction.SKIP)
-            frames.set_code_exec_strategy(cls.__torch_function__.__code__, skip)
+        not_compiled(cls.__torch_function__, with_what_it_calls=True)
 
     def __enter__(self) -> Any:
         global _entered, _asked_torch
+        _known_to_dynamo()
         with _lock:
             if not _entered:
                 _asked_torch = overrides.has_torch_function
@@ -91,3 +121,6 @@ def _has_torch_function(relevant_args: Iterable[Any]) -> bool:
 
 def _overrides(kind: type) -> bool:
     return kind is not Tensor and getattr(kind, "__torch_function__", _DOES_NOT) is not _DOES_NOT
+
+
+not_compiled(_has_torch_function, with_what_it_calls=True)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cudagraph.capture.own_modes import not_compiled
+
 __all__ = ["unseen_by_encoder_layers"]
 
 
@@ -29,26 +31,34 @@ def unseen_by_encoder_layers(
     """
     forward: Any = nn.TransformerEncoderLayer.forward
 
-    def unseen(layer: nn.TransformerEncoderLayer, *args: Any, **kwargs: Any) -> Any:
-        if layer.training or torch.compiler.is_compiling():
-            return forward(layer, *args, **kwargs)
+    def taken_off(layer: nn.TransformerEncoderLayer) -> list[tuple[Any, dict[Any, Any]]]:
+        """Empty the tables of hooks, if all are ours; returns these, with what was in them."""
         members = list(layer.modules())
-        tables = [
+        tables: list[Any] = [
             table for member in members for table in (member._forward_pre_hooks, member._forward_hooks)
         ]
         if not all(is_ours(hook) for table in tables for hook in table.values()):
-            return forward(layer, *args, **kwargs)
+            return []
         for member in members[1:]:
             unhooked(member)
         kept = [(table, dict(table)) for table in tables if table]
         for table, _ in kept:
             table.clear()
+        return kept
+
+    def unseen(layer: nn.TransformerEncoderLayer, *args: Any, **kwargs: Any) -> Any:
+        if layer.training or torch.compiler.is_compiling():
+            return forward(layer, *args, **kwargs)
+        kept = taken_off(layer)
         try:
             return forward(layer, *args, **kwargs)
         finally:
             for table, hooks in kept:
                 table.update(hooks)
 
+    # As `forward`, which is torch's, is not.
+    not_compiled(taken_off, with_what_it_calls=True)
+    not_compiled(unseen)
     nn.TransformerEncoderLayer.forward = unseen  # type: ignore[assignment, method-assign]
     try:
         yield

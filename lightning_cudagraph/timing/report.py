@@ -24,7 +24,7 @@ _SLOWEST_LAYERS = 10
 _NAME_WIDTH = 48
 _BAR_WIDTH = 24
 _PARTS = (*STEP_PARTS, "copy")
-# The share of a step from which on a gap is said to come from a slow host.
+# The share of a step from which on a gap, or what the host does for timings, is worth a word.
 _LARGE_GAP = 0.1
 _NO_TIMES = WindowSummary([])
 
@@ -72,6 +72,7 @@ def fit_report(
     evaluation: StepCounts | None = None,
     eager: WindowSummary = _NO_TIMES,
     ranks: Sequence[str] = (),
+    event_host_us: float = 0.0,
 ) -> str:
     """The report as plain text with aligned columns.
 
@@ -84,6 +85,7 @@ def fit_report(
         evaluation: what became of the batches of validation, if they had graphs.
         eager: the times inside the eager steps of the warm-up, if they were timed.
         ranks: what there is to say of several processes.
+        event_host_us: what an event takes of the host in each step, in microseconds, if all are timed.
 
     Returns:
         A few lines, without a trailing newline.
@@ -103,7 +105,7 @@ def fit_report(
         lines.append(text)
     lines += _parts_line("graph", graph)
     lines += _parts_line("eager", eager)
-    lines += _gap_line(graph)
+    lines += _gap_line(graph, event_host_us)
     lines += _ranks_lines(ranks)
     lines += [f"  note      {note}" for note in notes]
     layers = _layer_lines(graph, eager) or _layer_lines(eager, _NO_TIMES, "eager, in warm-up: ")
@@ -140,7 +142,7 @@ def _ranks_lines(ranks: Sequence[str]) -> list[str]:
     return [f"  {'' if index else 'ranks':<10}{line}" for index, line in enumerate(ranks)]
 
 
-def _gap_line(summary: WindowSummary) -> list[str]:
+def _gap_line(summary: WindowSummary, event_host_us: float = 0.0) -> list[str]:
     """In a sentence, how much time passes between two steps."""
     gap, period = summary.get(GAP_TAG), summary.period
     if gap is None or period is None or period.p50_ms <= 0:
@@ -154,6 +156,13 @@ def _gap_line(summary: WindowSummary) -> list[str]:
         text += f": for {waited.p50_ms:.3f} ms of it this process waits for others to come to the step"
     elif gap.share >= _LARGE_GAP:
         text += ": the device waits for loggers, hooks or the dataloader, or works for them"
+        n_events = typical.layout.n_marks if (typical := summary.typical()) is not None else 0
+        events_ms = 1e-3 * event_host_us * n_events
+        if events_ms >= _LARGE_GAP * period.p50_ms:
+            text += (
+                f"; the {n_events} events of a timed step take the host about {events_ms:.2f} ms"
+                " (`LayerTimings(every_n_steps=50)` times fewer steps)"
+            )
     return [text]
 
 

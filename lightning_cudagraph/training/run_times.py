@@ -226,7 +226,10 @@ class RunTimes:
         if self._every_n_steps:
             notes = [*notes, *delay_notes(self._trainer)]
         notes = [*notes, *self._notes()]
-        text = fit_report(description, counts, self.pace, graph, notes, evaluation, eager, ranks)
+        event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
+        text = fit_report(
+            description, counts, self.pace, graph, notes, evaluation, eager, ranks, event_host_us
+        )
         self._tensorboard.add_text("cudagraph/report", text, step_number)
         return text
 
