@@ -99,12 +99,12 @@ def timed_optimizers(marks: StepMarks, trainer: pl.Trainer) -> Iterator[None]:
 
     def through_strategy(optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal by_strategy
-        before, by_strategy = by_strategy, True
+        around, by_strategy = by_strategy, True
         try:
             with marks.stage("optimizer"):
                 return original(optimizer, timed(closure), *args, **kwargs)
         finally:
-            by_strategy = before  # it may be the step of another one's closure
+            by_strategy = around  # it may be the step of another one's closure
 
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if by_strategy or torch.compiler.is_compiling():
