@@ -211,7 +211,6 @@ def test_dynamo_knows_torchs_functions_afterwards(
     torch.compiler.reset()
     counters.clear()
     handlers.cache_clear()
-    own_modes._known_to_dynamo.cache_clear()
     with monkeypatch.context() as patch:
         if not known:
             patch.setattr(own_modes, "_known_to_dynamo", lambda: None)

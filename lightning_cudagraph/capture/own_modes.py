@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn, overrides
@@ -49,7 +48,6 @@ def not_compiled(function: Callable[..., Any], with_what_it_calls: bool = False)
         frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-@lru_cache(maxsize=1)
 def _known_to_dynamo() -> None:
     """Let Dynamo find torch's functions while they are in their places.
 
@@ -58,7 +56,7 @@ def _known_to_dynamo() -> None:
     through its own would be left out of graphs from then on.
     """
     if hasattr(TorchInGraphFunctionVariable, HANDLERS):  # else it is said at the start
-        TorchInGraphFunctionVariable._get_handlers()
+        TorchInGraphFunctionVariable._get_handlers()  # kept by torch
 
 
 class OwnFunctionMode(TorchFunctionMode):
@@ -75,9 +73,9 @@ class OwnFunctionMode(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         global _entered, _asked_torch
-        _known_to_dynamo()
         with _lock:
             if not _entered:
+                _known_to_dynamo()
                 _asked_torch = overrides.has_torch_function
                 overrides.has_torch_function = _has_torch_function  # type: ignore[assignment]
             _entered += 1
