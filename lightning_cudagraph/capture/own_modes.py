@@ -35,7 +35,8 @@ def not_compiled(function: Callable[..., Any], with_what_it_calls: bool = False)
     """Have Dynamo leave a function alone where it comes to it in the course of compiled code.
 
     It compiles what a frame calls that it has given up, and it does not know torch's own functions from
-    those of this package that stand in for them. What it compiles otherwise may have the function in it.
+    those of this package that stand in for them. What it compiles may have the function in it, unless it
+    is asked to compile just that.
 
     Args:
         function: of this package.
