@@ -286,7 +286,17 @@ class _ByHand(pl.LightningModule):
 
 
 @pytest.mark.parametrize(
-    "how", ["closure", "clip", "raw", "raw, by closure", "raw, another in its closure", "direct", "hook"]
+    "how",
+    [
+        "closure",
+        "another in its closure",
+        "clip",
+        "raw",
+        "raw, by closure",
+        "raw, another in its closure",
+        "direct",
+        "hook",
+    ],
 )
 def test_the_stages_of_manual_optimization(tmp_path: Path, accelerator: str, how: str) -> None:
     def fit(name: str, *callbacks: Callback) -> Trace:

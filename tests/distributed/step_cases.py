@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from examples import fabric_ddp
 from lightning_cudagraph import GraphedStep, UnsupportedError
 from lightning_cudagraph.capture.nccl import check_nccl
+from lightning_cudagraph.capture.processes import ranks
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, PeerError
 from lightning_cudagraph.graphed_step import step as step_module
@@ -430,6 +432,16 @@ def an_uncaught_error_between_two_steps(here: Here) -> None:
     loop.run(graphed=True)
     if here.rank == 1:
         raise UncaughtError("no more cheese")
+    loop.run(graphed=True)
+
+
+def an_uncaught_error_well_before_another_step(here: Here) -> None:
+    """Who comes to the next one later finds word of it."""
+    loop = Plain(here)
+    loop.run(graphed=True)
+    if here.rank == 1:
+        raise UncaughtError("no more cheese")
+    ranks.own_store(ranks._LEFT).wait(["1"], timedelta(seconds=60))
     loop.run(graphed=True)
 
 

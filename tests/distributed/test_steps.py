@@ -103,6 +103,7 @@ def test_a_process_that_ends_in_a_call_ends_all(
         "an_uncaught_error_without_with",
         "an_uncaught_error_before_the_first_call",
         "an_uncaught_error_between_two_steps",
+        "an_uncaught_error_well_before_another_step",
     ],
 )
 def test_an_error_that_nobody_catches_is_no_good_end(
