@@ -163,7 +163,7 @@ def test_a_function_mode_of_the_users(tmp_path: Path, accelerator: str) -> None:
 
 
 class Compiled(Distilled):
-    """Compiled code asks whether torch's functions are those that there were when it was compiled."""
+    """By `compile` of the modules, where Dynamo leaves calls alone whose code is torch's own."""
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -189,12 +189,11 @@ def test_a_compiled_teacher(
     plain, graph = fit("plain"), fit("graph", CUDAGraphCallback(timings=timings))
     assert_same(plain, graph)
     assert graph.counts.replayed >= 16
-    # Dynamo leaves alone calls whose code is torch's own; nothing of ours was compiled in their place.
-    assert frames[0] == frames[1]
+    assert frames[0] == frames[1]  # nothing of ours was compiled in the place of torch's
 
 
 class InGraphs(Distilled):
-    """Compiled so that Dynamo makes graphs of torch's modules."""
+    """By `torch.compile`: graphs, which ask whether functions of torch's are still those of before."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
