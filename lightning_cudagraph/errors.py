@@ -16,6 +16,7 @@ __all__ = [
     "ConfigurationError",
     "HookError",
     "PeerError",
+    "StaleGraphError",
     "TimerError",
     "UnsupportedError",
     "VerificationError",
@@ -79,6 +80,13 @@ class VerificationError(UnsupportedError):
 
     All tensors have been put back to what they were before the step. What the eager step of the check
     did to Python objects has been done.
+    """
+
+
+class StaleGraphError(VerificationError):
+    """A replay came to other numbers than an eager step, because of a change since the capture.
+
+    Handled by this package: the step is done eagerly, and the graph is captured again.
     """
 
 

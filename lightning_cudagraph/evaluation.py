@@ -37,7 +37,13 @@ from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
-from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules, refuse_replaced_methods
+from lightning_cudagraph.host_rules import (
+    OWN_ATTRIBUTES,
+    RUN_STATE,
+    host_rules,
+    outside_of_model,
+    refuse_replaced_methods,
+)
 from lightning_cudagraph.logs.logged_step import LoggedStep
 from lightning_cudagraph.logs.recorder import Logs
 from lightning_cudagraph.metrics.calls import Later
@@ -121,6 +127,8 @@ class GraphedEvaluation:
             stays_on_host=self._metrics.stays_on_host,
             around={"trainer": trainer},
             host_names=self._metrics.host_names,
+            stops=RUN_STATE,
+            outside=lambda: outside_of_model(trainer),
         )
         self._carried = CarriedTensors(
             module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric
@@ -156,7 +164,7 @@ class GraphedEvaluation:
 
     def start(self) -> None:
         """An evaluation begins: take the seat, and look at everything that may have changed since."""
-        self._guards.suspect()
+        self._engine.pause()
         if self._eager_step is not None:
             return
         strategy = self._trainer.strategy
@@ -196,7 +204,7 @@ class GraphedEvaluation:
             in_window=False,
             kept=lambda: False,
             beside={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
-            learning=self._metrics.learning,
+            learning=self._learning,
         )
         try:
             phase, outputs = self._engine.step(step, self._metrics.adopt)
@@ -304,6 +312,11 @@ class GraphedEvaluation:
         plugin = self._trainer.precision_plugin
         described = f"{type(plugin).__qualname__} ({plugin.precision}, {id(plugin)})"
         return {"the precision plugin of the trainer": described}
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        with self._metrics.learning(), self._guards.effects.watched():
+            yield
 
     @contextmanager
     def _undone(self) -> Iterator[None]:

@@ -26,13 +26,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torchmetrics import Metric, MetricCollection
 
 from lightning_cudagraph.capture.audit.host_calls import HostRules, allowance
+from lightning_cudagraph.capture.audit.host_objects import VALUES, attributes_of, is_users_class
+from lightning_cudagraph.capture.audit.walker import Root
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.metrics.of_model import is_metric
 
-__all__ = ["host_rules", "refuse_replaced_methods"]
+__all__ = ["RUN_STATE", "host_rules", "outside_of_model", "refuse_replaced_methods"]
 
 # What torch and Lightning keep for themselves in every module.
 OWN_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
@@ -82,6 +85,8 @@ _HANDS_OUT = (
     *(pl.Trainer, pl.LightningModule, pl.LightningDataModule, Strategy, Callback, _Loop),
     *(Optimizer, LightningOptimizer, LRScheduler, DataLoader, CombinedLoader),
 )
+# Objects that Lightning changes in every step by itself, and metrics, which have rules of their own.
+RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader, Metric, MetricCollection)
 _EFFECTS: dict[CodeType, str] = {
     pl.LightningModule.print.__code__: "self.print",
     pl.Trainer.print.__code__: "trainer.print",
@@ -136,6 +141,29 @@ def host_rules(
         harmless,
         hands_out=lambda value: issubclass(type(value), _HANDS_OUT),
     )
+
+
+def outside_of_model(trainer: pl.Trainer) -> list[Root]:
+    """Objects of the user's around the model, in which a step may leave something."""
+    trainers: Any = trainer  # which sets attributes without declaring them
+    loader = trainer.train_dataloader
+    found = [
+        *trainers.callbacks,
+        trainers.datamodule,
+        *trainer.loggers,
+        getattr(loader, "dataset", None),
+    ]
+    roots = []
+    for value in found:
+        attributes = None if value is None else attributes_of(value)
+        if attributes is None or type(value).__module__.startswith("lightning_cudagraph."):
+            continue
+        left_out: set[str] = set()
+        if not is_users_class(type(value)):  # only what is plain: the rest is the library's own
+            left_out = {n for n, part in attributes.items() if type(part) not in (*VALUES, list, dict)}
+        of = f"the `{type(value).__qualname__}`"
+        roots.append(Root(value, "", of, frozenset(left_out), is_entered=True))
+    return roots
 
 
 def refuse_replaced_methods(

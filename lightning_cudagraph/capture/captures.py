@@ -177,6 +177,7 @@ class Captures(Generic[T]):
                 'Keep it constant, or pass `scope="forward_backward"`.',
                 in_optimizer=True,
             )
+        self._guards.effects.refuse()
         maker = self._graphs.maker(step, signature)
         if isinstance(maker, CapturedStep):
             maker.put_back_gradients()

@@ -176,6 +176,8 @@ class StepEngine(Generic[T]):
         if change := self._guards.changed():
             self._standing.drop(change)  # here, because parameters are looked at in turns
             return None
+        if self._guards.doubt or self._standing.drop_after:
+            return None
         static = captured.static
         tensors: list[Tensor] | None = []
         if batch is not static.batch:
@@ -287,6 +289,11 @@ class StepEngine(Generic[T]):
     def notes(self) -> list[str]:
         """What the user should know of the captures."""
         return [*self._streams.notes, *self._compiled.notes, *self._without_graphs]
+
+    def pause(self) -> None:
+        """Code of the user's may have run between two steps: look at everything."""
+        self._guards.suspect()
+        self._verifier.pause()
 
     def drop(self, reason: str) -> None:
         """Let go of the graphs, because `reason`; what comes is warmed up and captured anew."""

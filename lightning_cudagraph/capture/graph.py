@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.checks.tape import OpTape
 from lightning_cudagraph.capture.compiled import CompiledCode
 from lightning_cudagraph.capture.holds import Gradients, HandedOut, Holds, adopt, gradients_of
 from lightning_cudagraph.capture.local import local
@@ -76,6 +77,7 @@ class CapturedStep(Generic[T]):
     Attributes:
         static: the static buffers that it reads.
         replays: how many steps were replays; counted by who takes them.
+        tape: the ops of the step, as they were when it was first checked.
         written: tensors older than the step that it writes into.
         has_turns_anywhere: the host has turns in it in some process of the run.
 
@@ -104,6 +106,7 @@ class CapturedStep(Generic[T]):
         self._kept = kept
         self._last: Take[T] | None = None
         self._holds: Holds | None = None
+        self.tape = OpTape()
         self.replays = 0
         self.has_turns_anywhere = False
         self.written: list[Tensor] = []

@@ -65,7 +65,8 @@ class Plans(Generic[T]):
 
     def is_due(self, step: Step[T], captured: CapturedStep[T]) -> bool:
         """Whether the next replay is to be checked."""
-        return self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))
+        is_due = self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))
+        return is_due or bool(self._standing.doubt)
 
     def of_this_process(self, step: Step[T], signature: Signature | None) -> Plan[T]:
         """What this process would do with the batch of a step, by itself.
@@ -128,7 +129,7 @@ class Plans(Generic[T]):
                 standing.give_up(of_ranks(given_up))
             return Intent.GIVE_UP, standing.given_up or "", None, None
         if highest <= Intent.VERIFY:
-            return Intent.REPLAY, reason, signature, captured
+            return Intent.VERIFY, reason, signature, captured
         if highest >= Intent.CAPTURE and lowest <= Intent.VERIFY:
             # A graph that not all processes have is none.
             dropped = agreement.tell(None if self._graphs else standing.dropped)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from lightning_cudagraph.capture.holds import GradientCopies
 from lightning_cudagraph.capture.processes.agreement import Agreement
 from lightning_cudagraph.capture.standing import StandingGraphs
 from lightning_cudagraph.capture.steps import Step, StepCounts
-from lightning_cudagraph.errors import UnsupportedError, VerificationError
+from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
 
 __all__ = ["Replays"]
 
@@ -84,9 +84,13 @@ class Replays(Generic[T]):
         """
         replays = 0
 
+        def rehearse(batch: Any) -> T:
+            with captured.tape.beside(state):
+                return step.rehearse(batch)
+
         def eagerly() -> dict[str, Tensor]:
             with step.transaction(), self._backend.on_side_stream():
-                return step.values(captured.run_eagerly(step.rehearse, step.batch))
+                return step.values(captured.run_eagerly(rehearse, step.batch))
 
         def replay() -> tuple[T, dict[str, Tensor]]:
             nonlocal replays
@@ -102,6 +106,11 @@ class Replays(Generic[T]):
             for parameter, gradient in before:
                 parameter.grad = gradient
 
+        def why_stale() -> str:
+            difference = captured.tape.difference
+            found = [self._standing.doubt, "" if difference is None else str(difference)]
+            return "; ".join(filter(None, found))
+
         timed = captured.kind_to_prove(step.timed)
         captured.adopt_gradients()
         before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
@@ -111,16 +120,20 @@ class Replays(Generic[T]):
                 # The check is made without what the host does in the middle, and the step is taken
                 # afterwards.
                 with captured.gradients_kept():
-                    self._verifier.check(captured, state, eagerly, replay, keep=False)
+                    self._verifier.check(captured, state, eagerly, replay, False, why_stale)
             else:
-                outputs = self._verifier.check(captured, state, eagerly, replay)
+                outputs = self._verifier.check(captured, state, eagerly, replay, True, why_stale)
         except UnsupportedError as error:
             if self._agreement is not None and not isinstance(error, VerificationError):
                 raise  # the others are in the middle of the check
             if not captured.is_checked_apart:
                 put_back_gradients()
-            self._standing.unsupported(error)
+            if isinstance(error, StaleGraphError):
+                self._standing.drop(error.reason)
+            else:
+                self._standing.unsupported(error)
             return None, error.reason
+        self._standing.checked(captured)
         if captured.is_checked_apart:
             return self.replayed(step, captured), ""
         return self._done(captured, outputs), ""

@@ -220,6 +220,7 @@ class StepRun:
             kept=lambda: not self._owns_gradients,
             is_broken=self._replicas.is_broken,
             mend=self._replicas.mend,
+            learning=lane.guards.effects.watched,
         )
 
     def close(self) -> None:

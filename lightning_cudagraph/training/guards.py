@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.host_rules import OWN_ATTRIBUTES
+from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, RUN_STATE, outside_of_model
 from lightning_cudagraph.metrics.states import StepMetrics
 from lightning_cudagraph.replicas import Replicas
 from lightning_cudagraph.training.hooks import undisturbed
@@ -56,4 +56,6 @@ def training_guards(
             for group_idx, group in enumerate(part.optimizer.optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
         },
+        RUN_STATE,
+        lambda: outside_of_model(trainer),
     )

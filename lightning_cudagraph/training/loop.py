@@ -166,6 +166,7 @@ class GraphedTraining:
             self._engine,
             self._verifier,
             self._recorder,
+            self._guards,
             self._part,
             self._hooks,
             self._metrics,
@@ -281,7 +282,8 @@ class GraphedTraining:
 
     def suspect(self) -> None:
         """Something other than training steps has happened, and can have changed what is baked in."""
-        self._suspect_between()
+        self._engine.pause()
+        self._transfer.suspect()
         self._advance.suspect()
         self._times.pause()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.graph import Cut
@@ -40,6 +41,7 @@ class TrainingSteps:
         engine: warms up, captures and replays.
         verifier: says how many replays it has checked.
         recorder: runs steps so that they can be captured.
+        guards: what their graph bakes in.
         part: the optimizer's part of the steps.
         hooks: those inside the steps.
         metrics: the metrics of the module.
@@ -62,6 +64,7 @@ class TrainingSteps:
         engine: StepEngine[StepOutputs],
         verifier: Verifier,
         recorder: Recorder,
+        guards: Guards,
         part: OptimizerPart,
         hooks: InnerHooks,
         metrics: StepMetrics,
@@ -78,6 +81,7 @@ class TrainingSteps:
         self._engine = engine
         self._verifier = verifier
         self._recorder = recorder
+        self._guards = guards
         self._part = part
         self._hooks = hooks
         self._metrics = metrics
@@ -166,7 +170,7 @@ class TrainingSteps:
             kept=lambda: (
                 self._part.behind is not None or not gradients_unseen(self._trainer, self._module)
             ),
-            learning=self._learning,
+            learning=lambda: self._learning(closure),
             takes=self._times.takes(place, self._trainer.accumulate_grad_batches),
             timed=timed,
             upcoming=lambda outputs: self._clock.upcoming(outputs.marks),
@@ -175,8 +179,18 @@ class TrainingSteps:
         )
 
     @contextmanager
-    def _learning(self) -> Iterator[None]:
-        with self._metrics.learning(), self._hooks.learning():
+    def _learning(self, closure: GraphClosure) -> Iterator[None]:
+        effects = self._guards.effects
+        with ExitStack() as stack:
+            stack.enter_context(self._metrics.learning())
+            stack.enter_context(self._hooks.learning())
+            if self._hooks.named():  # those run on the host in replays too, between the parts
+                effects.forget()
+                closure._step_fn = _within(effects.watched_part, closure._step_fn)
+                if closure._backward_fn is not None:
+                    closure._backward_fn = _within(effects.watched_part, closure._backward_fn)
+            else:
+                stack.enter_context(effects.watched())
             yield
 
     @contextmanager
@@ -187,3 +201,13 @@ class TrainingSteps:
             stack.enter_context(self._replicas.undone())
             self._metrics.prepare()
             yield
+
+
+def _within(
+    watched: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with watched():
+            return function(*args, **kwargs)
+
+    return inside

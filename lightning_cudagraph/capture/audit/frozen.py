@@ -26,7 +26,7 @@ from lightning_cudagraph.capture.local import address_of
 from lightning_cudagraph.capture.sentry import Location, user_location
 from lightning_cudagraph.errors import CaptureError
 
-__all__ = ["FrozenIndex", "StepAudit", "frozen_python_audit"]
+__all__ = ["FrozenIndex", "StepAudit", "effect_error", "frozen_python_audit"]
 
 _HOST_HOOK = (
     "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
@@ -129,7 +129,7 @@ def frozen_python_audit(
     def check() -> None:
         error = calls.found  # the user's code has caught it, and gone on
         if error is None and (change := state.changed()) is not None:
-            error = _changed(change, calls.where(change))
+            error = effect_error(change, calls.where(change))
         for name, (tensor, _, address) in storages.items():
             if error is None and address_of(tensor) != address and name not in rules.harmless:
                 where = calls.where(Change("data", "", tensor, False))
@@ -175,7 +175,8 @@ def _at(where: Location | None) -> str:
     return f" at {where}" if where else ""
 
 
-def _changed(change: Change, where: Location | None) -> CaptureError:
+def effect_error(change: Change, where: Location | None) -> CaptureError:
+    """The error for something that a step has changed on the host."""
     named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
     if change.draws:
         return CaptureError(

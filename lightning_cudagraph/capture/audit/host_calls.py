@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import date, datetime
 from enum import Enum
 from random import Random
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from lightning_cudagraph.capture.audit.host_draws import is_iterator
 from lightning_cudagraph.capture.audit.host_lines import line_that_sets, stores
 from lightning_cudagraph.capture.audit.host_state import Change, HostState
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
-from lightning_cudagraph.capture.sentry import Location, is_user_code, is_users, user_frame
+from lightning_cudagraph.capture.sentry import Location, is_users, user_frame
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["HostCalls", "HostRules", "allowance", "frozen_read"]
@@ -186,8 +186,6 @@ class HostCalls:
         self._effects = {id(code): name for code, name in {**_EFFECTS, **rules.effects}.items()}
         self._before: Any = None
         self._seen: dict[int, CodeType] = {}  # keeps the code objects, so that no number comes twice
-        self._users_code: list[CodeType] = []
-        self._made_inside: set[int] = set()
         self._whose: dict[str, _Whose] = {}  # by file
         self._touched: dict[int, Location] = {}
         self._allowed_code: set[int] = set()
@@ -217,7 +215,7 @@ class HostCalls:
 
     def where(self, change: Change) -> Location | None:
         """The user's line that made a change: seen, or else found in the code that ran."""
-        return self._touched.get(id(change.holder)) or line_that_sets(change, self._users_code)
+        return self._touched.get(id(change.holder)) or line_that_sets(change, self.mentioned.users_code)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         # Called for every call in the step: what the framework asks for itself is soon let go, and
@@ -409,28 +407,15 @@ class HostCalls:
         code = frame.f_code
         if str(frame.f_globals.get("__name__", "")).startswith(_CAPTURING):
             return  # what captures the step is no part of it
-        names = code.co_names
-        self.mentioned.names.update(names)
         if not self._users(frame):
+            self.mentioned.names.update(code.co_names)
             return
-        self._users_code.append(code)
-        self.mentioned.add_users_code(code)
-        namespace = frame.f_globals
-        for name in names:
-            if name not in namespace:
-                continue
-            value = namespace[name]
-            self.mentioned.user_globals.append((namespace, name))
+        known = len(self.mentioned.user_globals), len(self.mentioned.closures)
+        self.mentioned.note(frame)
+        for namespace, name in self.mentioned.user_globals[known[0] :]:
             self._state.add_global(namespace, name)
-            if isinstance(value, ModuleType) and is_user_code(getattr(value, "__file__", None) or "<"):
-                for inner in names:
-                    if inner in vars(value):
-                        self.mentioned.user_globals.append((vars(value), inner))
-                        self._state.add_global(vars(value), inner)
-        if code.co_freevars and id(code) not in self._made_inside:
-            self.mentioned.closures.append(code)
+        if len(self.mentioned.closures) > known[1]:
             self._watch_closure(frame)
-        self._made_inside |= {id(inner) for inner in code.co_consts if isinstance(inner, CodeType)}
 
     def _watch_closure(self, frame: FrameType) -> None:
         """The variables of a function that was made before the step, in the function around it."""

@@ -21,6 +21,7 @@ __all__ = [
     "is_frameworks",
     "is_plain_object",
     "is_users_class",
+    "is_users_module",
     "is_users_part",
     "lineage",
     "mapping_access",
@@ -105,7 +106,8 @@ def lineage(cls: type) -> tuple[type, ...]:
 
 
 @cache
-def _is_users_file(module: str) -> bool:
+def is_users_module(module: str) -> bool:
+    """Whether a module of this name comes from neither Python's library, torch nor Lightning."""
     top = module.partition(".")[0]
     if top in _NOT_USERS or top in _FRAMEWORKS:
         return False
@@ -117,7 +119,7 @@ def _is_users_file(module: str) -> bool:
 def is_users_class(cls: type) -> bool:
     """Whether a class comes from neither Python's library, torch nor Lightning."""
     module = namespace_of(cls).get("__module__")
-    return isinstance(module, str) and _is_users_file(module)
+    return isinstance(module, str) and is_users_module(module)
 
 
 def is_plain_object(cls: Any) -> bool:
@@ -174,7 +176,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     """The dictionary of an object's attributes, or None if it has none."""
     for base in lineage(type(value)):
         slot = namespace_of(base).get("__dict__")
-        if type(slot) is GetSetDescriptorType:
+        if type(slot) in (GetSetDescriptorType, MemberDescriptorType):  # the latter of SimpleNamespace
             return slot.__get__(value)  # type: ignore[no-any-return]
     return None
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
+
+from lightning_cudagraph.capture.sentry import is_user_code
 
 __all__ = ["MentionedNames"]
 
@@ -32,6 +34,7 @@ class MentionedNames:
             them again.
         attributes: of objects that the host keeps, which were read: the namespace, the name in it, and
             whose it is.
+        users_code: the user's code, in the order of its first runs.
     """
 
     names: set[str] = field(default_factory=set)
@@ -43,6 +46,8 @@ class MentionedNames:
     roots: list[tuple[Any, str, str]] = field(default_factory=list)
     reads: dict[str, Callable[[], Any]] = field(default_factory=dict)
     attributes: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
+    users_code: list[CodeType] = field(default_factory=list)
+    _made_inside: set[int] = field(default_factory=set)
 
     @classmethod
     def union(cls, parts: Iterable[MentionedNames]) -> MentionedNames:
@@ -59,10 +64,29 @@ class MentionedNames:
             whole.roots += part.roots
             whole.reads |= part.reads
             whole.attributes += part.attributes
+            whole.users_code += part.users_code
         return whole
 
-    def add_users_code(self, code: CodeType) -> None:
+    def note(self, frame: FrameType) -> None:
+        """Note what a piece of the user's code mentions, when it runs for the first time."""
+        code, namespace = frame.f_code, frame.f_globals
+        self.names.update(code.co_names)
+        self._add_users_code(code)
+        for name in code.co_names:
+            if name not in namespace:
+                continue
+            self.user_globals.append((namespace, name))
+            value = namespace[name]
+            if isinstance(value, ModuleType) and is_user_code(getattr(value, "__file__", None) or "<"):
+                inner = vars(value)
+                self.user_globals += [(inner, name) for name in code.co_names if name in inner]
+        if code.co_freevars and id(code) not in self._made_inside:
+            self.closures.append(code)
+        self._made_inside |= {id(inner) for inner in code.co_consts if isinstance(inner, CodeType)}
+
+    def _add_users_code(self, code: CodeType) -> None:
         """Note the names and the texts of a piece of the user's code."""
+        self.users_code.append(code)
         self.users.update(code.co_names)
         texts = self.texts.setdefault(code.co_filename, set())
         texts.update(filter(str.isidentifier, _texts(code.co_consts)))

@@ -13,19 +13,33 @@ words for a change are made only when there is one. `benchmarks/guards.py` measu
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
+from lightning_cudagraph.capture.audit.effects import Effects
+from lightning_cudagraph.capture.audit.host_objects import is_users_class
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
+from lightning_cudagraph.capture.audit.walker import Moved, Root, Walk
 from lightning_cudagraph.capture.checks.reads import PythonValues
 from lightning_cudagraph.capture.checks.structure import Structure, described
 from lightning_cudagraph.capture.checks.switches import global_switches
+from lightning_cudagraph.capture.recomputed import recomputed_names
 
 __all__ = ["Guards"]
 
 _State = dict[str, Any]
+
+# They change in every step by themselves.
+_STOPS = (Optimizer, LRScheduler, DataLoader)
+# A part that has changed so often, with checks that found the step the same, is not compared any more.
+_CHECKS_TO_CLEAR = 3
 
 
 class Guards:
@@ -48,6 +62,13 @@ class Guards:
             user's code mentions, if it mentions the object's own.
         host_names: attributes of a module that are not compared, because the host keeps them.
         stepped: the parameters of optimizers by name, some of which no module may know. Asked anew.
+        stops: classes of objects that a framework changes in every step, and that are not looked into.
+        outside: objects of the user's outside of the model, in which a step may leave something.
+
+    Attributes:
+        mentioned: what the captured steps mention; each adds its own before `take`.
+        effects: what warm-up steps change on the host.
+        doubt: a change, in words, of which only a check can say whether the step depends on it.
     """
 
     def __init__(
@@ -63,7 +84,15 @@ class Guards:
         around: Mapping[str, Any] | None = None,
         host_names: Callable[[nn.Module], frozenset[str]] = lambda module: frozenset(),
         stepped: Callable[[], dict[str, nn.Parameter]] = dict,
+        stops: tuple[type, ...] = (),
+        outside: Callable[[], list[Root]] = list,
     ) -> None:
+        self._stops = (*_STOPS, *stops)
+        self._outside = outside
+        self._walk: Walk | None = None
+        self._moved: list[Moved] = []
+        self._cleared: Counter[tuple[str, str]] = Counter()
+        self.doubt = ""
         self._stepped_now = stepped
         self._others_now = others
         self._around = around or {}
@@ -83,8 +112,10 @@ class Guards:
         self._structure: Structure | None = None
         self._hidden: dict[str, nn.Module] = {}
         self._values: PythonValues | None = None
-        # What the captured steps mention; each adds its own before `take`.
         self.mentioned: list[MentionedNames] = []
+        self.effects = Effects(
+            lambda mentioned: [*self._roots(mentioned), *self._outside()], self._stops, unwatched
+        )
         self._watched: _State | None = None
         self._moves: list[str | None] = []
 
@@ -119,12 +150,49 @@ class Guards:
         self._thorough = self._thorough_state()
         self._undisturbed = self._undisturbed_now()
         self._suspect = False
+        self._take_walk()
+
+    def _take_walk(self) -> None:
+        mentioned = MentionedNames.union(self.mentioned)
+        irrelevant = [part for part, checks in self._cleared.items() if checks >= _CHECKS_TO_CLEAR]
+        self._walk = Walk(self._roots(mentioned), self._stops, frozenset(irrelevant))
+        self._moved, self.doubt = [], ""
+
+    def clear_doubt(self) -> None:
+        """A check has found that the step is what was captured, in spite of the change."""
+        if self.doubt:
+            self._cleared.update({(moved.of, moved.path) for moved in self._moved})
+            self._take_walk()
+
+    def _roots(self, mentioned: MentionedNames) -> list[Root]:
+        """What the steps can reach: the user's modules, globals and closures."""
+        roots = [Root(os.environ, "os.environ", "the process")]
+        for before, model in {"": self._model, **self._hidden}.items():
+            for name, module in model.named_modules(prefix=before):
+                if is_users_class(type(module)) and not self._stays_on_host(module):
+                    of = f"`{name}`" if name else f"the `{type(module).__qualname__}`"
+                    left_out = self._unwatched | recomputed_names(module) | self._host_names(module)
+                    roots.append(Root(module, "", of, left_out))
+            roots += [
+                Root(parameter, "", f"parameter `{name}`")
+                for name, parameter in model.named_parameters(prefix=before)
+            ]
+        for namespace, name in mentioned.user_globals:
+            if name in namespace and name not in self._unwatched:
+                of = f"`{namespace.get('__name__', 'a module')}`"
+                roots.append(Root(namespace[name], name, of))
+        for cell, name, function in mentioned.cells():
+            if name not in self._unwatched:
+                roots.append(Root(cell, name, f"the closure of `{function}`"))
+        return roots
 
     def drop(self) -> None:
         """Forget it, with the graph."""
         self._cheap = None
         self._structure = self._values = None
         self._thorough, self._hidden = {}, {}
+        self._walk, self._moved, self.doubt = None, [], ""
+        self.effects.forget()
         self._watched = None
         self._moves.clear()
         self.mentioned.clear()
@@ -144,6 +212,8 @@ class Guards:
             return self._in_words("an object of the model or the optimizer was replaced")
         if change := self._values.changed(undisturbed):
             return change
+        if self._walk is not None and (moved := self._walk.changes(everything=self._suspect)):
+            self._moved, self.doubt = moved, moved[0].words
         if self._structure.hooks.registered() or self._suspect:
             self._suspect = False
             return _first_difference(self._thorough, self._thorough_state())

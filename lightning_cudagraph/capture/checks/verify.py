@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +38,7 @@ from lightning_cudagraph.capture.checks.compare import (
 from lightning_cudagraph.capture.compiled import compilations
 from lightning_cudagraph.capture.memory import host_free_bytes
 from lightning_cudagraph.capture.processes.agreement import Agreement
-from lightning_cudagraph.errors import VerificationError
+from lightning_cudagraph.errors import StaleGraphError, VerificationError
 
 __all__ = ["Verifier"]
 
@@ -52,6 +53,11 @@ _SPREAD = 10.0
 _REPLAYS_TO_COMPARE = 16
 # Before the step, after it eagerly, and, if that differs, after a first replay.
 _COPIES = 3
+# Pauses after which a replay is checked, whatever that costs; later ones within the budget.
+_PAUSES = 3
+# Without a pause, replays are checked at distances that grow by this factor, from the first one on.
+_FIRST_DISTANCE = 64
+_GROWTH = 4
 
 
 def _no_rates() -> tuple[Any, ...]:
@@ -67,6 +73,9 @@ class _History:
         checks: how many there have been.
         had_other_rates: one of them was with other learning rates than those of the capture.
         rounds_differently: the first of them found differences in the last places.
+        pauses: of the run, before the last check.
+        latest_replay: the one that was asked about last.
+        next_replay: the one that is checked next where there is no pause.
         compilations: how often torch.compile had compiled something before them. What was compiled since
             (for another size, say) may be what an eager step calls now, and differ in the last places.
     """
@@ -76,6 +85,9 @@ class _History:
     checks: int = 0
     had_other_rates: bool = False
     rounds_differently: bool = False
+    pauses: int = 0
+    latest_replay: int = 0
+    next_replay: int = _FIRST_DISTANCE
 
 
 @dataclass
@@ -99,6 +111,7 @@ class Verifier:
             its capture, the first replay that is gets one more check.
         agreement: with the other processes of the run, which check the same replays.
         checked: replays that were checked.
+        budget: the share of the run's time that checks may take that come later than the first ones.
         notes: what the user should know of the checks.
     """
 
@@ -107,10 +120,19 @@ class Verifier:
     every_n_steps: int | None
     rates: Callable[[], tuple[Any, ...]] = _no_rates
     agreement: Agreement | None = None
+    budget: float = 0.01
     checked: int = 0
     notes: list[str] = field(default_factory=list)
     _histories: WeakKeyDictionary[object, _History] = field(default_factory=WeakKeyDictionary)
     _ran_out: bool = False
+    _pauses: int = 0
+    _started_s: float = field(default_factory=perf_counter)
+    _longest_s: float = 0.0
+    _spent_s: float = 0.0
+
+    def pause(self) -> None:
+        """Code of the user's may have run: check the next replay of each graph, within the budget."""
+        self._pauses += 1
 
     def due(self, graph: object, replay_idx: int, is_unproved: bool = False) -> bool:
         """Whether a replay is to be checked.
@@ -124,6 +146,7 @@ class Verifier:
         if self._ran_out:
             return False
         history = self._history(graph)
+        history.latest_replay = replay_idx
         if is_unproved and self.replays > 1:
             return True
         first = 1 if self.replays == 1 else 0
@@ -131,9 +154,18 @@ class Verifier:
             return True
         if self.every_n_steps is not None and replay_idx % self.every_n_steps == 0:
             return True
-        return (
-            self.replays > 0 and not history.had_other_rates and self._rates() != history.captured_rates
-        )
+        if not self.replays:
+            return False
+        if not history.had_other_rates and self._rates() != history.captured_rates:
+            return True
+        if history.pauses < self._pauses and (self._pauses <= _PAUSES or self._is_affordable()):
+            return True
+        return replay_idx >= history.next_replay and self._is_affordable()
+
+    def _is_affordable(self) -> bool:
+        """Whether one more check stays within the budget."""
+        elapsed_s = perf_counter() - self._started_s
+        return self._spent_s + self._longest_s <= self.budget * elapsed_s
 
     def check(
         self,
@@ -142,6 +174,7 @@ class Verifier:
         eagerly: Callable[[], _Values],
         replay: Callable[[], tuple[Any, _Values]],
         keep: bool = True,
+        why_stale: Callable[[], str] = lambda: "",
     ) -> Any:
         """Do a step both ways from the same state, and keep what the replay came to.
 
@@ -153,24 +186,35 @@ class Verifier:
             eagerly: the step without a graph and without a trace on the host; returns its outputs.
             replay: the step by replay; returns what the caller wants back, and its outputs.
             keep: False: go back to the state before the step, for who takes the step afterwards.
+            why_stale: asked if the replay differs: what has changed since the capture, if that is known.
 
         Returns:
             The first of what `replay` returned. The state is that after the replay, or before it.
 
         Raises:
-            VerificationError: if the replay differs. The state is that before the step.
+            StaleGraphError: if the replay differs, and it is known why. The state is that before the
+                step.
+            VerificationError: if the replay differs otherwise.
         """
         history = self._history(graph)
+        history.pauses = self._pauses
+        while history.next_replay <= history.latest_replay:
+            history.next_replay *= _GROWTH
         history.had_other_rates |= self._rates() != history.captured_rates
         copy = self._copier(live)
         if self._somewhere(copy is None) or copy is None:
             return replay()[0] if keep else None
+        started_s = perf_counter()
         try:
-            return self._checked(history, live, copy, eagerly, replay, keep)
+            return self._checked(history, live, copy, eagerly, replay, keep, why_stale)
         except torch.OutOfMemoryError as error:
             if self.agreement is not None:
                 raise  # the others are in the middle of the check
             ran_out = str(error).splitlines()[0] if str(error) else "no details"
+        finally:
+            self._longest_s = perf_counter() - started_s
+            if history.checks > self.replays:
+                self._spent_s += self._longest_s
         # Out of the handler, whose error holds the memory. Each try would cost as much as this one.
         self._ran_out = True
         self._note(f"not verified: a check ran out of memory ({ran_out})")
@@ -184,6 +228,7 @@ class Verifier:
         eagerly: Callable[[], _Values],
         replay: Callable[[], tuple[Any, _Values]],
         keep: bool,
+        why_stale: Callable[[], str],
     ) -> Any:
         before = _Outcome(_copied(live, copy), self.backend.rng_state())
         try:
@@ -218,7 +263,7 @@ class Verifier:
                 failure = _other_names(expected.values, found)
             elif not same_random_state:
                 failure = verification_error(differing, expected.values, found, {*outputs})
-            self._raise_together(failure)
+            self._raise_together(failure, why_stale() if failure is not None else "")
         except BaseException:
             self._put(live, before)
             raise
@@ -232,16 +277,20 @@ class Verifier:
         """Whether something is so in any process of the run."""
         return is_here if self.agreement is None else any(self.agreement.tell(is_here))
 
-    def _raise_together(self, failure: VerificationError | None) -> None:
+    def _raise_together(self, failure: VerificationError | None, stale: str) -> None:
         """Raise if the check has failed in any process of the run."""
-        mine = None if failure is None else (failure.reason, failure.remedy)
-        told = [] if self.agreement is None else self.agreement.tell(mine)
+        mine = None if failure is None else (failure.reason, failure.remedy, stale)
+        told = [mine] if self.agreement is None else self.agreement.tell(mine)
+        if not (failed := [(rank, said) for rank, said in enumerate(told) if said is not None]):
+            return
+        reasons = dict.fromkeys(why for _, (_, _, why) in failed)
+        if "" not in reasons:
+            _, (_, remedy, _) = failed[0]
+            raise StaleGraphError("; ".join(reasons), remedy)
         if failure is not None:
             raise failure
-        for rank, of_rank in enumerate(told):
-            if of_rank is not None:
-                reason, remedy = of_rank
-                raise VerificationError(f"On rank {rank}: {reason}", remedy)
+        rank, (reason, remedy, _) = failed[0]
+        raise VerificationError(f"On rank {rank}: {reason}", remedy)
 
     @staticmethod
     def _is_lenient(history: _History) -> bool:
