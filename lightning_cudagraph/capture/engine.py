@@ -176,7 +176,7 @@ class StepEngine(Generic[T]):
         if change := self._guards.changed():
             self._standing.drop(change)  # here, because parameters are looked at in turns
             return None
-        if self._guards.doubt or self._standing.drop_after:
+        if self._guards.doubt:
             return None
         static = captured.static
         tensors: list[Tensor] | None = []

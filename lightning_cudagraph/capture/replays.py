@@ -133,7 +133,7 @@ class Replays(Generic[T]):
             else:
                 self._standing.unsupported(error)
             return None, error.reason
-        self._standing.checked(captured)
+        self._standing.clear_doubt()
         if captured.is_checked_apart:
             return self.replayed(step, captured), ""
         return self._done(captured, outputs), ""

@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.holds import GradientCopies
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.warm_ups import WarmUps
@@ -43,7 +42,6 @@ class StandingGraphs(Generic[T]):
     Attributes:
         given_up: why the run goes on without graphs; None as long as it does not.
         dropped: why graphs were let go of, the last time; nothing if other processes know it.
-        drop_after: why they are let go of before the next step, which comes to other ops than they do.
     """
 
     def __init__(
@@ -74,13 +72,10 @@ class StandingGraphs(Generic[T]):
         self._short_captures = 0  # in a row
         self.given_up: str | None = None
         self.dropped = ""
-        self.drop_after = ""
 
     def look_for_changes(self) -> None:
         """Before a step: let go of graphs that are not the step any more."""
-        if stale := self.drop_after:
-            self.drop(stale)
-        elif change := self._guards.changed():
+        if change := self._guards.changed():
             self.drop(change)
         elif self._backend.host_value_moved():
             self.drop("a tensor in host memory, which the step uses as a number, changed")
@@ -92,13 +87,9 @@ class StandingGraphs(Generic[T]):
         """A change of which only a check can say whether the step depends on it; empty if none."""
         return self._guards.doubt
 
-    def checked(self, captured: CapturedStep[T]) -> None:
-        """After a check that has found no other numbers: the graph holds, or is about to be stale."""
-        difference = captured.tape.difference
-        if difference is not None and difference.is_value:
-            self.drop_after = str(difference)
-        else:
-            self._guards.clear_doubt()
+    def clear_doubt(self) -> None:
+        """A check has found no other numbers: the graph holds."""
+        self._guards.clear_doubt()
 
     def _hand_out_from_now_on(self) -> None:
         """Somebody keeps a gradient: leave him what the graphs have made, and give out copies."""
@@ -130,7 +121,6 @@ class StandingGraphs(Generic[T]):
 
     def forget(self) -> None:
         """Let go of the graphs and of what was learned in warm-up; it begins anew."""
-        self.drop_after = ""
         self._graphs.release()
         self._guards.drop()
         self._warm_ups.forget()

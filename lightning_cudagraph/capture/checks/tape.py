@@ -22,6 +22,8 @@ __all__ = ["OpTape", "TapeDifference"]
 
 # Of lists in arguments; what is behind is compared by its length.
 _MAX_ITEMS = 4096
+# Ops that differ and are looked at.
+_MAX_DIFFERENCES = 64
 _PLAIN = (int, float, complex, bool, str, type(None))
 
 
@@ -74,17 +76,21 @@ class OpTape:
     """The ops of a step, recorded when it first runs beside a graph.
 
     Attributes:
-        difference: the first one of the latest run that is not as it was recorded, or None.
     """
 
     def __init__(self) -> None:
         self._entries: list[_Entry] | None = None
-        self.difference: TapeDifference | None = None
+        self._differences: list[TapeDifference] = []
 
     @property
-    def is_recorded(self) -> bool:
-        """Whether there is something to compare with."""
-        return self._entries is not None
+    def difference(self) -> TapeDifference | None:
+        """The first op of the latest run that is not as it was recorded, or None.
+
+        First are those with a line of the user's: an optimizer is handed its learning rate by this
+        package, as another number than before, and the graph reads that from the device.
+        """
+        with_line = (difference for difference in self._differences if difference.where is not None)
+        return next(with_line, next(iter(self._differences), None))
 
     def beside(self, named: Mapping[str, Tensor]) -> TorchDispatchMode:
         """A mode to run the step in: the first time it records, later it compares.
@@ -92,7 +98,7 @@ class OpTape:
         Args:
             named: tensors that outlive the step, by name.
         """
-        self.difference = None
+        self._differences.clear()
         return _TapeMode(self, named)
 
 
@@ -102,6 +108,7 @@ class _TapeMode(TorchDispatchMode):
         self._tape = tape
         self._was = tape._entries
         self._entries: list[_Entry] = []
+        self._is_aligned = True
         self._names = {storage_id(tensor): name for name, tensor in named.items()}
 
     @classmethod
@@ -115,9 +122,14 @@ class _TapeMode(TorchDispatchMode):
             return
         if self._was is None:
             self._tape._entries = self._entries
-        elif self._tape.difference is None and len(self._entries) < len(self._was):
+        elif len(self._entries) < len(self._was):
             missing = _op_in_words(self._was[len(self._entries)])
-            self._tape.difference = TapeDifference(missing, "its end", None, is_value=False)
+            self._note(TapeDifference(missing, "its end", None, is_value=False))
+
+    def _note(self, difference: TapeDifference) -> None:
+        # Behind an op that is another one, all are others.
+        self._is_aligned = self._is_aligned and difference.is_value
+        self._tape._differences.append(difference)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -127,10 +139,10 @@ class _TapeMode(TorchDispatchMode):
         entry = (str(func), (self._form(args, made_on_host), self._form(kwargs, False)))
         index = len(self._entries)
         self._entries.append(entry)
-        if self._was is not None and self._tape.difference is None:
+        if self._was is not None and self._is_aligned:
             was = self._was[index] if index < len(self._was) else None
-            if was != entry:
-                self._tape.difference = _difference(was, entry)
+            if was != entry and len(self._tape._differences) < _MAX_DIFFERENCES:
+                self._note(_difference(was, entry))
         return func(*args, **kwargs)
 
     def _form(self, value: Any, made_on_host: bool) -> Any:
