@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -177,42 +178,27 @@ class Captures(Generic[T]):
                 'Keep it constant, or pass `scope="forward_backward"`.',
                 in_optimizer=True,
             )
-        self._guards.effects.refuse()
         maker = self._graphs.maker(step, signature)
         if isinstance(maker, CapturedStep):
             maker.put_back_gradients()
         else:
             self._copies.move_apart(*step.parameters(), step.kept)
         started_s = time.perf_counter()
-        with step.transaction(), outside_inference_mode(), self._compiled.one_look():
-            self._carried.place()
-            static = self._graphs.static_of(signature) or StaticBatch(step.batch)
-            static.copy_from(step.batch)
-
-            def capture(takes: tuple[bool, ...], kept: bool) -> CapturedStep[T]:
-                in_one_place = step.in_window and step.place == MAKES_GRADIENTS
-                return CapturedStep(
-                    self._backend,
-                    static,
-                    step.record,
-                    *step.parameters(),
-                    takes,
-                    in_one_place,
-                    kept,
-                    self._compiled,
-                )
-
-            self._streams.settle(
-                lambda: capture((False,), kept=False),
-                lambda captured: step.all_state(captured.written),
-            )
-            captured = capture(step.takes, step.kept())
-        self._streams.captured()
+        made: list[CapturedStep[T]] = []
         try:
-            _refuse_shared_memory(step.batch, captured)
-        except UnsupportedError:
-            captured.release()
+            with ExitStack() as stack:
+                stack.enter_context(self._guards.effects.refused(self._guards.all_mentioned))
+                stack.enter_context(step.transaction())
+                stack.enter_context(outside_inference_mode())
+                stack.enter_context(self._compiled.one_look())
+                made.append(self._captured(step, signature))
+            self._streams.captured()
+            _refuse_shared_memory(step.batch, made[0])
+        except BaseException:
+            for captured in made:
+                captured.release()
             raise
+        captured = made[0]
         self._guards.take()
         capture_ms = (time.perf_counter() - started_s) * 1e3
         self._counts.captures += 1
@@ -221,3 +207,27 @@ class Captures(Generic[T]):
         if self._on_capture is not None:
             self._on_capture(step, capture_ms)
         return captured
+
+    def _captured(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
+        self._carried.place()
+        static = self._graphs.static_of(signature) or StaticBatch(step.batch)
+        static.copy_from(step.batch)
+
+        def capture(takes: tuple[bool, ...], kept: bool) -> CapturedStep[T]:
+            in_one_place = step.in_window and step.place == MAKES_GRADIENTS
+            return CapturedStep(
+                self._backend,
+                static,
+                step.record,
+                *step.parameters(),
+                takes,
+                in_one_place,
+                kept,
+                self._compiled,
+            )
+
+        self._streams.settle(
+            lambda: capture((False,), kept=False),
+            lambda captured: step.all_state(captured.written),
+        )
+        return capture(step.takes, step.kept())

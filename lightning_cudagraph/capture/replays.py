@@ -84,13 +84,9 @@ class Replays(Generic[T]):
         """
         replays = 0
 
-        def rehearse(batch: Any) -> T:
-            with captured.tape.beside(state):
-                return step.rehearse(batch)
-
         def eagerly() -> dict[str, Tensor]:
             with step.transaction(), self._backend.on_side_stream():
-                return step.values(captured.run_eagerly(rehearse, step.batch))
+                return step.values(captured.run_eagerly(step.rehearse, step.batch))
 
         def replay() -> tuple[T, dict[str, Tensor]]:
             nonlocal replays
@@ -106,7 +102,14 @@ class Replays(Generic[T]):
             for parameter, gradient in before:
                 parameter.grad = gradient
 
-        def why_stale() -> str:
+        def trace() -> str:
+            def rehearse(batch: Any) -> T:
+                with captured.tape.beside(state):
+                    return step.rehearse(batch)
+
+            with step.transaction(), self._backend.on_side_stream():
+                captured.run_eagerly(rehearse, step.batch)
+            put_back_gradients()
             difference = captured.tape.difference
             found = [self._standing.doubt, "" if difference is None else str(difference)]
             return "; ".join(filter(None, found))
@@ -120,9 +123,9 @@ class Replays(Generic[T]):
                 # The check is made without what the host does in the middle, and the step is taken
                 # afterwards.
                 with captured.gradients_kept():
-                    self._verifier.check(captured, state, eagerly, replay, False, why_stale)
+                    self._verifier.check(captured, state, eagerly, replay, False, trace)
             else:
-                outputs = self._verifier.check(captured, state, eagerly, replay, True, why_stale)
+                outputs = self._verifier.check(captured, state, eagerly, replay, True, trace)
         except UnsupportedError as error:
             if self._agreement is not None and not isinstance(error, VerificationError):
                 raise  # the others are in the middle of the check

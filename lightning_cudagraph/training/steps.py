@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -170,7 +170,7 @@ class TrainingSteps:
             kept=lambda: (
                 self._part.behind is not None or not gradients_unseen(self._trainer, self._module)
             ),
-            learning=lambda: self._learning(closure),
+            learning=self._learning,
             takes=self._times.takes(place, self._trainer.accumulate_grad_batches),
             timed=timed,
             upcoming=lambda outputs: self._clock.upcoming(outputs.marks),
@@ -179,18 +179,8 @@ class TrainingSteps:
         )
 
     @contextmanager
-    def _learning(self, closure: GraphClosure) -> Iterator[None]:
-        effects = self._guards.effects
-        with ExitStack() as stack:
-            stack.enter_context(self._metrics.learning())
-            stack.enter_context(self._hooks.learning())
-            if self._hooks.named():  # those run on the host in replays too, between the parts
-                effects.forget()
-                closure._step_fn = _within(effects.watched_part, closure._step_fn)
-                if closure._backward_fn is not None:
-                    closure._backward_fn = _within(effects.watched_part, closure._backward_fn)
-            else:
-                stack.enter_context(effects.watched())
+    def _learning(self) -> Iterator[None]:
+        with self._metrics.learning(), self._hooks.learning(), self._guards.effects.watched():
             yield
 
     @contextmanager
@@ -201,13 +191,3 @@ class TrainingSteps:
             stack.enter_context(self._replicas.undone())
             self._metrics.prepare()
             yield
-
-
-def _within(
-    watched: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]
-) -> Callable[..., Any]:
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with watched():
-            return function(*args, **kwargs)
-
-    return inside

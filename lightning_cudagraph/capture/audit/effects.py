@@ -1,23 +1,32 @@
 """What steps change on the host, found in warm-up steps, which are real ones.
 
 An object that a warm-up step has left other than it found it is changed by each step, and a replay would
-not change it. So such a step is refused before it is captured: before its Python has run a second time
-for the same batch.
+not change it. If code that is captured has changed it, the step is refused, and the object is put back to
+what it was before the capture. What other code changes goes on in replays too: that of hooks which run on
+the host, and of methods that Lightning calls around the step.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.audit.frozen import effect_error
 from lightning_cudagraph.capture.audit.host_lines import line_that_sets
-from lightning_cudagraph.capture.audit.host_objects import VALUES, is_users_module
+from lightning_cudagraph.capture.audit.host_objects import (
+    UNSET,
+    VALUES,
+    attributes_of,
+    is_users_module,
+    slot_value,
+    slots_of,
+)
 from lightning_cudagraph.capture.audit.host_state import Change
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from lightning_cudagraph.capture.audit.walker import Moved, Root, Walk
@@ -53,37 +62,82 @@ class Effects:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around a warm-up step: find what it changes."""
-        self.forget()
-        with self.watched_part():
-            yield
+        """Around a warm-up step: find what it changes.
 
-    @contextmanager
-    def watched_part(self) -> Iterator[None]:
-        """Around a part of a warm-up step, where hooks that are not captured run between the parts."""
+        Only the last one counts: what is made lazily is made before it.
+        """
         walk = Walk(self._roots(self._mentioned), self._stops)
         with _code_noted(self._mentioned):
             yield
-        self._found += [moved for moved in walk.changes(everything=True) if self._is_effect(moved)]
+        self._found = [moved for moved in walk.changes(everything=True) if self._is_effect(moved)]
 
-    def refuse(self) -> None:
-        """Refuse a step with effects.
+    @contextmanager
+    def refused(self, captured: Callable[[], MentionedNames]) -> Iterator[None]:
+        """Around a capture: refuse a step with effects, and undo them.
+
+        Args:
+            captured: what the code that was captured mentions.
 
         Raises:
             CaptureError: naming the first effect, with the user's line.
         """
-        if not self._found:
-            return
-        moved = self._found[0]
-        change = Change(moved.path, moved.of, moved.holder, draws=False)
-        raise effect_error(change, line_that_sets(change, self._mentioned.users_code))
+        before = [(moved.holder, _contents(moved.holder)) for moved in self._found]
+        try:
+            yield
+            self._refuse(captured().users_code)
+        except BaseException:
+            for holder, contents in before:
+                _put_back(holder, contents)
+            raise
+
+    def _refuse(self, captured: Sequence[CodeType]) -> None:
+        for moved in self._found:
+            change = Change(moved.path, moved.of, moved.holder, draws=False)
+            line = line_that_sets(change, captured)
+            # Other code that changes it runs on the host in replays too.
+            if line is not None or line_that_sets(change, self._mentioned.users_code) is None:
+                raise effect_error(change, line)
 
     def _is_effect(self, moved: Moved) -> bool:
-        if moved.path in self._harmless:
+        if any(moved.path.startswith(path) for path in self._harmless):
             return False
         # A tensor in an attribute of a module: such attributes are carried over from step to step in the
         # graph, or refused by the capture.
         return not (isinstance(moved.holder, nn.Module) and _is_of_tensors(moved.now))
+
+
+def _contents(holder: Any) -> Any:
+    """What an object holds, as far as it can be put back."""
+    kind = type(holder)
+    attributes = attributes_of(holder)
+    own: Any = None
+    if issubclass(kind, dict):
+        own = [*dict.items(holder)]
+    elif (base := _base_of(kind)) is not None:
+        own = [*base.__iter__(holder)]
+    slots = {name: slot_value(slot, holder) for name, slot in slots_of(kind).items()}
+    return None if attributes is None else dict(attributes), own, slots
+
+
+def _put_back(holder: Any, contents: Any) -> None:
+    attributes, own, slots = contents
+    kind = type(holder)
+    if attributes is not None and (now := attributes_of(holder)) is not None:
+        now.clear()
+        now.update(attributes)
+    if issubclass(kind, dict):
+        dict.clear(holder)
+        dict.update(holder, own)
+    elif (base := _base_of(kind)) is not None:
+        base.clear(holder)
+        (base.update if base is set else base.extend)(holder, own)
+    for name, slot in slots_of(kind).items():
+        if slots[name] is not UNSET:
+            slot.__set__(holder, slots[name])
+
+
+def _base_of(kind: type) -> Any:
+    return next((base for base in (list, deque, set) if issubclass(kind, base)), None)
 
 
 def _is_of_tensors(value: Any) -> bool:

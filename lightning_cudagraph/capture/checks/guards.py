@@ -13,9 +13,11 @@ words for a change are made only when there is one. `benchmarks/guards.py` measu
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from io import IOBase
 from typing import Any
 
 from torch import nn
@@ -36,8 +38,8 @@ __all__ = ["Guards"]
 
 _State = dict[str, Any]
 
-# They change in every step by themselves.
-_STOPS = (Optimizer, LRScheduler, DataLoader)
+# They change in every step by themselves; records and files are refused where they are written.
+_STOPS = (Optimizer, LRScheduler, DataLoader, logging.Logger, logging.Handler, IOBase)
 # A part that has changed so often, with checks that found the step the same, is not compared any more.
 _CHECKS_TO_CLEAR = 3
 
@@ -130,9 +132,13 @@ class Guards:
         """What has moved in every step since `watch` was first called, in words, or None."""
         return self._moves[-1] if self._moves and all(self._moves) else None
 
+    def all_mentioned(self) -> MentionedNames:
+        """What the captured steps mention together."""
+        return MentionedNames.union(self.mentioned)
+
     def take(self) -> None:
         """Remember what is there now, at a capture."""
-        mentioned = MentionedNames.union(self.mentioned)
+        mentioned = self.all_mentioned()
         self._values = PythonValues(
             self._model,
             mentioned,
@@ -153,7 +159,7 @@ class Guards:
         self._take_walk()
 
     def _take_walk(self) -> None:
-        mentioned = MentionedNames.union(self.mentioned)
+        mentioned = self.all_mentioned()
         irrelevant = [part for part, checks in self._cleared.items() if checks >= _CHECKS_TO_CLEAR]
         self._walk = Walk(self._roots(mentioned), self._stops, frozenset(irrelevant))
         self._moved, self.doubt = [], ""

@@ -38,7 +38,7 @@ from lightning_cudagraph.capture.checks.compare import (
 from lightning_cudagraph.capture.compiled import compilations
 from lightning_cudagraph.capture.memory import host_free_bytes
 from lightning_cudagraph.capture.processes.agreement import Agreement
-from lightning_cudagraph.errors import StaleGraphError, VerificationError
+from lightning_cudagraph.errors import CUDAGraphError, StaleGraphError, VerificationError
 
 __all__ = ["Verifier"]
 
@@ -174,7 +174,7 @@ class Verifier:
         eagerly: Callable[[], _Values],
         replay: Callable[[], tuple[Any, _Values]],
         keep: bool = True,
-        why_stale: Callable[[], str] = lambda: "",
+        trace: Callable[[], str] | None = None,
     ) -> Any:
         """Do a step both ways from the same state, and keep what the replay came to.
 
@@ -186,7 +186,8 @@ class Verifier:
             eagerly: the step without a graph and without a trace on the host; returns its outputs.
             replay: the step by replay; returns what the caller wants back, and its outputs.
             keep: False: go back to the state before the step, for who takes the step afterwards.
-            why_stale: asked if the replay differs: what has changed since the capture, if that is known.
+            trace: does the step eagerly to look at its ops, in the first check, and if a replay differs.
+                Returns what has changed since the capture, in words, if that is known.
 
         Returns:
             The first of what `replay` returned. The state is that after the replay, or before it.
@@ -206,7 +207,7 @@ class Verifier:
             return replay()[0] if keep else None
         started_s = perf_counter()
         try:
-            return self._checked(history, live, copy, eagerly, replay, keep, why_stale)
+            return self._checked(history, live, copy, eagerly, replay, keep, trace)
         except torch.OutOfMemoryError as error:
             if self.agreement is not None:
                 raise  # the others are in the middle of the check
@@ -228,10 +229,12 @@ class Verifier:
         eagerly: Callable[[], _Values],
         replay: Callable[[], tuple[Any, _Values]],
         keep: bool,
-        why_stale: Callable[[], str],
+        trace: Callable[[], str] | None,
     ) -> Any:
         before = _Outcome(_copied(live, copy), self.backend.rng_state())
         try:
+            if trace is not None and not history.checks:
+                self._traced(trace, live, before)
             expected = self._outcome(eagerly(), live, copy)
             self._put(live, before)
             result, outputs = replay()
@@ -263,7 +266,11 @@ class Verifier:
                 failure = _other_names(expected.values, found)
             elif not same_random_state:
                 failure = verification_error(differing, expected.values, found, {*outputs})
-            self._raise_together(failure, why_stale() if failure is not None else "")
+            stale = ""
+            if self._somewhere(failure is not None) and trace is not None:
+                self._put(live, before)
+                stale = self._traced(trace, live, before)
+            self._raise_together(failure, stale)
         except BaseException:
             self._put(live, before)
             raise
@@ -272,6 +279,18 @@ class Verifier:
         self.checked += 1
         history.checks += 1
         return result
+
+    def _traced(self, trace: Callable[[], str], live: _Values, before: _Outcome) -> str:
+        """Look at the ops of the step, from the state before it, and go back to that."""
+        try:
+            return trace()
+        except CUDAGraphError:
+            raise
+        except Exception as error:  # under a mode of the dispatcher some of torch's own code fails
+            self._note(f"the ops of the step cannot be told by name: {type(error).__name__}: {error}")
+            return ""
+        finally:
+            self._put(live, before)
 
     def _somewhere(self, is_here: bool) -> bool:
         """Whether something is so in any process of the run."""
