@@ -74,7 +74,7 @@ def test_eager_beside_graph() -> None:
     lines = fit_report("CUDA graphs", counts(), StepPace(), graph, [], None, eager).splitlines()
     assert (
         "  warm-up   forward 6.190 ms, backward 14.185 ms, clipping 0.300 ms, optimizer 1.200 ms,"
-        " copy 0.100 ms; watched for the capture, which makes steps slower: no measure of what is gained"
+        " copy 0.100 ms; watched, so slower: no measure of what is gained"
     ) in lines
     first = next(index for index, line in enumerate(lines) if "slowest layers" in line)
     assert lines[first + 1 : first + 4] == [

@@ -27,7 +27,7 @@ _PARTS = (*STEP_PARTS, "copy")
 # The share of a step from which on a gap, or what the host does for timings, is worth a word.
 _LARGE_GAP = 0.1
 _NO_TIMES = WindowSummary([])
-_WATCHED = "watched for the capture, which makes steps slower: no measure of what is gained"
+_WATCHED = "watched, so slower: no measure of what is gained"
 
 
 def _count_lines(label: str, counts: StepCounts) -> list[str]:
