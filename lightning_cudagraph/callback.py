@@ -98,7 +98,8 @@ class CUDAGraphCallback(Callback):
             of what one takes, or 1 GiB if that is more.
 
     Attributes:
-        report: the report of the last run, or None before its end.
+        report: the report of the last run, or None before its end. Printed, too, however the run ends;
+            its first line says how much of it was replayed.
         counts: what became of the steps of the last `fit`, or of the batches of the last run that was
             not one, or None if it had no graphs.
         evaluation_counts: what became of the batches of validation, test or prediction of the last
@@ -155,6 +156,7 @@ class CUDAGraphCallback(Callback):
         self.streams = streams
         self.streams_memory_bytes = streams_memory_bytes
         self.report: str | None = None
+        self._printed: str | None = None
         self.counts: StepCounts | None = None
         self.evaluation_counts: StepCounts | None = None
         self._training: GraphedTraining | None = None
@@ -253,33 +255,53 @@ class CUDAGraphCallback(Callback):
             self._training.suspect()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        evaluation = self._evaluation
-        if self._training is not None:
-            self.report = self._finished(self._training)
-        elif self._interrupted is not None:
-            self.report, self.counts = self._interrupted
-        elif self.report is not None and evaluation is not None:
-            text = evaluation_report(self._description, evaluation.counts, evaluation.notes)
-            self.report += f"\n{text}"
+        self._write_report()
         self._close()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.report is not None:
-            rank_zero_info(self.report)
+        self._print_report()
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         if self._processes is not None:
             self._processes.fail(exception)
-        self._close()
+        try:
+            self._write_report(exception)
+            self._print_report(after_progress_bar=True)
+        finally:
+            self._close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" and self._evaluation is not None:
-            evaluation = self._evaluation
-            self.report = evaluation_report(self._description, evaluation.counts, evaluation.notes)
-            rank_zero_info(self.report)
+            self.report = self._evaluated(self._evaluation)
+            self._print_report()
         self._close()
+
+    def _write_report(self, exception: BaseException | None = None) -> None:
+        """At the end of a run.
+
+        Args:
+            exception: what has ended it, if it has not come to its end.
+        """
+        if self._training is not None:
+            self.report = self._finished(self._training, exception=exception)
+        elif self._interrupted is not None:
+            (self.report, self.counts), self._interrupted = self._interrupted, None
+        elif self._evaluation is not None:  # alone, or in a `fit` without graphs
+            before = [] if self.report is None else [self.report]
+            self.report = "\n".join([*before, self._evaluated(self._evaluation, exception)])
+
+    def _print_report(self, after_progress_bar: bool = False) -> None:
+        """Print the report, once; if asked, below the line that a progress bar has left open."""
+        if self.report is not None and self.report is not self._printed:
+            rank_zero_info(f"\n{self.report}" if after_progress_bar else self.report)
+        self._printed = self.report
+
+    def _evaluated(self, evaluation: GraphedEvaluation, exception: BaseException | None = None) -> str:
+        """The report of evaluations alone."""
+        ended = "" if exception is None else type(exception).__name__
+        return evaluation_report(self._description, evaluation.counts, evaluation.notes, ended)
 
     def _interrupt(self, training: GraphedTraining, stage: str) -> None:
         """A hook of a `fit` has called another of a trainer's methods, which takes all down.
@@ -300,13 +322,15 @@ class CUDAGraphCallback(Callback):
         self._interrupted = self._finished(training, note), self.counts
         rank_zero_warn(f"lightning_cudagraph: {note}. Call it between two fits.")
 
-    def _finished(self, training: GraphedTraining, *notes: str) -> str:
+    def _finished(
+        self, training: GraphedTraining, *notes: str, exception: BaseException | None = None
+    ) -> str:
         """The report of a training, with that of the evaluations in it."""
         evaluation = self._evaluation
         counts = None if evaluation is None else evaluation.counts
         said = [*notes, *([] if evaluation is None else evaluation.notes)]
         said += [] if self._no_evaluation is None else [self._no_evaluation.reason]
-        return training.finish(self._description, counts, said)
+        return training.finish(self._description, counts, said, exception)
 
     def _evaluate(self, trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
         """An evaluation begins, in a `fit` or in a run of its own."""

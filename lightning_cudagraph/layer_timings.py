@@ -133,7 +133,12 @@ class LayerTimings(LayerChoice, Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._close()
+        try:
+            if self._run is not None:
+                self.report = self._run.finish(exception)
+                rank_zero_info(f"\n{self.report}")  # below the line of a progress bar
+        finally:
+            self._close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close()

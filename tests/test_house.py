@@ -96,6 +96,26 @@ def test_importing_touches_no_gpu() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_importing_needs_no_drawing_and_no_tensorboard() -> None:
+    """Both are loaded when something is shown. (Lightning's metrics load matplotlib themselves.)"""
+    code = (
+        "import sys\n"
+        "import lightning.pytorch\n"
+        "for name in ('matplotlib', 'tensorboard'):\n"
+        "    for module in [m for m in sys.modules if m.partition('.')[0] == name]:\n"
+        "        del sys.modules[module]\n"
+        "    sys.modules[name] = None\n"  # an import of it fails
+        "import lightning_cudagraph\n"
+        "lightning_cudagraph.CUDAGraphCallback(timings=lightning_cudagraph.LayerTimings())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_version_is_cited() -> None:
+    citation = (Path(__file__).parents[1] / "CITATION.cff").read_text()
+    assert f"\nversion: {lightning_cudagraph.__version__}\n" in citation
+
+
 def _fixtures(path: Path) -> list[str]:
     nodes = ast.parse(path.read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]

@@ -6,9 +6,11 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.timing.pace import StepPace
-from lightning_cudagraph.timing.report import eager_report, fit_report
+from lightning_cudagraph.timing.report import eager_report, evaluation_report, fit_report
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.windows import WindowSummary
 from tests.readings import gpt_readings
@@ -29,7 +31,7 @@ def counts() -> StepCounts:
 
 
 GRAPH = """\
-lightning_cudagraph: CUDA graphs
+lightning_cudagraph: 200 of 203 steps replayed (98.5%); CUDA graphs
   steps     3 warmed up, 200 replayed, 0 eager; captured 1 time(s)
   capture   600 ms, 1.0 MiB taken
   graph     forward 0.619 ms, backward 1.418 ms, clipping 0.030 ms, optimizer 0.120 ms, copy 0.010 ms
@@ -71,12 +73,12 @@ def test_eager_beside_graph() -> None:
     graph, eager = WindowSummary([reading]), WindowSummary([slowed(reading, 10.0)] * 3)
     lines = fit_report("CUDA graphs", counts(), StepPace(), graph, [], None, eager).splitlines()
     assert (
-        "  eager     forward 6.190 ms, backward 14.185 ms, clipping 0.300 ms, optimizer 1.200 ms,"
-        " copy 0.100 ms"
+        "  warm-up   forward 6.190 ms, backward 14.185 ms, clipping 0.300 ms, optimizer 1.200 ms,"
+        " copy 0.100 ms; watched, so slower: no measure of what is gained"
     ) in lines
     first = next(index for index, line in enumerate(lines) if "slowest layers" in line)
     assert lines[first + 1 : first + 4] == [
-        "               in the graph             eager, 3 timed steps",
+        "               in the graph             in warm-up, watched",
         "    layer      forward ms  backward ms  forward ms  backward ms  share of step",
         "    blocks          0.600        1.380       6.000       13.800    91% ######################",
     ]
@@ -86,7 +88,7 @@ def test_eager_steps_alone() -> None:
     """Of a run that has given up before its first replay."""
     eager = WindowSummary(gpt_readings(n=1, noise=0.0))
     text = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [], None, eager)
-    assert "  eager     forward 0.619 ms, backward 1.418 ms" in text
+    assert "  warm-up   forward 0.619 ms, backward 1.418 ms" in text
     assert "    blocks          0.600        1.380    91% ######" in text
     assert "in the graph" not in text
 
@@ -124,16 +126,44 @@ def test_nothing_was_timed() -> None:
     assert eager_report(WindowSummary([]), ["a note"]).splitlines()[1:] == ["  note      a note"]
 
 
-def test_what_is_known_of_the_pace_is_said() -> None:
-    pace: Any = SimpleNamespace(replayed_ms=2.4, eager_ms=None)
+def test_the_pace_is_that_of_replays_alone() -> None:
+    """Steps of the warm-up are watched: the report makes no speed-up of them."""
+    pace: Any = SimpleNamespace(replayed_ms=2.4)
     found = fit_report("CUDA graphs", counts(), pace, WindowSummary([]), [])
-    assert "  step      2.40 ms replayed\n" in found + "\n"
-    pace.eager_ms = 4.0
-    found = fit_report("CUDA graphs", counts(), pace, WindowSummary([]), [])
-    assert "  step      2.40 ms replayed; 4.00 ms eager in warm-up" in found
+    (line,) = (line for line in found.splitlines() if line.startswith("  step "))
+    assert line == '  step      2.40 ms replayed; to know what is gained, run once with `backend="off"`'
+
+
+@pytest.mark.parametrize(
+    ("warmed_up", "replayed", "eager", "said"),
+    [
+        (3, 1997, 0, "1997 of 2000 steps replayed (99.8%)"),
+        (3, 9997, 0, "9997 of 10000 steps replayed (99.9%)"),  # never 100 where some were not
+        (0, 7, 0, "7 of 7 steps replayed (100.0%)"),
+        (3, 3, 6, "3 of 12 steps replayed (25.0%)"),
+        (2, 0, 0, "0 of 2 steps replayed (0.0%)"),
+        (0, 0, 0, "0 of 0 steps replayed (0.0%)"),
+    ],
+)
+def test_the_first_line_is_the_verdict(warmed_up: int, replayed: int, eager: int, said: str) -> None:
+    found = StepCounts(warmed_up, min(replayed, 1), replayed)
+    found.eager.update({"another batch signature": eager} if eager else {})
+    first, *_ = fit_report("CUDA graphs", found, StepPace(), WindowSummary([]), []).splitlines()
+    assert first == f"lightning_cudagraph: {said}; CUDA graphs"
+    first, *_ = evaluation_report("CUDA graphs", found, []).splitlines()
+    assert first == f"lightning_cudagraph: {said.replace('steps', 'batches')}; CUDA graphs"
+
+
+def test_what_has_ended_the_run_is_the_second_line() -> None:
+    ended = "KeyboardInterrupt after step 9"
+    line = f"  ended     by {ended}; what had not been read of the last times is left out"
+    text = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [], ended=ended)
+    assert text.splitlines()[1] == line
+    assert eager_report(WindowSummary([]), [], ended=ended).splitlines()[1:] == [line]
+    assert evaluation_report("CUDA graphs", counts(), [], ended).splitlines()[1] == line
 
 
 def test_eager_times_alone_are_named_so() -> None:
     eager = WindowSummary(gpt_readings(n=2, noise=0.0))
     found = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [], None, eager)
-    assert "slowest layers, eager, in warm-up: median of 2 timed steps" in found
+    assert "slowest layers, in warm-up, watched: median of 2 timed steps" in found

@@ -1,8 +1,7 @@
-"""How long steps take from end to end, as the host sees them."""
+"""How long replayed steps take from end to end, as the host sees them."""
 
 from __future__ import annotations
 
-import statistics
 import time
 
 from lightning_cudagraph.capture.steps import Phase
@@ -11,38 +10,29 @@ __all__ = ["StepPace"]
 
 
 class StepPace:
-    """How long steps take, by phase.
+    """How long steps take that are replays, as the step before them.
 
-    The first warm-up step is not counted: it pays for what is made lazily.
+    Steps without a graph have no pace here: the callback watches them, and they take longer than in a
+    run without it.
     """
 
     def __init__(self) -> None:
         self._last_s: float | None = None
         self._last_phase: Phase | None = None
-        self._warm_ms: list[float] = []
         self._replay_total_ms = 0.0
         self._replays = 0
 
     def tick(self, phase: Phase) -> None:
         """A step of `phase` has ended."""
         now_s = time.perf_counter()
-        if self._last_s is not None and phase is self._last_phase:
-            elapsed_ms = (now_s - self._last_s) * 1e3
-            if phase is Phase.WARMING:
-                self._warm_ms.append(elapsed_ms)
-            elif phase is Phase.CAPTURED:
-                self._replay_total_ms += elapsed_ms
-                self._replays += 1
+        if self._last_s is not None and phase is self._last_phase is Phase.CAPTURED:
+            self._replay_total_ms += (now_s - self._last_s) * 1e3
+            self._replays += 1
         self._last_s, self._last_phase = now_s, phase
 
     def pause(self) -> None:
         """Something that is not a training step comes now (validation, a checkpoint)."""
         self._last_s = None
-
-    @property
-    def eager_ms(self) -> float | None:
-        """Milliseconds of an eager step: the median of the warm-up steps but the first."""
-        return statistics.median(self._warm_ms) if self._warm_ms else None
 
     @property
     def replayed_ms(self) -> float | None:

@@ -1,4 +1,4 @@
-"""The report at the end of `fit`: what became of the steps, what it gained, where the time goes."""
+"""The report at the end of a run: what became of the steps, and where the time goes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _PARTS = (*STEP_PARTS, "copy")
 # The share of a step from which on a gap, or what the host does for timings, is worth a word.
 _LARGE_GAP = 0.1
 _NO_TIMES = WindowSummary([])
+_WATCHED = "watched, so slower: no measure of what is gained"
 
 
 def _count_lines(label: str, counts: StepCounts) -> list[str]:
@@ -45,15 +46,33 @@ def _count_lines(label: str, counts: StepCounts) -> list[str]:
     return lines
 
 
-def evaluation_report(backend: str, counts: StepCounts, notes: list[str]) -> str:
+def _verdict(backend: str, counts: StepCounts, unit: str) -> str:
+    """The first line: how much of the run was replayed."""
+    n_steps = counts.warmed_up + counts.replayed + sum(counts.eager.values())
+    # Rounded down: 100.0% is all of them.
+    percent = 1000 * counts.replayed // max(n_steps, 1) / 10
+    return f"lightning_cudagraph: {counts.replayed} of {n_steps} {unit} replayed ({percent}%); {backend}"
+
+
+def _ended_lines(ended: str) -> list[str]:
+    return (
+        [f"  ended     by {ended}; what had not been read of the last times is left out"]
+        if ended
+        else []
+    )
+
+
+def evaluation_report(backend: str, counts: StepCounts, notes: list[str], ended: str = "") -> str:
     """The report of a run without training, as plain text with aligned columns.
 
     Args:
         backend: what the graphs ran on.
         counts: what became of the batches.
         notes: what the user should know besides.
+        ended: the exception that has ended the run, and where; nothing if it came to its end.
     """
-    lines = [f"lightning_cudagraph: {backend}", *_count_lines("evaluate", counts)]
+    lines = [_verdict(backend, counts, "batches"), *_ended_lines(ended)]
+    lines += _count_lines("evaluate", counts)
     if counts.captures:
         lines.append(_capture_line(counts))
     return "\n".join(lines + [f"  note      {note}" for note in notes])
@@ -73,6 +92,7 @@ def fit_report(
     eager: WindowSummary = _NO_TIMES,
     ranks: Sequence[str] = (),
     event_host_us: float = 0.0,
+    ended: str = "",
 ) -> str:
     """The report as plain text with aligned columns.
 
@@ -86,41 +106,43 @@ def fit_report(
         eager: the times inside the eager steps of the warm-up, if they were timed.
         ranks: what there is to say of several processes.
         event_host_us: what an event takes of the host in each step, in microseconds, if all are timed.
+        ended: the exception that has ended the run, and where; nothing if it came to its end.
 
     Returns:
         A few lines, without a trailing newline.
     """
-    lines = [f"lightning_cudagraph: {backend}", *_count_lines("steps", counts)]
+    lines = [_verdict(backend, counts, "steps"), *_ended_lines(ended), *_count_lines("steps", counts)]
     if evaluation is not None:
         lines += _count_lines("evaluate", evaluation)
     if counts.captures:
         lines.append(_capture_line(counts))
     if pace.replayed_ms is not None:
-        text = f"  step      {pace.replayed_ms:.2f} ms replayed"
-        if pace.eager_ms is not None:
-            text += (
-                f"; {pace.eager_ms:.2f} ms eager in warm-up, where steps are watched, and slower than"
-                " without this callback"
-            )
-        lines.append(text)
+        lines.append(
+            f"  step      {pace.replayed_ms:.2f} ms replayed; to know what is gained, run once with"
+            ' `backend="off"`'
+        )
     lines += _parts_line("graph", graph)
-    lines += _parts_line("eager", eager)
+    lines += [f"{line}; {_WATCHED}" for line in _parts_line("warm-up", eager)]
     lines += _gap_line(graph, event_host_us)
     lines += _ranks_lines(ranks)
     lines += [f"  note      {note}" for note in notes]
-    layers = _layer_lines(graph, eager) or _layer_lines(eager, _NO_TIMES, "eager, in warm-up: ")
+    layers = _layer_lines(graph, eager) or _layer_lines(eager, _NO_TIMES, "in warm-up, watched: ")
     return "\n".join(lines + [f"  {line}" for line in layers])
 
 
-def eager_report(times: WindowSummary, notes: Sequence[str], ranks: Sequence[str] = ()) -> str:
+def eager_report(
+    times: WindowSummary, notes: Sequence[str], ranks: Sequence[str] = (), ended: str = ""
+) -> str:
     """The report of a run without graphs, as plain text with aligned columns.
 
     Args:
         times: the times of its last steps.
         notes: what the user should know besides.
         ranks: what there is to say of several processes.
+        ended: the exception that has ended the run, and where; nothing if it came to its end.
     """
-    lines = ["lightning_cudagraph: the times of an eager run", *_parts_line("step", times)]
+    lines = ["lightning_cudagraph: the times of an eager run", *_ended_lines(ended)]
+    lines += _parts_line("step", times)
     lines += _gap_line(times)
     lines += _ranks_lines(ranks)
     lines += [f"  note      {note}" for note in notes]
@@ -178,7 +200,7 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary, which: str = "") 
     lines = [f"slowest layers, {which}median of {steps} (containers include their members)"]
     passes = "  forward ms  backward ms"
     if compared:
-        lines.append(f"  {'':<{width}}  {'in the graph':<23}  eager, {timed_steps(eager.n_readings)}")
+        lines.append(f"  {'':<{width}}  {'in the graph':<23}  in warm-up, watched")
     lines.append(f"  {'layer':<{width}}{passes * (2 if compared else 1)}  share of step")
     for name, layer in zip(names, layers, strict=True):
         numbers = _pair(layer.forward, layer.backward)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_cudagraph.capture.compiled import compilations
 from lightning_cudagraph.capture.recomputed import detach_recomputed
 from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.logs.recorder import Logs
@@ -54,11 +53,8 @@ class EagerSteps:
             place: in the window of batches whose gradients are accumulated.
         """
         detach_recomputed(self._module)
-        compiled_before = compilations()
         with self._logs.noted():
             step()
-        if compilations() != compiled_before:
-            self._times.pace.pause()  # no step takes that long again
         self._replicas.ran(place)
 
     def run_marked(self, step: Callable[[], object], place: Place) -> None:
@@ -77,7 +73,6 @@ class EagerSteps:
             )
         finally:
             self._marks = None
-        self._times.pace.pause()  # its own time has that of the marking in it
 
     def call(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
         """Call the closure of a step that is under way.

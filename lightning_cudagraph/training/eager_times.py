@@ -22,7 +22,7 @@ from lightning_cudagraph.timing.layers import LayerChoice, never_timed
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.rank_times import SharedRun
 from lightning_cudagraph.training.marked_steps import timed_optimizers, timed_stages
-from lightning_cudagraph.training.run_times import RunTimes, batch_of_step
+from lightning_cudagraph.training.run_times import RunTimes, batch_of_step, ended_by
 from lightning_cudagraph.training.transfer import TRANSFER
 
 __all__ = ["EagerTimes"]
@@ -109,10 +109,15 @@ class EagerTimes:
         self._abandon()  # a batch that a hook has skipped has no end
         self._times.pause()
 
-    def finish(self) -> str:
-        """Read what is left to read, and write the report."""
+    def finish(self, exception: BaseException | None = None) -> str:
+        """Read what is left to read, and write the report.
+
+        Args:
+            exception: what has ended the run, if it has not come to its end.
+        """
         step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
-        return self._times.eager_report(self._untimed or {}, step)
+        ended = ended_by(self._trainer, exception)
+        return self._times.eager_report(self._untimed or {}, step, ended)
 
     def close(self) -> None:
         """Put everything back, and write what is left."""

@@ -48,7 +48,7 @@ from lightning_cudagraph.training.optimizer_part import OptimizerPart
 from lightning_cudagraph.training.plain_replay import PlainReplay
 from lightning_cudagraph.training.recorded_step import StepBody, StepOutputs
 from lightning_cudagraph.training.recording import Recorder
-from lightning_cudagraph.training.run_times import RunTimes, step_number
+from lightning_cudagraph.training.run_times import RunTimes, ended_by, step_number
 from lightning_cudagraph.training.steps import TrainingSteps
 from lightning_cudagraph.training.transfer import BatchTransfer
 
@@ -297,7 +297,11 @@ class GraphedTraining:
         self._engine.leave()
 
     def finish(
-        self, description: str, evaluation: StepCounts | None = None, notes: Sequence[str] = ()
+        self,
+        description: str,
+        evaluation: StepCounts | None = None,
+        notes: Sequence[str] = (),
+        exception: BaseException | None = None,
     ) -> str:
         """Read what is left to read, and write the report.
 
@@ -305,13 +309,18 @@ class GraphedTraining:
             description: what the graphs ran on.
             evaluation: what became of the batches of validation, if they had graphs.
             notes: what the user should know of these.
+            exception: what has ended the run, if it has not come to its end. Then nothing is read.
 
         Returns:
             The report.
         """
         notes = [*self._notes(), *notes]
-        step = step_number(self._trainer)
-        return self._times.report(description, self.counts, notes, evaluation, step)
+        # A device that has failed, or hangs, would not answer.
+        if self._part.scaler is not None and exception is None:
+            skipped = int(self._part.scaler.skipped_steps)
+            notes.append(f"{skipped} step(s) skipped, because a gradient overflowed")
+        step, ended = step_number(self._trainer), ended_by(self._trainer, exception)
+        return self._times.report(description, self.counts, notes, evaluation, step, ended)
 
     def _notes(self) -> list[str]:
         notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
@@ -332,10 +341,6 @@ class GraphedTraining:
                 " finished to when it has, too"
             )
         notes += progress_bar_notes(self._trainer)
-        if self._part.scaler is not None:
-            notes.append(
-                f"{int(self._part.scaler.skipped_steps)} step(s) skipped, because a gradient overflowed"
-            )
         return notes
 
     def _announce(self, text: str) -> None:

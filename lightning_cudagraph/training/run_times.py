@@ -37,7 +37,7 @@ from lightning_cudagraph.timing.trace import TraceWriter
 from lightning_cudagraph.timing.whole_steps import WholeSteps
 from lightning_cudagraph.timing.windows import ReadingWindow
 
-__all__ = ["RunTimes", "batch_of_step", "step_number"]
+__all__ = ["RunTimes", "batch_of_step", "ended_by", "step_number"]
 
 # Under which the first process leaves the folder of its trace.
 _FOLDER = "folder"
@@ -62,6 +62,11 @@ def batch_of_step(trainer: pl.Trainer) -> tuple[int, bool]:
 def step_number(trainer: pl.Trainer) -> int:
     """The step at hand as the trainer's loggers count it."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def ended_by(trainer: pl.Trainer, exception: BaseException | None) -> str:
+    """In words, what has ended a `fit` before its end; nothing if nothing has."""
+    return "" if exception is None else f"{type(exception).__name__} after step {trainer.global_step}"
 
 
 class RunTimes:
@@ -209,6 +214,7 @@ class RunTimes:
         notes: list[str],
         evaluation: StepCounts | None,
         step_number: int,
+        ended: str = "",
     ) -> str:
         """Read what is left to read, and write the report.
 
@@ -218,37 +224,53 @@ class RunTimes:
             notes: what the user should know besides.
             evaluation: what became of the batches of validation, if they had graphs.
             step_number: the last step as the trainer's loggers count it.
+            ended: the exception that has ended the run, and where. Then nothing is waited for.
         """
-        self.clock.finish()
-        self.eager_clock.finish()
+        ranks = self._finish(ended)
         graph, eager = self._dashboard.window.summary(), self.eager.summary()
-        ranks = self._ranks_lines()
         if self._every_n_steps:
             notes = [*notes, *delay_notes(self._trainer)]
         notes = [*notes, *self._notes()]
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
         text = fit_report(
-            description, counts, self.pace, graph, notes, evaluation, eager, ranks, event_host_us
+            description,
+            counts,
+            self.pace,
+            graph,
+            notes,
+            evaluation,
+            eager,
+            ranks,
+            event_host_us,
+            ended,
         )
         self._tensorboard.add_text("cudagraph/report", text, step_number)
         return text
 
-    def eager_report(self, untimed: Mapping[str, str], step_number: int) -> str:
+    def eager_report(self, untimed: Mapping[str, str], step_number: int, ended: str = "") -> str:
         """Read what is left to read, and write the report of a run without graphs.
 
         Args:
             untimed: what is not timed, in words, and why.
             step_number: the last step as the trainer's loggers count it.
+            ended: the exception that has ended the run, and where. Then nothing is waited for.
         """
-        self.clock.finish()
-        ranks = self._ranks_lines()
+        ranks = self._finish(ended)
         notes = [*untimed_notes(untimed), *self._notes()]
-        text = eager_report(self._dashboard.window.summary(), notes, ranks)
+        text = eager_report(self._dashboard.window.summary(), notes, ranks, ended)
         self._tensorboard.add_text("layer_timings/report", text, step_number)
         return text
 
-    def _ranks_lines(self) -> list[str]:
-        """At the end: what there is to say of the processes, in the first of them."""
+    def _finish(self, ended: str) -> list[str]:
+        """Read what is left to read.
+
+        Returns:
+            What there is to say of the processes, in the first of them.
+        """
+        if ended:  # the device may never come to its last events, and other processes never to this end
+            return []
+        self.clock.finish()
+        self.eager_clock.finish()
         table = None if self._ranks is None else self._ranks.finish()
         self._tell_ranks()
         return [] if table is None else ranks_lines(table)

@@ -136,7 +136,7 @@ class TrainingSteps:
             return loss
         if self.phase is Phase.WARMING:
             logs.warmed_up(body.place, closure.batch)
-            # An eager step that is compared in time must have ended.
+            # The last of them is timed: like the others, it begins on a device with nothing left to do.
             self._backend.synchronize()
             if closure._result is not None and closure._result.closure_loss is None:
                 self._engine.unsupported(self._recorder.returned_none())
