@@ -380,8 +380,9 @@ class CudaBackend:
             generator.graphsafe_set_state(fresh.graphsafe_get_state())
             fresh = torch.Generator(device=self.device)
         self.set_rng_state(rng_state)
-        with contextlib.suppress(RuntimeError):
-            # Newer versions of torch have done this by themselves, and say so by raising.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            # Newer versions of torch have done this by themselves, and say so by raising; those that have
+            # lost these names have another allocator.
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
             torch._C._cuda_releasePool(self._index, self._pool)
 
