@@ -20,14 +20,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cudagraph.capture.stand_ins import StandIn
+from lightning_cudagraph.compat.lightning_names import _DataLoaderIterDataFetcher, _TrainingEpochLoop
 from lightning_cudagraph.logs.recorder import Logs
 from lightning_cudagraph.support import callbacks_of, is_overridden
 from lightning_cudagraph.training import lightning_source

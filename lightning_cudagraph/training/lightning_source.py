@@ -12,12 +12,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
-from lightning.pytorch.loops.progress import _Progress
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+
+from lightning_cudagraph.compat.lightning_names import (
+    _AutomaticOptimization,
+    _FitLoop,
+    _LoggerConnector,
+    _Loop,
+    _Progress,
+    _TrainingEpochLoop,
+)
 
 __all__ = ["digest", "is_known"]
 
