@@ -20,7 +20,7 @@ from tests.versions import RUNS, TABLE, TESTED, Row, counted, newest_of, rows_in
 
 
 def _imported_beside(folder: Path, files: dict[str, str], before: str = "") -> str:
-    """What `import lightning_cudagraph` says with other packages installed: the last line of its error."""
+    """The last line of the error of `import lightning_cudagraph` beside other packages."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,8 @@ def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
     assert said == (
         "ImportError: `import lightning.pytorch` fails in torchvision 0.28.0+cu130, which was built for"
         f" another torch than {torch.__version__}: operator torchvision::nms does not exist. Install"
-        " both for CUDA or both for the CPU, from one index, or remove it with `pip uninstall torchvision`."
+        " both for CUDA or both for the CPU, from one index, or remove it with `pip uninstall"
+        " torchvision`."
     )
 
 

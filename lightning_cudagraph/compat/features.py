@@ -69,7 +69,7 @@ TIMES = Feature("the times of layers", "leave out `timings=`")
 
 SHORT_WAY = Feature(
     "the short way from one replay to the next",
-    "Lightning's own loop runs between replays, which costs the host some 0.2 to 0.5 ms a step",
+    "Lightning's own loop runs there, which takes the host some hundred microseconds more a step",
     is_optional=True,
 )
 COUNTED_CLASSES = Feature(

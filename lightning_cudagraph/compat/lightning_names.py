@@ -79,6 +79,13 @@ def _reads_a_number(getter: Any) -> bool:
     return callable(getter.fget)
 
 
+def _is_as_it_was_read(advance: Any) -> bool:
+    # Here, because it imports Lightning.
+    from lightning_cudagraph.compat import lightning_source
+
+    return lightning_source.is_known()
+
+
 _TRAINER = (
     members(f"{_PYTORCH}.Trainer", "_logger_connector", TRAINING, EVALUATION, MANUAL),
     members(f"{_PYTORCH}.Trainer", "_signal_connector _detect_anomaly", TRAINING),
@@ -191,6 +198,7 @@ _SHORT_WAY = (
         "_callback_metrics _logged_metrics",
         SHORT_WAY,
     ),
+    PrivateName(f"{_EPOCH_LOOP}.advance", (SHORT_WAY,), _is_as_it_was_read),
     members(_EPOCH_LOOP, "_skip_next_val _warning_cache", SHORT_WAY),
     *named(_EPOCH_LOOP, "_should_check_val_epoch", SHORT_WAY, probe=accepts("self")),
     *named(_EPOCH_LOOP, "_should_check_val_fx", SHORT_WAY, probe=accepts("self", "data_fetcher")),

@@ -116,7 +116,8 @@ def _has_hook_tables(handle: Any) -> bool:
 
 _AUTOGRAD = (
     PrivateName("torch.autograd._get_sequence_nr", (TIMES,), _counts_nodes),
-    PrivateName("torch.autograd.graph.Node._sequence_nr", (TIMES,)),
+    # Of nodes, which the probe before this one asks; older versions do not declare it there.
+    PrivateName("torch.autograd.graph.Node._sequence_nr"),
     PrivateName("torch.autograd.Variable._execution_engine", (TIMES,)),
     PrivateName("torch._C._current_graph_task_id", (TIMES,), lambda number: number() == -1),
     # Entered around what is checkpointed, and around its recomputation.
