@@ -154,7 +154,7 @@ def test_lightning_is_the_one_that_was_read() -> None:
 
 
 def test_a_release_that_was_not_read_and_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comments, messages and types may change: what it calls, in which order, and its counters do not."""
+    """Comments, messages and types may change: what it calls, and its counters, may not."""
     monkeypatch.setattr(lightning_source, "_KNOWN", frozenset())
     random_state, watcher = torch.get_rng_state(), sys.getprofile()
     with torch.inference_mode():

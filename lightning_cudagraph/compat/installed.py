@@ -49,8 +49,8 @@ def check_installed() -> None:
             raise
         raise ImportError(
             f"`import lightning.pytorch` fails in {culprit}, which was built for another torch than"
-            f" {_version_of('torch')}: {str(error).splitlines()[0]}. Install both for CUDA or both for the"
-            f" CPU, from one index, or remove it with `pip uninstall {culprit.split()[0]}`.",
+            f" {_version_of('torch')}: {str(error).splitlines()[0]}. Install both for CUDA or both for"
+            f" the CPU, from one index, or remove it with `pip uninstall {culprit.split()[0]}`.",
             name=culprit.split()[0],
         ) from error
 

@@ -1,8 +1,9 @@
 """The functions of Lightning that are stood in for between replays, as they were when they were read.
 
-The digest of their source is compared with that of the releases that were read. For any other, two batches
-of the loop are run: if they call the same in the same order, and the functions mention the same names, so
-that no condition has come that two batches do not show, the loop is as it was. Else Lightning's own runs.
+The digest of their source is compared with that of the releases that were read. For any other, two
+batches of the loop are run: if they call the same in the same order, and the functions mention the same
+names, so that no condition has come that two batches do not show, the loop is as it was. Else
+Lightning's own runs.
 """
 
 from __future__ import annotations

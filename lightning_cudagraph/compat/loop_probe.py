@@ -1,9 +1,9 @@
 """Two batches of Lightning's training loop, with nothing but Lightning's code in them: what is called.
 
-The short way between replays does what Lightning's loop does there, in the same order. So for a Lightning
-that has not been read, its loop is run here once, around a mock of everything else, and all that it calls
-is noted, with its counters after each batch. The mock has what is known to be asked of a trainer: a loop
-that asks for more ends in an error, and is another one.
+The short way between replays does what Lightning's loop does there, in the same order. So for a
+Lightning that has not been read, its loop is run here once, around a mock of everything else, and all
+that it calls is noted, with its counters after each batch. The mock has what is known to be asked of a
+trainer: a loop that asks for more ends in an error, and is another one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _BATCHES = 2
 
 
 class _Module(pl.LightningModule):
+    weight: torch.nn.Parameter
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.weight.sum() * batch
 

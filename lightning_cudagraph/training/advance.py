@@ -3,12 +3,12 @@
 Around a replay of a few hundred microseconds, most of the host's time is Lightning's own: for every
 batch it looks up, announces and times some ten hooks that nobody has overridden, inspects the signature
 of `training_step`, asks over and over which loop is active, and collects values that nobody looks at.
-From one replay to the next, if no code of the user's comes in between, the same is done here in the same
-order, without those.
+From one replay to the next, if no code of the user's comes in between, the same is done here in the
+same order, without those.
 
-That is only right for a loop that does what it did when this was written (`compat/lightning_source.py`). With
-any other, and for every batch that is not plainly one more replay, Lightning's own code runs, and the report
-says so.
+That is only right for a loop that does what it did when this was written
+(`compat/lightning_source.py`). For every batch that is not plainly one more replay, and with any other
+loop, Lightning's own code runs; of such a loop the report says so.
 """
 
 from __future__ import annotations
