@@ -2,6 +2,10 @@
 
 from importlib.metadata import version as _version
 
+from lightning_cudagraph.compat.installed import check_installed as _check_installed
+
+_check_installed()  # before anything of theirs is imported
+
 from lightning_cudagraph.callback import CUDAGraphCallback as CUDAGraphCallback
 from lightning_cudagraph.errors import BatchError as BatchError
 from lightning_cudagraph.errors import CaptureError as CaptureError

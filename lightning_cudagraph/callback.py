@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,6 +20,10 @@ from lightning_cudagraph.capture.nccl import check_nccl, settle_nccl
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.streams import stream_choice
 from lightning_cudagraph.capture.streams.stream_choice import AskedStreams
+from lightning_cudagraph.compat.features import CAPTURES, TRAINING
+from lightning_cudagraph.compat.installed import gpu_without_cuda
+from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.compat.tested import newer_than_tested
 from lightning_cudagraph.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.evaluation import GraphedEvaluation
@@ -186,6 +191,7 @@ class CUDAGraphCallback(Callback):
             self.report = self.counts = self.evaluation_counts = None  # it may end before its first step
         if stage != TrainerFn.FITTING or self.backend == "off":
             return
+        require(CAPTURES, TRAINING)
         # From now on, so that the others know why this process does not come to the start of training.
         self._processes = Distributed(trainer)
         strategy = trainer.strategy
@@ -216,7 +222,9 @@ class CUDAGraphCallback(Callback):
         self._processes.install()
         self.counts = self._training.counts
         settled = [self._settled] if self._settled and self._processes.agreement is not None else []
-        for line in (self._description, *settled, *self._training.notes):
+        lacking = gpu_without_cuda(torch.version.cuda, torch.version.hip)
+        said = (self._description, newer_than_tested(), lacking, *settled, *self._training.notes)
+        for line in filter(None, said):
             rank_zero_info(f"lightning_cudagraph: {line}")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

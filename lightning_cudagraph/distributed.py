@@ -46,6 +46,8 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.processes.agreement import Agreement, Intent
 from lightning_cudagraph.capture.processes.ranks import Ranks
 from lightning_cudagraph.capture.stand_ins import replace_method
+from lightning_cudagraph.compat.features import COLLECTIVES
+from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import PeerError, UnsupportedError
 from lightning_cudagraph.timing.rank_times import SharedRun
 
@@ -109,6 +111,7 @@ class Distributed:
         self._sigterm = False
         self._all_end = False  # with a SIGTERM, and all know it
         if trainer.world_size > 1 and dist.is_initialized():
+            require(COLLECTIVES)
             self._ranks = Ranks(self._flags, self._met)
             # Until training starts, processes may wait in NCCL for one that has failed.
             self._ranks.watch(trainer.strategy.root_device)

@@ -7,7 +7,7 @@ calls, that must not have been replaced by objects whose doings nobody can see.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 from unittest.mock import NonCallableMock
@@ -16,9 +16,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loops import _Loop
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core import rank_zero
@@ -32,6 +29,7 @@ from lightning_cudagraph.capture.audit.host_calls import HostRules, allowance
 from lightning_cudagraph.capture.audit.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.capture.audit.walker import Root
 from lightning_cudagraph.capture.stand_ins import StandIn
+from lightning_cudagraph.compat.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.metrics.of_model import is_metric
 
@@ -59,27 +57,32 @@ def _getters(owner: type, label: str, *names: str) -> dict[CodeType, str]:
     return {vars(owner)[name].fget.__code__: f"{label}.{name}" for name in names}
 
 
-_MOVING: dict[CodeType, str] = {
-    **_getters(pl.LightningModule, "self", "global_step"),
-    **_getters(
-        pl.Trainer,
-        "trainer",
-        "global_step",
-        "is_last_batch",
-        "callback_metrics",
-        "logged_metrics",
-        "progress_bar_metrics",
-    ),
-    **_getters(_FitLoop, "trainer.fit_loop", "batch_idx", "total_batch_idx"),
-    **_getters(
-        _TrainingEpochLoop,
-        "trainer.fit_loop.epoch_loop",
-        "batch_idx",
-        "total_batch_idx",
-        "global_step",
-    ),
-    CombinedLoader.__next__.__code__: "next(CombinedLoader)",
-}
+@cache
+def _moving() -> dict[CodeType, str]:
+    """The getters of numbers that move from step to step."""
+    return {
+        **_getters(pl.LightningModule, "self", "global_step"),
+        **_getters(
+            pl.Trainer,
+            "trainer",
+            "global_step",
+            "is_last_batch",
+            "callback_metrics",
+            "logged_metrics",
+            "progress_bar_metrics",
+        ),
+        **_getters(_FitLoop, "trainer.fit_loop", "batch_idx", "total_batch_idx"),
+        **_getters(
+            _TrainingEpochLoop,
+            "trainer.fit_loop.epoch_loop",
+            "batch_idx",
+            "total_batch_idx",
+            "global_step",
+        ),
+        CombinedLoader.__next__.__code__: "next(CombinedLoader)",
+    }
+
+
 # What has getters for other objects, and for numbers that can move without anybody's seeing.
 _HANDS_OUT = (
     *(pl.Trainer, pl.LightningModule, pl.LightningDataModule, Strategy, Callback, _Loop),
@@ -110,7 +113,7 @@ def host_rules(
         The rules.
     """
     schedulers = {LRScheduler, *(type(c.scheduler) for c in trainer.lr_scheduler_configs)}
-    moving = dict(_MOVING)
+    moving = dict(_moving())
     for scheduler in schedulers:
         for name in ("get_last_lr", "get_lr"):
             if isinstance(method := getattr(scheduler, name, None), FunctionType):

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
@@ -20,7 +19,10 @@ from torch.amp import GradScaler
 
 from lightning_cudagraph.capture.audit.host_calls import HostRules
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
-from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
+from lightning_cudagraph.compat.features import FABRIC, MANUAL
+from lightning_cudagraph.compat.lightning_names import _FabricModule, _FabricOptimizer
+from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.surroundings import (
     SURROUNDINGS,
     PlainLoop,
@@ -66,6 +68,7 @@ class ManualOptimization(PlainLoop):
         return scaler_of(self._trainer)
 
     def check(self) -> None:
+        require(MANUAL)
         strategy = self._trainer.strategy
         refuse_strategy(strategy)
         if self._trainer.world_size > 1 or isinstance(strategy, DDPStrategy):
@@ -92,14 +95,6 @@ class ManualOptimization(PlainLoop):
                         " the optimizer's step: in a graph, its host code would run once, at the"
                         " capture.",
                         "Move it to `on_train_batch_end`, or leave that callback out.",
-                    )
-        for optimizer in self._wrappers():
-            for name in _COUNTERS:
-                if not hasattr(optimizer, name):
-                    raise CUDAGraphError(
-                        f"`LightningOptimizer.{name}` is gone from lightning {pl.__version__}, and"
-                        " `GraphedStep` is built on it. Use lightning 2.6, or pass"
-                        ' `GraphedStep(backend="off")`.'
                     )
 
     def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
@@ -161,6 +156,7 @@ class FabricLoop(PlainLoop):
         return None
 
     def check(self) -> None:
+        require(FABRIC)
         for module in self._modules:
             refuse_strategy(module._strategy)
         for optimizer in self._wrapped:

@@ -20,10 +20,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_cudagraph.errors import CaptureError, CUDAGraphError, UnsupportedError
+from lightning_cudagraph.compat.features import SHARDS
+from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.errors import CaptureError, UnsupportedError
 
 __all__ = ["Shards", "check_shards", "sharded_modules"]
 
@@ -70,19 +71,6 @@ def _is_reducing(group: Any) -> bool:
     )
 
 
-def _check_names(module: Any) -> None:
-    try:
-        _ = _states(module)
-        for group in _groups(module):
-            _ = group.is_sharded, group._all_gather_result, group._training_state, _is_reducing(group)
-    except AttributeError as error:
-        raise CUDAGraphError(
-            f"`{error.name}` of `fully_shard` is gone from torch {torch.__version__}, and captures of"
-            " sharded weights are built on it. Use a version of torch that this package names as"
-            ' supported, or pass `CUDAGraphCallback(backend="off")`.'
-        ) from error
-
-
 def check_shards(model: nn.Module) -> None:
     """Refuse what runs Python, or works on the host, when weights are gathered or gradients reduced.
 
@@ -90,8 +78,9 @@ def check_shards(model: nn.Module) -> None:
         UnsupportedError: naming it.
         CUDAGraphError: if torch has lost private names that captures of sharded weights are built on.
     """
-    for module in sharded_modules(model):
-        _check_names(module)
+    if modules := sharded_modules(model):
+        require(SHARDS)
+    for module in modules:
         for group in _groups(module):
             policy = getattr(group, "offload_policy", None)
             if type(policy).__name__ == "CPUOffloadPolicy":

@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -21,8 +20,6 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
-from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric
 from torch.amp import GradScaler
 from torch.cuda.amp import GradScaler as CudaGradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -32,17 +29,16 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.capture.inductor import check_compiler_names
 from lightning_cudagraph.capture.processes.wrappers import COMM_HOOKS, check_wrapper
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
-from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, UnsupportedError
-from lightning_cudagraph.logs.logged_step import TO_TENSOR
-from lightning_cudagraph.logs.sums import RESULT_NAMES
+from lightning_cudagraph.compat.features import CAPTURES, EVALUATION
+from lightning_cudagraph.compat.lightning_names import _MockOptimizer
+from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_compiled
 from lightning_cudagraph.shards import check_shards
 from lightning_cudagraph.strategies import refuse_strategy
-from lightning_cudagraph.timing.layer_marks import check_autograd_names
 
 __all__ = [
     "ALONE",
@@ -54,7 +50,6 @@ __all__ = [
     "check_closures",
     "check_evaluation",
     "check_optimizer_part",
-    "check_private_names",
     "check_replicas",
     "check_run",
     "check_where_evaluated",
@@ -164,15 +159,7 @@ def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Sta
     Raises:
         UnsupportedError: naming what was found, and what to do about it.
     """
-    connector = trainer._logger_connector
-    needed: _Names = {
-        "_logger_connector": (connector, ("should_reset_tensors", "_current_fx")),
-        "strategy": (trainer.strategy, (f"{stage}_step",)),
-        "lightning_module": (module, ("_current_fx_name", TO_TENSOR)),
-    }
-    if stage != "predict":
-        needed["_evaluation_loop"] = (trainer._evaluation_loop, ("_results",))
-    _check_names(needed)
+    require(CAPTURES, EVALUATION)
     _check_placement(trainer)
     check_where_evaluated(trainer)
     _check_precision(trainer)
@@ -192,59 +179,6 @@ def check_where_evaluated(trainer: pl.Trainer) -> None:
             f"Evaluation on {trainer.world_size} device(s) with `{name}` is not captured yet.",
             "Leave out `evaluation=True`.",
         )
-
-
-_Names = dict[str, tuple[Any, tuple[str, ...]]]
-
-
-def check_private_names(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Lightning's private names that are relied on, tested before any of them is touched."""
-    loop = trainer.fit_loop.epoch_loop
-    needed: _Names = {
-        "fit_loop.epoch_loop": (
-            loop,
-            (
-                *("automatic_optimization", "_results", "_batches_that_stepped"),
-                *("batch_progress", "_broadcast_sigterm_tensor"),
-            ),
-        ),
-        "fit_loop.epoch_loop.automatic_optimization": (
-            loop.automatic_optimization,
-            ("_make_closure", "_skip_backward", "optim_progress"),
-        ),
-        "_logger_connector": (
-            trainer._logger_connector,
-            ("should_reset_tensors", "_current_fx", "_first_loop_iter"),
-        ),
-        "fit_loop.epoch_loop._results": (
-            loop._results,
-            (
-                *("log", "reset", "metrics", "update_metrics", "_extract_batch_size"),
-                *("batch", "batch_size", "dataloader_idx"),
-            ),
-        ),
-        "fit_loop.epoch_loop._results[...]": (_ResultMetric(_Metadata("", ""), True), RESULT_NAMES),
-        "_signal_connector": (
-            trainer._signal_connector,
-            ("received_sigterm", "_sigterm_notifier_fn"),
-        ),
-        "lightning_module": (module, ("_current_fx_name", TO_TENSOR)),
-        "call": (call, ("_call_callback_hooks", "_call_lightning_module_hook")),
-    }
-    _check_names(needed)
-    check_autograd_names()
-    check_compiler_names()
-
-
-def _check_names(needed: _Names) -> None:
-    for owner, (value, names) in needed.items():
-        for name in names:
-            if not hasattr(value, name):
-                raise CUDAGraphError(
-                    f"`trainer.{owner}.{name}` is gone from lightning {pl.__version__}, and the captured"
-                    " step is built on it. Use lightning 2.6, or pass"
-                    ' `CUDAGraphCallback(backend="off")`.'
-                )
 
 
 def _check_placement(trainer: pl.Trainer) -> None:

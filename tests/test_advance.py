@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.trainer import call
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.training import lightning_source
+from lightning_cudagraph.compat import lightning_source
+from lightning_cudagraph.compat.features import SHORT_WAY
+from lightning_cudagraph.compat.tables import notes
 from lightning_cudagraph.training.advance import QuickAdvance
 from tests import harness
 from tests.harness import Net, differences, loader, make
@@ -123,6 +128,7 @@ def test_the_long_way(
 ) -> None:
     if reason == "another lightning":
         monkeypatch.setattr(lightning_source, "_KNOWN", frozenset())
+        monkeypatch.setattr(lightning_source, "_TURNS", "")
     kwargs: dict[str, Any] = {
         "others": (Watches(),) if reason == "a hook" else (),
         "build": Steps if reason == "an override" else Net,
@@ -144,7 +150,63 @@ def test_the_long_way(
 
 def test_lightning_is_the_one_that_was_read() -> None:
     """If not: compare what stands in for its functions with them, and add the digest of their source."""
-    assert lightning_source.is_known()
+    assert lightning_source.digest() in lightning_source._KNOWN
+
+
+def test_a_release_that_was_not_read_and_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments, messages and types may change: what it calls, and its counters, may not."""
+    monkeypatch.setattr(lightning_source, "_KNOWN", frozenset())
+    random_state, watcher = torch.get_rng_state(), sys.getprofile()
+    with torch.inference_mode():
+        assert lightning_source.is_known()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert sys.getprofile() is watcher
+    assert notes(SHORT_WAY) == []
+
+
+def _calls_another_hook(own: Any) -> Any:
+    def advance(self: Any, data_fetcher: Any) -> None:
+        own(self, data_fetcher)
+        call._call_callback_hooks(self.trainer, "on_train_batch_end")
+
+    return advance
+
+
+def _counts_otherwise(own: Any) -> Any:
+    def advance(self: Any, data_fetcher: Any) -> None:
+        own(self, data_fetcher)
+        self._batches_that_stepped += 1
+
+    return advance
+
+
+def _asks_for_more(own: Any) -> Any:
+    def advance(self: Any, data_fetcher: Any) -> None:
+        if not self.trainer.skips_batches:
+            own(self, data_fetcher)
+
+    return advance
+
+
+def _has_a_new_condition(own: Any) -> Any:
+    def advance(self: Any, data_fetcher: Any) -> None:
+        if self.restarting and self.trainer.skips_batches:
+            return
+        own(self, data_fetcher)
+
+    return advance
+
+
+@pytest.mark.parametrize(
+    "change", [_calls_another_hook, _counts_otherwise, _asks_for_more, _has_a_new_condition]
+)
+def test_a_release_that_does_something_else(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    monkeypatch.setattr(lightning_source, "_KNOWN", frozenset())
+    monkeypatch.setattr(_TrainingEpochLoop, "advance", change(_TrainingEpochLoop.advance))
+    assert not lightning_source.is_known()
+    (note,) = notes(SHORT_WAY)
+    assert note.startswith("off: the short way from one replay to the next, because `lightning.pytorch")
+    assert note.endswith("microseconds more a step")
 
 
 def _unwatched(build: Any, path: Path, callback: Any, accelerator: str, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn, overrides
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.overrides import TorchFunctionMode
 
@@ -177,19 +177,21 @@ class Compiled(Distilled):
 def test_a_compiled_teacher(
     tmp_path: Path, accelerator: str, optimizer: Any, timings: LayerTimings | None
 ) -> None:
-    frames: list[dict[str, int]] = []
+    compiled: list[set[tuple[str | None, str | None]]] = []
 
     def fit(name: str, *args: Any) -> Trace:
         torch.compiler.reset()
-        counters.clear()
+        clear_compilation_metrics()
         trace = _fit(Compiled, tmp_path / name, accelerator, *args, optimizer=optimizer)
-        frames.append(dict(counters["frames"]))
+        compiled.append({(found.co_filename, found.co_name) for found in get_compilation_metrics()})
         return trace
 
     plain, graph = fit("plain"), fit("graph", CUDAGraphCallback(timings=timings))
     assert_same(plain, graph)
     assert graph.counts.replayed >= 16
-    assert frames[0] == frames[1]  # nothing of ours was compiled in the place of torch's
+    # Nothing of ours in the place of torch's. In warm-up the same may be compiled more often: from torch
+    # 2.14 on, Dynamo compiles these calls, too, and asks which function modes there are.
+    assert compiled[0] == compiled[1]
 
 
 class InGraphs(Distilled):

@@ -268,6 +268,7 @@ def test_switches_with_setters(getter: Any, setter: Any, value: Any) -> None:
         setter(was)
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32")  # torch 2.9
 def test_old_and_new_names_of_tf32_do_not_trouble_the_guards() -> None:
     """Reading the old names raises once somebody has written to the new ones."""
     path = "torch.backends.cuda.matmul.fp32_precision"

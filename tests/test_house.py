@@ -15,6 +15,7 @@ ROOT = Path(lightning_cudagraph.__file__).parent
 # From the ground up. A file may import from its own floor and from those before it.
 FLOORS = [
     ["errors"],
+    ["compat"],
     ["capture"],
     ["optim"],
     ["timing"],

@@ -30,9 +30,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.capture.engine import StepEngine
+from lightning_cudagraph.compat import lightning_source
 from lightning_cudagraph.logs.logged_step import LoggedStep
 from lightning_cudagraph.logs.recorder import Logs
-from lightning_cudagraph.training import lightning_source
 from tests.harness import Net, Trace, assert_same, differences, make, train
 
 BATCHES = 14
@@ -615,6 +615,7 @@ def test_lightnings_own_loop_otherwise(
 ) -> None:
     if reason == "another lightning":
         monkeypatch.setattr(lightning_source, "_KNOWN", frozenset())
+        monkeypatch.setattr(lightning_source, "_TURNS", "")
     runs = Both(
         tmp_path,
         accelerator,

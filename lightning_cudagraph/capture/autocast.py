@@ -12,16 +12,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
-__all__ = ["PRIVATE_NAMES", "reaching"]
+from lightning_cudagraph.compat.torch_names import OpOverload, OpOverloadPacket
 
-# Of torch.
-PRIVATE_NAMES = ("_RestorePythonTLSSnapshot", "_dispatch_has_kernel_for_dispatch_key")
+__all__ = ["reaching"]
 
 # Of torch's ops those that call others that autocast knows; and what calls them, if that is another op.
 _CALL_OTHERS = {
@@ -33,7 +32,6 @@ _CALL_OTHERS = {
 }
 _TORCHS = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "quantized"})
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_CALLS_OF_OPS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
 
 
 def reaching(
@@ -51,7 +49,7 @@ def reaching(
         return nullcontext()
     name = func._schema.name
     for frame in _frames(sys._getframe(2)):
-        if frame.f_code in _CALLS_OF_OPS:
+        if frame.f_code in _calls_of_ops():
             caller = frame.f_locals["self"]
             if getattr(caller, "overloadpacket", caller)._qualified_op_name != name:
                 unknown(name)
@@ -61,6 +59,11 @@ def reaching(
             return nullcontext()  # a mode of the user's, or torch's, below which autocast is off anyway
     dtype = torch.get_autocast_dtype(device_type)
     return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
+
+
+@cache
+def _calls_of_ops() -> tuple[CodeType, CodeType]:
+    return OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

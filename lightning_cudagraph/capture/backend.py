@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_cudagraph.capture.driver import event_times, position_of
 from lightning_cudagraph.capture.generators import Generators
@@ -25,13 +24,16 @@ from lightning_cudagraph.capture.streams.side_streams import (
     stream_beside,
 )
 from lightning_cudagraph.capture.writes import Writes, storages_held
+from lightning_cudagraph.compat.features import CUDA
+from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.compat.torch_names import _disable_current_modes
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["Backend", "CudaBackend", "Event", "Graph"]
 
 T = TypeVar("T")
 
-# Private: the address of the current stream of a device.
+# The address of the current stream of a device.
 _handle_of_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -219,6 +221,7 @@ class CudaBackend:
     overlaps = True
 
     def __init__(self, device: torch.device, streams: int = 1) -> None:
+        require(CUDA)
         self.device = device
         self.streams = streams
         self.barriers: dict[str, int] = {}
@@ -380,8 +383,9 @@ class CudaBackend:
             generator.graphsafe_set_state(fresh.graphsafe_get_state())
             fresh = torch.Generator(device=self.device)
         self.set_rng_state(rng_state)
-        with contextlib.suppress(RuntimeError):
-            # Newer versions of torch have done this by themselves, and say so by raising.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            # Newer versions of torch have done this by themselves, and say so by raising. Where these
+            # names are gone, the report has said so.
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
             torch._C._cuda_releasePool(self._index, self._pool)
 

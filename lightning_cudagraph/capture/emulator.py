@@ -24,7 +24,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_cudagraph.capture.backend import Graph
 from lightning_cudagraph.capture.generators import Generators
@@ -40,6 +39,7 @@ from lightning_cudagraph.capture.sentry import STORAGE, HostReads, Sentry, forbi
 from lightning_cudagraph.capture.streams.dataflow import Placed
 from lightning_cudagraph.capture.streams.tape import Tape
 from lightning_cudagraph.capture.writes import Writes, storage_id, storages_held, tensors_in, written_by
+from lightning_cudagraph.compat.torch_names import is_traceable_wrapper_subclass
 
 __all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.autocast import reaching
 from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.writes import storage_id
+from lightning_cudagraph.compat.torch_names import TorchDispatchMode, tree_iter
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = ["GradientHabits"]

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cudagraph.compat.names import found_or_stand_in
+
 __all__ = ["in_op", "let_go", "of_function"]
 
 Words = tuple[str, str]  # what it is to the user, and the remedy
@@ -67,7 +69,7 @@ _SMOOTHED = (
 _CROSS_ENTROPY = nn.functional.cross_entropy
 _LINEAR_CROSS_ENTROPY = getattr(nn.functional, "linear_cross_entropy", object())  # since torch 2.13
 _CROSS_ENTROPY_LOSS = (
-    torch._C._nn.cross_entropy_loss,
+    found_or_stand_in("torch._C._nn.cross_entropy_loss"),
     torch.ops.aten.cross_entropy_loss,
     torch.ops.aten.cross_entropy_loss.default,
 )

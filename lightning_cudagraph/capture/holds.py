@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.local import address_of, local
+from lightning_cudagraph.compat.features import HELD_GRADIENTS
+from lightning_cudagraph.compat.tables import available
 
-__all__ = ["CAN_COUNT", "GradientCopies", "Gradients", "HandedOut", "Holds", "adopt", "gradients_of"]
+__all__ = ["GradientCopies", "Gradients", "HandedOut", "Holds", "adopt", "gradients_of"]
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
-# Private: how many tensors, or others, refer to the memory with this number.
+# How many tensors, or others, refer to the memory with this number.
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-CAN_COUNT = _users_of is not None
 
 
 def _references_of_grad() -> int:
@@ -189,7 +190,7 @@ class GradientCopies:
     """
 
     def __init__(self) -> None:
-        self.are_given = not CAN_COUNT
+        self.are_given = not available(HELD_GRADIENTS)
         self.handed: HandedOut | None = None
 
     def begin(self, parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]) -> None:

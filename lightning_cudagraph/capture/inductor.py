@@ -17,16 +17,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import overrides
-from torch._dynamo.backends import cudagraphs, debugging
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from lightning_cudagraph.capture.autocast import PRIVATE_NAMES
-from lightning_cudagraph.capture.own_modes import DYNAMO_NAMES, HANDLERS
 from lightning_cudagraph.capture.sentry import Location, user_location
-from lightning_cudagraph.errors import CaptureError, CUDAGraphError
+from lightning_cudagraph.compat.torch_names import cudagraphs, debugging
+from lightning_cudagraph.errors import CaptureError
 
-__all__ = ["check_compiler_names", "refused_on_cpu", "wants_graphs", "without_its_graphs"]
+__all__ = ["refused_on_cpu", "wants_graphs", "without_its_graphs"]
 
 _GRAPHS = "triton.cudagraphs"
 _SAID = (
@@ -45,31 +41,6 @@ def wants_graphs(backend: Any) -> bool:
     if wanted is None and "torch._inductor.config" in sys.modules:
         wanted = torch._inductor.config.triton.cudagraphs
     return bool(wanted)
-
-
-def check_compiler_names() -> None:
-    """Raise if torch has lost private names that captures, of compiled code above all, are built on."""
-    dynamo: Any = torch._dynamo
-    places = [
-        (torch, "_TorchCompileInductorWrapper"),
-        (dynamo.eval_frame, "OptimizeContext"),
-        (dynamo.eval_frame, "_stance"),
-        *((dynamo.eval_frame, name) for name in DYNAMO_NAMES),
-        (TorchInGraphFunctionVariable, HANDLERS),
-        (dynamo.utils, "counters"),
-        (cudagraphs, "CudagraphsBackend"),
-        *((torch._C, name) for name in PRIVATE_NAMES),
-        *(
-            (overrides, f"_{name}")
-            for name in ("get_current_function_mode_stack", "pop_mode", "push_mode")
-        ),
-    ]
-    for owner, name in places:
-        if not hasattr(owner, name):
-            raise CUDAGraphError(
-                f"`{name}` of `{owner.__name__}` is gone from torch {torch.__version__}, and captures"
-                " are built on it. Use a version of torch that this package names as supported."
-            )
 
 
 class _Run:

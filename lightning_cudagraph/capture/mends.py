@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.local import is_around_another
@@ -25,6 +24,7 @@ from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from lightning_cudagraph.capture.sentry import Sentry, forbid, user_location
 from lightning_cudagraph.capture.streams.branches import Branches
 from lightning_cudagraph.capture.writes import storage_id
+from lightning_cudagraph.compat.torch_names import tree_iter
 
 __all__ = ["Constants", "HostMemory", "MendingSentry"]
 

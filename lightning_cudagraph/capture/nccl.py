@@ -7,6 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from lightning_cudagraph.compat.features import SEGMENTS
+from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import ConfigurationError
 
 __all__ = ["check_nccl", "settle_nccl"]
@@ -40,6 +42,7 @@ def check_nccl(device: torch.device) -> None:
     """
     if device.type != "cuda" or os.environ.get(_GRAPH_REGISTER) == "0":
         return
+    require(SEGMENTS)
     if not torch.cuda.memory._snapshot()["allocator_settings"].get(_EXPANDABLE, False):
         return
     found = os.environ.get(_GRAPH_REGISTER, "not set")

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn, overrides
-from torch._dynamo import eval_frame
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["DYNAMO_NAMES", "HANDLERS", "OwnFunctionMode", "not_compiled", "unpatched"]
+from lightning_cudagraph.compat.torch_names import TorchInGraphFunctionVariable, eval_frame
 
-# Private: of `torch._dynamo.eval_frame`, and of how Dynamo traces functions of torch's.
-DYNAMO_NAMES = ("FrameAction", "FrameExecStrategy", "set_code_exec_strategy")
-HANDLERS = "_get_handlers"
+__all__ = ["OwnFunctionMode", "not_compiled", "unpatched"]
 
 # What classes have that override nothing.
 _DOES_NOT: Any = nn.Parameter.__torch_function__
@@ -43,7 +40,7 @@ def not_compiled(function: Callable[..., Any], with_what_it_calls: bool = False)
         with_what_it_calls: and what that calls.
     """
     frames: Any = eval_frame
-    if all(hasattr(frames, name) for name in DYNAMO_NAMES):  # else it is said at the start
+    with suppress(AttributeError):  # of names that are gone: then captures are refused
         skip, default = frames.FrameAction.SKIP, frames.FrameAction.DEFAULT
         strategy = frames.FrameExecStrategy(skip, skip if with_what_it_calls else default)
         frames.set_code_exec_strategy(function.__code__, strategy)
@@ -56,7 +53,7 @@ def _known_to_dynamo() -> None:
     for the first time. With this package's in the place of `has_torch_function`, all that torch calls
     through its own would be left out of graphs from then on.
     """
-    if hasattr(TorchInGraphFunctionVariable, HANDLERS):  # else it is said at the start
+    with suppress(AttributeError):  # of a name that is gone: then captures are refused
         TorchInGraphFunctionVariable._get_handlers()  # kept by torch
 
 

@@ -24,8 +24,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.audit.known import KnownValues
 from lightning_cudagraph.capture.autocast import reaching
@@ -35,6 +33,7 @@ from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from lightning_cudagraph.capture.processes.heard import call_heard
 from lightning_cudagraph.capture.writes import Writes
+from lightning_cudagraph.compat.torch_names import TorchDispatchMode, tree_iter
 from lightning_cudagraph.errors import CaptureError
 
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_cudagraph.capture.local import is_split
+from lightning_cudagraph.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = ["refuse_nameless", "refuse_unfit_modules"]

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cudagraph.capture.processes.agreement import Intent
 from lightning_cudagraph.capture.processes.ending import AtEnd
 from lightning_cudagraph.capture.processes.ranks import Ranks
 from lightning_cudagraph.capture.sentry import forbid, user_location
+from lightning_cudagraph.compat.torch_names import TorchDispatchMode
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = [

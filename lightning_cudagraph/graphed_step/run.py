@@ -30,6 +30,7 @@ from lightning_cudagraph.capture.processes.agreement import Intent
 from lightning_cudagraph.capture.steps import Place, Step, StepCounts
 from lightning_cudagraph.capture.streams.stream_choice import Streams
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
+from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.errors import BatchError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
 from lightning_cudagraph.graphed_step.record import Arguments, StepRecorder, StepResult, copied
@@ -156,7 +157,8 @@ class StepRun:
         notes = [f"{checked} replay(s) verified against eager steps"]
         notes += [note for verifier in verifiers for note in verifier.notes]
         notes += [note for lane in self._lanes.values() for note in lane.engine.notes]
-        return list(dict.fromkeys([*notes, *self._optimizers.notes]))
+        off = notes_of_captures(self.backend.device)
+        return list(dict.fromkeys([*notes, *self._optimizers.notes, *off]))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, in whichever way its phase says.

@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.inductor import check_compiler_names
 from lightning_cudagraph.capture.nccl import check_nccl, settle_nccl
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.streams import stream_choice
 from lightning_cudagraph.capture.streams.stream_choice import MAX_STREAMS, AskedStreams, are_streams
 from lightning_cudagraph.capture.unfit import refuse_nameless
+from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
+from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.compat.torch_names import tree_iter
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
@@ -309,6 +310,7 @@ class GraphedStep(Generic[P, R]):
         """
         is_off = self._backend_name == "off" or self._refused is not None
         if self._processes is None and not is_off and are_several():
+            require(COLLECTIVES)
             inside = (m for module in self._found().values() for m in module.modules())
             wrapper = next((m for m in inside if isinstance(m, DistributedDataParallel)), None)
             if wrapper is not None:
@@ -354,7 +356,7 @@ class GraphedStep(Generic[P, R]):
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
         """The run, as far as it is this process's own affair."""
-        check_compiler_names()
+        require(CAPTURES)
         function = self._bound()
         if "__name__" not in getattr(inspect.unwrap(function), "__globals__", {"__name__": ""}):
             refuse_nameless(f"The function `{getattr(function, '__qualname__', function)}`")

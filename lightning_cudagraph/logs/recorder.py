@@ -17,12 +17,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_cudagraph.capture.graph import outside_inference_mode
 from lightning_cudagraph.capture.stand_ins import in_place
+from lightning_cudagraph.compat.lightning_names import _ResultCollection
+from lightning_cudagraph.compat.torch_names import tree_leaves
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.logs.logged_step import TO_TENSOR, Event, Log, LoggedStep, packed_values
 from lightning_cudagraph.logs.numbers import LoggedNumbers

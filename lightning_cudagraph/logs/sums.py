@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
+from torch import Tensor
+
+from lightning_cudagraph.compat.lightning_names import (
     _get_default_dtype,
     _ResultCollection,
     _ResultMetric,
 )
-from torch import Tensor
 
 __all__ = ["RESULT_NAMES", "LoggedValue", "RunningSums", "Slot", "SumsOfPlace", "add", "converted"]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 from torchmetrics import Metric, MetricCollection
 
 from lightning_cudagraph.capture.batch import copied_leaf, map_leaves
 from lightning_cudagraph.capture.sentry import forbid, user_location
+from lightning_cudagraph.compat.torch_names import TreeSpec, tree_flatten, tree_leaves, tree_map
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.metrics.of_model import metrics_of
 

@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric, MetricCollection
 
+from lightning_cudagraph.compat.torch_names import tree_flatten
 from lightning_cudagraph.metrics.of_model import found_metrics, metrics_of, replaced
 from lightning_cudagraph.metrics.trials import MetricTrials
 

@@ -9,17 +9,24 @@ which eagerly is an error of the metric, is an error of the device in a graph.
 from __future__ import annotations
 
 import sys
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torchmetrics.utilities import data
 
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
+from lightning_cudagraph.compat.features import COUNTED_CLASSES
+from lightning_cudagraph.compat.tables import available
 
 __all__ = ["FixedCounts"]
 
-_COUNTS = getattr(getattr(data, "_bincount", None), "__code__", None)
+
+@cache
+def _counts() -> CodeType | None:
+    """The code of the one function in torchmetrics that knows how many classes there are."""
+    return data._bincount.__code__ if available(COUNTED_CLASSES) else None
 
 
 class FixedCounts(OwnFunctionMode):
@@ -38,7 +45,7 @@ class FixedCounts(OwnFunctionMode):
 
 
 def _asked_by_metric(frame: FrameType | None) -> bool:
-    """Whether a call comes from the one function in torchmetrics that knows the length."""
+    """Whether a call comes from that function."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":  # of other modes
         frame = frame.f_back
-    return frame is not None and _COUNTS is not None and frame.f_code is _COUNTS
+    return frame is not None and frame.f_code is _counts()

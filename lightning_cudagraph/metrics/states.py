@@ -21,6 +21,8 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import map_leaves, refuse_hidden_tensors
 from lightning_cudagraph.capture.sentry import Location, forbid, user_location
 from lightning_cudagraph.capture.state import StaticState
+from lightning_cudagraph.compat.features import COUNTED_CLASSES, METRICS
+from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.metrics.calls import (
     BOOKS,
     DeferredCall,
@@ -57,6 +59,8 @@ class StepMetrics:
     def __init__(self, model: nn.Module, trainer: Any, backend: Backend, rules: HostRules) -> None:
         self._model = model
         self._choice = MetricChoice(model, MetricTrials(model, trainer, backend, rules))
+        if found_metrics(model):
+            require(METRICS)
         self._state = StaticState()
         self._live: WeakSet[GraphCall] = WeakSet()
         self._collections: WeakSet[MetricCollection] = WeakSet()
@@ -74,8 +78,11 @@ class StepMetrics:
         for name, reason in self._on_host.items():
             by_reason.setdefault(reason, []).append(f"`{name}`")
         return [
-            f"called on the host after each replay: {', '.join(names)} ({reason})"
-            for reason, names in by_reason.items()
+            *(notes(COUNTED_CLASSES) if self._choice.in_graph or self._on_host else ()),
+            *(
+                f"called on the host after each replay: {', '.join(names)} ({reason})"
+                for reason, names in by_reason.items()
+            ),
         ]
 
     def learning(self) -> AbstractContextManager[None]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
+from lightning_cudagraph.compat.torch_names import tree_iter
 
 __all__ = ["TensorAlphaMode"]
 

@@ -24,6 +24,8 @@ from torch.optim import Optimizer
 from lightning_cudagraph.capture.compiled import is_left_out
 from lightning_cudagraph.capture.local import address_of
 from lightning_cudagraph.capture.stand_ins import OwnHook
+from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
+from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.alpha import TensorAlphaMode
 from lightning_cudagraph.optim.compiled import is_compiled, left_alone, refuse_changes
@@ -164,6 +166,7 @@ class PreparedOptimizer(EagerOptimizer):
         """
         if self._device.type != "cpu" or not self._form.capturable:
             return
+        require(CAPTURABLE_ON_CPU)
         name = "_get_capturable_supported_devices"
         for cls in type(self.optimizer).__mro__:
             module = sys.modules[cls.__module__]
@@ -172,9 +175,9 @@ class PreparedOptimizer(EagerOptimizer):
                 setattr(module, name, _and_cpu(getattr(module, name)))
                 return
         raise UnsupportedError(
-            f"torch {torch.__version__} has no `{name}` beside `{type(self.optimizer).__qualname__}`,"
-            " and the CPU emulator needs it to run capturable optimizers.",
-            "Use a version of torch that this package names as supported.",
+            f"There is no `{name}` beside `{type(self.optimizer).__qualname__}`, and the CPU emulator"
+            " needs it to run capturable optimizers.",
+            "Leave `capturable` out, or use an optimizer of `torch.optim`.",
         )
 
     def _prepare_groups(self) -> None:

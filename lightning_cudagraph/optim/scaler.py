@@ -17,23 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
-from lightning_cudagraph.errors import CUDAGraphError
+from lightning_cudagraph.compat.features import FP16
+from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.compat.torch_names import _refresh_per_optimizer_state
 from lightning_cudagraph.optim.compiled import is_compiled
 
 __all__ = ["PreparedScaler"]
-
-_PRIVATE = (
-    "_maybe_opt_step",
-    "_per_optimizer_states",
-    "_scale",
-    "_growth_tracker",
-    "_growth_factor",
-    "_backoff_factor",
-    "_growth_interval",
-)
 
 
 class PreparedScaler:
@@ -54,13 +45,7 @@ class PreparedScaler:
     def __init__(
         self, scaler: GradScaler, device: torch.device, state_tensors: Callable[[], dict[str, Tensor]]
     ) -> None:
-        for name in _PRIVATE:
-            if not hasattr(scaler, name):
-                raise CUDAGraphError(
-                    f"`GradScaler.{name}` is gone from torch {torch.__version__}, and the captured step"
-                    " is built on it. Use a version of torch that this package names as supported, or"
-                    ' pass `CUDAGraphCallback(backend="off")`.'
-                )
+        require(FP16)
         self.scaler = scaler
         self._state_tensors = state_tensors
         self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)

@@ -13,7 +13,7 @@ The hooks are there for the time of a capture, or of a timed step, only.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict, UserDict
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import is_dataclass
@@ -22,17 +22,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cudagraph.capture.stand_ins import no_hook
-from lightning_cudagraph.errors import CUDAGraphError
 from lightning_cudagraph.timing.encoder_layers import unseen_by_encoder_layers
 from lightning_cudagraph.timing.layer_calls import LayerCalls, Layers
-from lightning_cudagraph.timing.recomputation import PRIVATE_NAMES, Recomputation
+from lightning_cudagraph.timing.recomputation import Recomputation
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG
 
-__all__ = ["LayerMarks", "check_autograd_names"]
+__all__ = ["LayerMarks"]
 
 _NONE: Layers = frozenset()
 
@@ -45,28 +43,6 @@ _OF_PARAMETERS = 2**64 - 1
 
 def _engine() -> Any:
     return torch.autograd.Variable._execution_engine
-
-
-def check_autograd_names() -> None:
-    """Raise if torch has lost private names that the times of layers are built on."""
-    node = torch.zeros((), requires_grad=True).clone().grad_fn
-    places = [
-        (torch.autograd, "_get_sequence_nr"),
-        (torch.autograd.Variable, "_execution_engine"),
-        (torch._C, "_current_graph_task_id"),
-        (node, "_sequence_nr"),
-    ]
-    places += [(checkpoint, name) for name in PRIVATE_NAMES]
-    handle = RemovableHandle(OrderedDict())
-    places += [(handle, name) for name in ("hooks_dict_ref", "extra_dict_ref", "id")]
-    places += [(nn.Module(), name) for name in ("_forward_pre_hooks", "_forward_hooks")]
-    for owner, name in places:
-        if not hasattr(owner, name):
-            raise CUDAGraphError(
-                f"`{name}` of autograd or of hooks is gone from torch {torch.__version__}, and the times"
-                " of layers are built on it. Use a version of torch that this package names as"
-                " supported."
-            )
 
 
 def _tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 
 from torch.utils import checkpoint
 
-__all__ = ["PRIVATE_NAMES", "Recomputation"]
+__all__ = ["Recomputation"]
 
 # Of `torch.utils.checkpoint`: entered around what is checkpointed, and around its recomputation.
-PRIVATE_NAMES = ("_checkpoint_hook", "_recomputation_hook")
+_HOOKS = ("_checkpoint_hook", "_recomputation_hook")
 
 _Layers = frozenset[str]
 
@@ -43,7 +43,7 @@ class Recomputation:
     @contextmanager
     def noticed(self) -> Iterator[None]:
         """Notice checkpoints and their recomputation inside."""
-        enter, recompute = (getattr(checkpoint, name) for name in PRIVATE_NAMES)
+        enter, recompute = (getattr(checkpoint, name) for name in _HOOKS)
 
         def entered(frame: Any) -> Any:
             self._around[frame] = self._here()
@@ -60,10 +60,10 @@ class Recomputation:
                 self._under_way.pop()
                 self._moved()
 
-        for name, function in zip(PRIVATE_NAMES, (entered, recomputed), strict=True):
+        for name, function in zip(_HOOKS, (entered, recomputed), strict=True):
             setattr(checkpoint, name, function)
         try:
             yield
         finally:
-            for name, function in zip(PRIVATE_NAMES, (enter, recompute), strict=True):
+            for name, function in zip(_HOOKS, (enter, recompute), strict=True):
                 setattr(checkpoint, name, function)

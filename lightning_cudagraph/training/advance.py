@@ -3,11 +3,12 @@
 Around a replay of a few hundred microseconds, most of the host's time is Lightning's own: for every
 batch it looks up, announces and times some ten hooks that nobody has overridden, inspects the signature
 of `training_step`, asks over and over which loop is active, and collects values that nobody looks at.
-From one replay to the next, if no code of the user's comes in between, the same is done here in the same
-order, without those.
+From one replay to the next, if no code of the user's comes in between, the same is done here in the
+same order, without those.
 
-That is only right for the source that was read when this was written, so it is compared, by digest; with
-any other, and for every batch that is not plainly one more replay, Lightning's own code runs.
+That is only right for a loop that does what it did when this was written
+(`compat/lightning_source.py`). For every batch that is not plainly one more replay, and with any other
+loop, Lightning's own code runs; of such a loop the report says so.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cudagraph.capture.stand_ins import StandIn
+from lightning_cudagraph.compat.features import SHORT_WAY
+from lightning_cudagraph.compat.lightning_names import _DataLoaderIterDataFetcher, _TrainingEpochLoop
+from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.logs.recorder import Logs
 from lightning_cudagraph.support import callbacks_of, is_overridden
-from lightning_cudagraph.training import lightning_source
 from lightning_cudagraph.training.hooks import undisturbed
 from lightning_cudagraph.training.plain_replay import NOT_PLAIN, PlainReplay
 from lightning_cudagraph.training.transfer import TRANSFER, BatchTransfer
@@ -114,7 +115,7 @@ class QuickAdvance:
         self._on_change = on_change
         self._loop = trainer.fit_loop.epoch_loop
         self._original: Callable[[Any], None] = self._loop.advance
-        self._is_known = lightning_source.is_known()
+        self._is_known = available(SHORT_WAY)
         # Looked at once, after a replay, and valid until something else than replays happens.
         self._looked = False
         self._can = False

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_cudagraph.compat.lightning_names import _AutomaticOptimization, _TrainingEpochLoop
 
 __all__ = ["GraphClosure", "GraphedOptimization"]
 

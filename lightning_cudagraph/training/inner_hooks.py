@@ -24,10 +24,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from lightning_cudagraph.capture.stand_ins import in_place
+from lightning_cudagraph.compat.torch_names import tree_iter
 from lightning_cudagraph.errors import CaptureError, HookError
 from lightning_cudagraph.support import callbacks_of, described_hook, is_overridden
 from lightning_cudagraph.training.closures import GraphClosure

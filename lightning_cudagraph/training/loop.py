@@ -26,6 +26,8 @@ from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.processes.agreement import Agreement
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
+from lightning_cudagraph.compat.features import SHORT_WAY
+from lightning_cudagraph.compat.tables import notes, notes_of_captures
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.metrics.of_model import is_metric
@@ -34,7 +36,6 @@ from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.profilers import around_replays, profiler_notes, progress_bar_notes
 from lightning_cudagraph.replicas import Replicas
 from lightning_cudagraph.settings import Settings
-from lightning_cudagraph.support import check_private_names
 from lightning_cudagraph.timing.layers import untimed_notes
 from lightning_cudagraph.timing.rank_times import SharedRun
 from lightning_cudagraph.training.advance import QuickAdvance
@@ -80,7 +81,6 @@ class GraphedTraining:
         agreement: Agreement | None = None,
         run: SharedRun | None = None,
     ) -> None:
-        check_private_names(trainer, module)
         self._trainer = trainer
         self._module = module
         self._backend = backend
@@ -187,7 +187,8 @@ class GraphedTraining:
     @property
     def notes(self) -> list[str]:
         """What was changed for the capture, in words."""
-        return [*self._part.notes, *profiler_notes(self._trainer)]
+        off = [*notes_of_captures(self._backend.device), *notes(SHORT_WAY), *self._times.off]
+        return [*self._part.notes, *profiler_notes(self._trainer), *off]
 
     def agree(self, agreement: Agreement) -> None:
         """Before the first step: let what all processes capture have the same parts.

@@ -16,6 +16,8 @@ from torch import nn
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.processes.ranks import own_store
 from lightning_cudagraph.capture.steps import Place, StepCounts
+from lightning_cudagraph.compat.features import BOARD, CHARTS, TIMES
+from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.profilers import delay_notes
 from lightning_cudagraph.replicas import has_replicas
 from lightning_cudagraph.timing.clock import FitClock, Sink
@@ -81,6 +83,7 @@ class RunTimes:
 
     Attributes:
         names: those of the layers that are timed.
+        off: what of the times is off because private names are gone, in words.
         pace: how long steps take as the host sees them.
         clock: that of the steps that are shown.
         eager_clock: that of eager steps beside them, which are shown in comparison.
@@ -98,6 +101,10 @@ class RunTimes:
         choice: LayerChoice | None,
         run: SharedRun | None = None,
     ) -> None:
+        self.off: list[str] = []
+        if choice is not None:
+            require(TIMES)
+            self.off = notes(BOARD, CHARTS)
         self.names: list[str] = [] if choice is None else list(select_layers(module, choice))
         self._module = module
         self._left_out = {} if choice is None else left_out(module, choice)

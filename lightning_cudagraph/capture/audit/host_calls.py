@@ -24,7 +24,6 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_cudagraph.capture.audit.handed_out import is_of_optimizers, note_handed_out
 from lightning_cudagraph.capture.audit.host_draws import is_iterator
@@ -32,6 +31,7 @@ from lightning_cudagraph.capture.audit.host_lines import line_that_sets, stores
 from lightning_cudagraph.capture.audit.host_state import Change, HostState
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from lightning_cudagraph.capture.sentry import Location, is_users, user_frame
+from lightning_cudagraph.compat.torch_names import _BaseDataLoaderIter
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["HostCalls", "HostRules", "allowance", "frozen_read"]
@@ -43,6 +43,7 @@ _BEFORE = (
     " batch, as a tensor."
 )
 
+_NEXT = "__next__"
 _CLOCKS: dict[Any, str] = {
     **{
         getattr(time, name): f"time.{name}()"
@@ -71,10 +72,9 @@ _CHANGES = frozenset(
         *("difference_update", "intersection_update", "symmetric_difference_update", "move_to_end"),
     )
 )
-_READS: dict[CodeType, str] = {
-    _BaseDataLoaderIter.__next__.__code__: "next(DataLoader)",
-    torch.load.__code__: "torch.load",
-}
+_READS: dict[CodeType, str] = {torch.load.__code__: "torch.load"}
+if _NEXT in vars(_BaseDataLoaderIter):  # else captures are refused
+    _READS[vars(_BaseDataLoaderIter)[_NEXT].__code__] = "next(DataLoader)"
 _EFFECTS: dict[CodeType, str] = {
     logging.Logger._log.__code__: "logging",  # called for enabled levels only
     subprocess.Popen.__init__.__code__: "subprocess",

@@ -22,9 +22,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_cudagraph.capture.writes import storage_id, written_by
+from lightning_cudagraph.compat.torch_names import tree_iter, tree_map_only
 
 __all__ = ["KnownValues"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.sentry import forbid, user_location
+from lightning_cudagraph.compat.torch_names import tree_iter
 
 __all__ = ["is_collective", "only_wraps", "returned_unrun", "wait_for"]
 

@@ -5,22 +5,16 @@ What it keeps on the host from step to step is noted elsewhere, by who replays t
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
+from lightning_cudagraph.compat.features import REPLICAS
+from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = ["COMM_HOOKS", "check_wrapper", "hooks_of", "is_unfinished", "take_times"]
 
-_PRIVATE = (
-    "_get_ddp_logging_data",
-    "_set_ddp_runtime_logging_sample_rate",
-    "_comm_hooks",
-    "_join_config",
-    "reducer",
-)
 # Those that keep nothing from step to step.
 COMM_HOOKS = (
     default_hooks.allreduce_hook,
@@ -67,14 +61,7 @@ def check_wrapper(
         UnsupportedError: naming what that is.
         CUDAGraphError: if torch has lost private names that captured steps are built on.
     """
-    for private in _PRIVATE:
-        if not hasattr(ddp, private):
-            owner = "CUDAGraphCallback" if by_strategy else "GraphedStep"
-            raise CUDAGraphError(
-                f"`DistributedDataParallel.{private}` is gone from torch {torch.__version__}, and"
-                " captured steps are built on it. Use torch 2.9 to 2.13, or pass"
-                f' `{owner}(backend="off")`.'
-            )
+    require(REPLICAS)
     device = next(ddp.parameters()).device
     if ddp.find_unused_parameters:
         raise UnsupportedError(

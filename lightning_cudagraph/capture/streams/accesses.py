@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.streams.dataflow import Span
 from lightning_cudagraph.capture.writes import written_by
+from lightning_cudagraph.compat.torch_names import tree_iter
 
 __all__ = ["Access", "access_of", "made_by", "only_looks", "pieces"]
 

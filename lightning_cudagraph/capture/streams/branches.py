@@ -15,17 +15,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.driver import let_wait, position_of
 from lightning_cudagraph.capture.parts import CudaParts
 from lightning_cudagraph.capture.streams.accesses import Access, access_of, made_by, only_looks
 from lightning_cudagraph.capture.streams.dataflow import Flow, Kept, Placed
+from lightning_cudagraph.compat.torch_names import tree_iter
 
 __all__ = ["Branches", "SentBackError"]
 
 
-# Private: how many refer to a memory.
+# How many refer to a memory.
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
 # Of a stream's memory, so much may be kept for others before it waits for them: this, or a share of what

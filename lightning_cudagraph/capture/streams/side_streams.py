@@ -22,7 +22,7 @@ from torch import Tensor
 
 __all__ = ["SideStream", "keep_all_workspaces", "stream_beside"]
 
-# Private: frees the workspaces of all handles on all streams.
+# Frees the workspaces of all handles on all streams.
 _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
 # torch has 32 streams of a priority, and hands them out in turn.

@@ -11,6 +11,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cudagraph.capture.stand_ins import replace_method
+from lightning_cudagraph.compat.features import BOARD
+from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.timing.records import ReadingRecords
 from lightning_cudagraph.timing.spans import Reading
 
@@ -61,6 +63,7 @@ class Board:
 
     def __init__(self, logger: TensorBoardLogger) -> None:
         self._logger = logger
+        self._has_way_in = available(BOARD)
         self._failed = False
         self._patches = ExitStack()
         # The innards of the writer that rows are handed to.
@@ -122,6 +125,8 @@ class Board:
         """What puts rows into the writer's queue; None if it is built differently."""
         if self._error is not None:
             raise self._error
+        if not self._has_way_in:
+            return None
         _, _, queue, records, file = innards(writer)
         ways = [getattr(queue, "write", None), getattr(records, "write", None)]
         if not all(map(callable, [*ways, getattr(file, "write", None)])):

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_cudagraph.compat.features import CHARTS
+from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.timing.kept import kept
 from lightning_cudagraph.timing.spans import (
     BACKWARD_TAG,
@@ -192,7 +194,7 @@ class Charts:
             summary: of the steps so far.
         """
         writer.flush()
-        path = getattr(innards(writer)[1], "_file_name", None)
+        path = getattr(innards(writer)[1], "_file_name", None) if available(CHARTS) else None
         theirs = _charts_in(path) if isinstance(path, str) else None
         if self._written is None and isinstance(path, str):
             self._before = theirs or next(filter(None, map(_charts_in, _files_beside(path))), None)

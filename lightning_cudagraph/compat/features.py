@@ -1,0 +1,98 @@
+"""The features of this package that are built on private names of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "BOARD",
+    "BROKEN_CAPTURES",
+    "CAPTURABLE_ON_CPU",
+    "CAPTURES",
+    "CHARTS",
+    "COLLECTIVES",
+    "COUNTED_CLASSES",
+    "CUDA",
+    "CUDA_STREAMS",
+    "EVALUATION",
+    "FABRIC",
+    "FP16",
+    "HELD_GRADIENTS",
+    "MANUAL",
+    "METRICS",
+    "REPLICAS",
+    "SEGMENTS",
+    "SHARDS",
+    "SHORT_WAY",
+    "TIMES",
+    "TRAINING",
+    "Feature",
+]
+
+_OFF = 'pass `backend="off"`'
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature that needs private names.
+
+    Attributes:
+        what: it, in words.
+        without: where a name is gone, what the user can do; of an optional feature, what is lost.
+        is_optional: it is off then, and the report says so. What needs another feature is refused.
+    """
+
+    what: str
+    without: str
+    is_optional: bool = False
+
+
+CAPTURES = Feature("captured steps", _OFF)
+TRAINING = Feature("captured steps in Lightning's loop", _OFF)
+EVALUATION = Feature("evaluation graphs", "leave out `evaluation=True`")
+MANUAL = Feature("captured steps in manual optimization", _OFF)
+FABRIC = Feature("captured steps in Fabric", _OFF)
+FP16 = Feature("captured steps with a gradient scaler", f"{_OFF}, or train in bf16-mixed")
+CAPTURABLE_ON_CPU = Feature("capturable optimizers on the CPU emulator", _OFF)
+REPLICAS = Feature("captured steps with `DistributedDataParallel`", _OFF)
+SHARDS = Feature("captures of sharded weights", _OFF)
+COLLECTIVES = Feature("captured steps of several processes", _OFF)
+CUDA = Feature("captures on CUDA", _OFF)
+SEGMENTS = Feature(
+    "asking whether the allocator has expandable segments, which is needed beside NCCL",
+    f"set NCCL_GRAPH_REGISTER=0 before the process group is made, or {_OFF}",
+)
+METRICS = Feature(
+    "metrics of torchmetrics in a captured step", f"{_OFF}, or call them in `on_train_batch_end`"
+)
+TIMES = Feature("the times of layers", "leave out `timings=`")
+
+SHORT_WAY = Feature(
+    "the short way from one replay to the next",
+    "Lightning's own loop runs there, which takes the host some hundred microseconds more a step",
+    is_optional=True,
+)
+COUNTED_CLASSES = Feature(
+    "counting classes without asking the device",
+    "metrics that count classes are called after replays",
+    True,
+)
+HELD_GRADIENTS = Feature(
+    "finding who keeps gradients",
+    "parameters are given copies of their gradients after every replay",
+    True,
+)
+BOARD = Feature(
+    "the quick way into TensorBoard's queue",
+    "each time of a layer is written as an event of its own",
+    True,
+)
+CHARTS = Feature(
+    "finding custom scalars of other runs", "those of the user are not kept in the layout", True
+)
+CUDA_STREAMS = Feature(
+    "asking for the address of a stream", "each replay asks for the whole stream", True
+)
+BROKEN_CAPTURES = Feature(
+    "repairing the allocator", "after a capture that CUDA broke off, memory may stay reserved", True
+)

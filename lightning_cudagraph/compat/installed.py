@@ -1,0 +1,88 @@
+"""The packages that are installed: whether this one can be imported beside them, and what they lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["check_installed", "gpu_without_cuda"]
+
+_OLDEST = {"torch": (2, 9), "lightning": (2, 6)}
+# What torch's packages bring of compiled code, which must be of one build with it.
+_BUILT_FOR_TORCH = ("torchvision", "torchaudio")
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def check_installed() -> None:
+    """Say what is wrong with an installation, before something inside of a package fails.
+
+    Raises:
+        ImportError: with one remedy.
+    """
+    if find_spec("lightning") is None:
+        beside = (
+            "; `pytorch_lightning` is installed, whose classes are others"
+            if find_spec("pytorch_lightning") is not None
+            else ""
+        )
+        raise ImportError(
+            f"`lightning_cudagraph` needs the package `lightning` (2.6 or newer){beside}. `pip install"
+            " lightning`, and import `Trainer` with `from lightning.pytorch import Trainer`.",
+            name="lightning",
+        )
+    for package, oldest in _OLDEST.items():
+        found = _version_of(package)
+        if tuple(map(int, found.split(".")[:2])) < oldest:
+            wanted = ".".join(map(str, oldest))
+            raise ImportError(
+                f"`lightning_cudagraph` needs {package} {wanted} or newer, and {found} is installed."
+                f" Install it with `pip install '{package}>={wanted}'`.",
+                name=package,
+            )
+    try:
+        import_module("lightning.pytorch")
+    except (ImportError, RuntimeError, OSError) as error:  # all three, by what does not fit
+        if (culprit := _misfit(str(error))) is None:
+            raise
+        raise ImportError(
+            f"`import lightning.pytorch` fails in {culprit}, which was built for another torch than"
+            f" {_version_of('torch')}: {str(error).splitlines()[0]}. Install both for CUDA or both for"
+            f" the CPU, from one index, or remove it with `pip uninstall {culprit.split()[0]}`.",
+            name=culprit.split()[0],
+        ) from error
+
+
+def gpu_without_cuda(built_for: str | None, hip: str | None, gpus: Path = _GPUS) -> str:
+    """One line, if torch cannot use an NVIDIA GPU that is there because of how it was built; or nothing.
+
+    Args:
+        built_for: the version of CUDA that torch was built for.
+        hip: that of ROCm.
+        gpus: where the driver lists them.
+    """
+    if built_for is not None or hip is not None or not (gpus.is_dir() and any(gpus.iterdir())):
+        return ""
+    return (
+        f"this machine has an NVIDIA GPU, and torch {_version_of('torch')} was built without CUDA:"
+        " training runs on the CPU. Install a build for CUDA (https://pytorch.org/get-started)"
+    )
+
+
+def _version_of(package: str) -> str:
+    if package == "torch":  # which knows its build, and is there without metadata, too
+        return str(import_module("torch").__version__)
+    return version(package)
+
+
+def _misfit(said: str, packages: Iterable[str] = _BUILT_FOR_TORCH) -> str | None:
+    """The package beside torch that an error is about, with its version, if it is about one."""
+    for package in packages:
+        if package in said:
+            try:
+                return f"{package} {version(package)}"
+            except PackageNotFoundError:
+                return package
+    return None

@@ -1,0 +1,184 @@
+"""What is said of versions: of packages that do not fit, of newer ones, and in the table of the runs."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.compat import installed, tested
+from lightning_cudagraph.compat.installed import gpu_without_cuda
+from lightning_cudagraph.compat.tested import NEWEST, newer_than_tested
+from tests.harness import Net, make, train
+from tests.versions import RUNS, TABLE, TESTED, Row, counted, newest_of, rows_in, with_newest, with_row
+
+
+def _imported_beside(folder: Path, files: dict[str, str], before: str = "") -> str:
+    """The last line of the error of `import lightning_cudagraph` beside other packages."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    code = f"import sys\nsys.path.insert(0, {str(folder)!r})\n{before}\nimport lightning_cudagraph"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    return run.stderr.strip().splitlines()[-1]
+
+
+def test_an_older_torch(tmp_path: Path) -> None:
+    said = _imported_beside(tmp_path, {"torch/__init__.py": "__version__ = '2.8.0+cu126'\n"})
+    assert said == (
+        "ImportError: `lightning_cudagraph` needs torch 2.9 or newer, and 2.8.0+cu126 is installed."
+        " Install it with `pip install 'torch>=2.9'`."
+    )
+
+
+def test_the_other_package_of_lightnings_alone(tmp_path: Path) -> None:
+    # As where it is not installed: found by nobody.
+    hidden = (
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "PathFinder.find_spec = lambda name, *a: None if name == 'lightning' else find(name, *a)\n"
+    )
+    said = _imported_beside(tmp_path, {"pytorch_lightning/__init__.py": ""}, hidden)
+    assert said == (
+        "ImportError: `lightning_cudagraph` needs the package `lightning` (2.6 or newer);"
+        " `pytorch_lightning` is installed, whose classes are others. `pip install lightning`, and"
+        " import `Trainer` with `from lightning.pytorch import Trainer`."
+    )
+
+
+def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
+    """As torchvision fails where its compiled code does not fit torch, in Lightning's own import."""
+    fails = "raise RuntimeError('operator torchvision::nms does not exist')\n"
+    before = (
+        "import torch, importlib.abc\n"
+        "class Beside(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, *args):\n"
+        "        if name == 'lightning.pytorch':\n"
+        "            import torchvision\n"
+        "sys.meta_path.insert(0, Beside())\n"
+    )
+    metadata = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0+cu130\n"
+    files = {
+        "torchvision/__init__.py": fails,
+        "torchvision-0.28.0+cu130.dist-info/METADATA": metadata,
+    }
+    said = _imported_beside(tmp_path, files, before)
+    assert said == (
+        "ImportError: `import lightning.pytorch` fails in torchvision 0.28.0+cu130, which was built for"
+        f" another torch than {torch.__version__}: operator torchvision::nms does not exist. Install"
+        " both for CUDA or both for the CPU, from one index, or remove it with `pip uninstall"
+        " torchvision`."
+    )
+
+
+def test_other_errors_of_an_import_are_left_alone(tmp_path: Path) -> None:
+    hides = (
+        "import torch, importlib.abc\n"
+        "class Fails(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, *args):\n"
+        "        if name == 'lightning.pytorch':\n"
+        "            raise ImportError('another reason')\n"
+        "sys.meta_path.insert(0, Fails())\n"
+    )
+    assert _imported_beside(tmp_path, {}, hides) == "ImportError: another reason"
+
+
+def test_a_torch_without_cuda_on_a_machine_with_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert gpu_without_cuda("13.0", None, tmp_path) == ""
+    assert gpu_without_cuda(None, None, tmp_path) == ""
+    assert gpu_without_cuda(None, None, tmp_path / "nowhere") == ""
+    (tmp_path / "0000:01:00.0").mkdir()
+    assert gpu_without_cuda(None, "7.0", tmp_path) == ""
+    said = gpu_without_cuda(None, None, tmp_path)
+    assert f"torch {torch.__version__} was built without CUDA" in said
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(installed.gpu_without_cuda, "__defaults__", (tmp_path,))
+    assert _said_at_the_start(tmp_path, caplog).count(f"lightning_cudagraph: {said}") == 1
+
+
+def _said_at_the_start(path: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    with caplog.at_level(logging.INFO):
+        train(make(Net), path, CUDAGraphCallback(), watched=False, checkpoint_every=0, max_steps=1)
+    return caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("newest", "said"),
+    [
+        ({}, []),
+        ({"torch": "2.8.1"}, ["torch"]),
+        ({"torch": "2.8.1", "lightning": "2.5.9"}, ["torch", "lightning"]),
+        ({"torch": "2.8.1", "lightning": "1.9.0", "Python": "3.9"}, ["torch", "lightning", "Python"]),
+    ],
+)
+def test_newer_than_tested(newest: dict[str, str], said: list[str]) -> None:
+    line = newer_than_tested({"torch": "99.1.0", "lightning": "99.0.0", "Python": "4.0", **newest})
+    assert [word for word in ("torch", "lightning", "Python") if f"{word} " in line] == said
+    assert bool(line) is bool(said)
+
+
+def test_newer_than_tested_is_one_line_when_training_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = {**NEWEST, "torch": "2.8.0"}
+    monkeypatch.setattr(tested.newer_than_tested, "__defaults__", (older,))
+    lines = _said_at_the_start(tmp_path, caplog)
+    assert sum("is newer than 2.8.0" in line for line in lines) == 1
+
+
+_PAGE = TABLE.read_text()
+_TESTED = TESTED.read_text()
+
+
+def _row(torch: str, python: str, passed: int = 1, **kwargs: Any) -> Row:
+    where = kwargs.get("where", "CPU")
+    return Row(torch, "2.6.6", python, passed, kwargs.get("failed", 0), 2, where, "2026-01-01")
+
+
+def test_rows_are_written_in_order_and_replaced() -> None:
+    page = "text\n\n| torch |\n|---|---|---|---|---|---|---|---|\n\nmore\n"
+    rows = [_row("2.15.0", "3.11.7"), _row("2.9.0", "3.11.7"), _row("2.15.0", "3.10.1")]
+    for row in rows:
+        page = with_row(page, row)
+    assert rows_in(page) == [rows[1], rows[2], rows[0]]
+    page = with_row(page, again := _row("2.9.0", "3.11.7", passed=3))
+    assert rows_in(page) == [again, rows[2], rows[0]]
+    page = with_row(page, _row("2.9.0", "3.11.7", where="a GPU"))
+    assert len(rows_in(page)) == 4
+    assert page.startswith("text\n\n| torch |\n")
+    assert page.endswith("|\n\nmore\n")
+
+
+def test_what_is_said_to_be_tested_is_the_newest_in_the_table() -> None:
+    """`python -m tests.versions` writes both."""
+    rows = rows_in(_PAGE)
+    if not rows:
+        pytest.skip("no run has been recorded yet")
+    assert with_row(_PAGE, rows[-1]) == _PAGE
+    assert newest_of(rows) == NEWEST
+    assert with_newest(_TESTED, rows) == _TESTED
+
+
+def test_newest() -> None:
+    rows = [_row("2.9.0+cpu", "3.12.1"), _row("2.10.1+cpu", "3.9.8"), _row("2.15.0", "3.13.0", failed=1)]
+    assert newest_of(rows) == {"torch": "2.10.1", "lightning": "2.6.6", "Python": "3.12"}
+    assert '{"torch": "2.10.1", "lightning": "2.6.6", "Python": "3.12"}' in with_newest(_TESTED, rows)
+    assert len({*RUNS}) == len(RUNS)
+
+
+def test_reports_are_counted(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite errors="1" failures="2" skipped="3" tests="10"/></testsuites>'
+    )
+    assert counted(report) == (4, 3, 3)
