@@ -46,7 +46,6 @@ from lightning_cudagraph.metrics.states import StepMetrics
 from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import ALONE, TELL_LIGHTNING, Stage, check_evaluation
-from lightning_cudagraph.training.hooks import undisturbed
 
 __all__ = ["GraphedEvaluation"]
 
@@ -117,10 +116,10 @@ class GraphedEvaluation:
             self._thorough_state,
             OWN_ATTRIBUTES | settings.harmless,
             lambda: (self._metrics.fits(),),
-            undisturbed=lambda: undisturbed(trainer, module, stage),
             stays_on_host=self._metrics.stays_on_host,
             around={"trainer": trainer},
             host_names=self._metrics.host_names,
+            callees=lambda: [trainer.strategy, trainer.precision_plugin],
         )
         self._carried = CarriedTensors(
             module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric

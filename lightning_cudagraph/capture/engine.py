@@ -174,7 +174,7 @@ class StepEngine(Generic[T]):
         if captured is None or self._backend.in_turn:
             return None
         if change := self._guards.changed():
-            self._standing.drop(change)  # here, because parameters are looked at in turns
+            self._standing.drop(change)
             return None
         static = captured.static
         tensors: list[Tensor] | None = []
