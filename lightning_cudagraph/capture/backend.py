@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from torch.autograd import set_multithreading_enabled
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_cudagraph.capture.driver import event_times, position_of
@@ -90,7 +91,11 @@ class Backend(Protocol):
     overlaps: bool
 
     def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Run what is inside on the one side stream of warm-up and capture, in order with the rest."""
+        """Run what is inside on the one side stream of warm-up and capture, in order with the rest.
+
+        Backward passes run in the calling thread, there and in a capture: Python in them is seen by all
+        that watches a step, and multiplies matrices with the handle of this thread.
+        """
 
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         """Capture what `body` does, without its taking effect.
@@ -245,7 +250,7 @@ class CudaBackend:
         current = torch.cuda.current_stream(self.device)
         self._side_stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self._side_stream):
+            with torch.cuda.stream(self._side_stream), set_multithreading_enabled(False):
                 self._side.keep_workspaces()
                 yield
         finally:
@@ -277,7 +282,7 @@ class CudaBackend:
         gc.disable()
         try:
             self._recording, self._branches = graph, branches
-            with torch.cuda.stream(self._side_stream):
+            with torch.cuda.stream(self._side_stream), set_multithreading_enabled(False):
                 try:
                     self._begin_part(graph)
                     with HostReads(self.device.type), Constants(memory), sentry:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import set_multithreading_enabled
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_cudagraph.capture.backend import Graph
@@ -391,7 +392,8 @@ class EmulatorBackend:
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        yield
+        with set_multithreading_enabled(False):
+            yield
 
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         graph = EmulatedGraph(self.streams)
@@ -401,7 +403,13 @@ class EmulatorBackend:
         try:
             recorder = _Recorder(graph, undo, self.generators)
             recorder.writes = Writes(storages_held() if is_compiled else None)
-            with refused_on_cpu(), _resizes_noticed(graph, undo), HostReads("cpu"), recorder:
+            with (
+                set_multithreading_enabled(False),
+                refused_on_cpu(),
+                _resizes_noticed(graph, undo),
+                HostReads("cpu"),
+                recorder,
+            ):
                 result = body()
             graph.written = recorder.writes.older
             self.barriers = graph.barriers()

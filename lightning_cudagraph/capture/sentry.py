@@ -422,7 +422,7 @@ def is_capturing() -> bool:
 
 
 class Sentry(TorchDispatchMode):
-    """Checks every op of a capture before it runs. Autograd's threads see it too.
+    """Checks every op of a capture before it runs.
 
     Args:
         device_type: the type of the device that is captured.

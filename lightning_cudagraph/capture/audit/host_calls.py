@@ -1,8 +1,8 @@
 """What the code of a step calls and mentions on the host, seen by the interpreter's profiling hook.
 
 A call whose result moves from step to step, or whose effect a replay would not repeat, is refused before
-it happens, if it is the user's code that asks for it. The hook sees the thread of the training loop, not
-those of autograd.
+it happens, if it is the user's code that asks for it. The hook sees the thread of the training loop, in
+which backward passes run too.
 """
 
 from __future__ import annotations

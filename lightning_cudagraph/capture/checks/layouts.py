@@ -25,12 +25,12 @@ def _equal_one_by_one(tensors: Sequence[Tensor], addresses: list[int]) -> bool:
 
 
 def _equal_at_once(tensors: Sequence[Tensor], addresses: list[int]) -> bool:
-    equal: Any = torch._C._tensors_data_ptrs_at_indices_equal  # type: ignore[attr-defined]
+    equal: Any = torch._C._tensors_data_ptrs_at_indices_equal
     return bool(equal(tensors, addresses, [*range(len(addresses))]))
 
 
 def _guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    guards: Any = torch._C._dynamo.guards  # type: ignore[attr-defined]
+    guards: Any = torch._C._dynamo.guards
     check: Callable[..., bool] = guards.TensorGuards(
         *tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]
     ).check
