@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_cudagraph.capture.driver import event_times, position_of
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
+from lightning_cudagraph.capture.noted import noted_refusals
 from lightning_cudagraph.capture.parts import Between, CudaParts
 from lightning_cudagraph.capture.refusals import clear_frames, meaning_of
 from lightning_cudagraph.capture.sentry import HostReads
@@ -285,7 +286,7 @@ class CudaBackend:
             with torch.cuda.stream(self._side_stream), set_multithreading_enabled(False):
                 try:
                     self._begin_part(graph)
-                    with HostReads(self.device.type), Constants(memory), sentry:
+                    with HostReads(self.device.type), Constants(memory), sentry, noted_refusals():
                         result = body()
                 except BaseException as error:
                     failure = error
@@ -321,7 +322,7 @@ class CudaBackend:
     def checked(self) -> Iterator[None]:
         memory = HostMemory()
         sentry = MendingSentry(self.generators, memory)
-        with HostReads(self.device.type), Constants(memory), sentry:
+        with HostReads(self.device.type), Constants(memory), sentry, noted_refusals():
             yield
 
     def cut(self) -> None:

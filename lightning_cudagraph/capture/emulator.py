@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_cudagraph.capture.backend import Graph
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.inductor import refused_on_cpu
+from lightning_cudagraph.capture.noted import noted_refusals
 from lightning_cudagraph.capture.parts import Between
 from lightning_cudagraph.capture.processes.collectives import (
     is_collective,
@@ -87,7 +88,7 @@ class HostEvent:
 
     def take_time(self) -> None:
         """Take the time, whatever is being captured."""
-        self._time_s = time.perf_counter()
+        self._time_s = perf_counter()
 
     def record_behind(self, work: Any) -> None:
         """Take the time when a collective has ended that other threads work on."""
@@ -409,6 +410,7 @@ class EmulatorBackend:
                 _resizes_noticed(graph, undo),
                 HostReads("cpu"),
                 recorder,
+                noted_refusals(),
             ):
                 result = body()
             graph.written = recorder.writes.older
@@ -433,7 +435,7 @@ class EmulatorBackend:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        with HostReads("cpu"), Sentry("cpu", self.generators):
+        with HostReads("cpu"), Sentry("cpu", self.generators), noted_refusals():
             yield
 
     def written(self, graph: Graph) -> list[Tensor]:

@@ -32,6 +32,7 @@ from lightning_cudagraph.capture.autocast import reaching
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.hidden_reads import in_op, of_function
 from lightning_cudagraph.capture.local import is_around_another
+from lightning_cudagraph.capture.noted import refused
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from lightning_cudagraph.capture.processes.heard import call_heard
 from lightning_cudagraph.capture.writes import Writes
@@ -284,9 +285,9 @@ def location_of(error: BaseException) -> Location | None:
 
 
 def forbid(what: str, remedy: str, location: Location | None) -> NoReturn:
-    """Raise the error for something in a captured step that a CUDA graph cannot hold."""
+    """Raise the error for something in a captured step that a CUDA graph cannot hold, and note it."""
     where = f"at {location}" if location else "in code called by torch, with no line of yours in it"
-    raise CaptureError(f"A CUDA graph cannot hold {what}: found {where}.", remedy)
+    raise refused(CaptureError(f"A CUDA graph cannot hold {what}: found {where}.", remedy))
 
 
 def _is_mask(index: Any) -> bool:

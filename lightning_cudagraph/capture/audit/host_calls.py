@@ -31,6 +31,7 @@ from lightning_cudagraph.capture.audit.host_draws import is_iterator
 from lightning_cudagraph.capture.audit.host_lines import line_that_sets, stores
 from lightning_cudagraph.capture.audit.host_state import Change, HostState
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
+from lightning_cudagraph.capture.noted import refused
 from lightning_cudagraph.capture.sentry import Location, is_user_code, is_users, user_frame
 from lightning_cudagraph.errors import CaptureError
 
@@ -167,7 +168,6 @@ class HostCalls:
 
     Attributes:
         mentioned: what the step mentions.
-        found: the first refusal, for who catches exceptions and goes on.
     """
 
     def __init__(
@@ -192,7 +192,6 @@ class HostCalls:
         self._touched: dict[int, Location] = {}
         self._allowed_code: set[int] = set()
         self.mentioned = MentionedNames()
-        self.found: CaptureError | None = None
 
     def __enter__(self) -> HostCalls:
         self._before = sys.getprofile()
@@ -375,8 +374,7 @@ class HostCalls:
         return bool({name, _short(name), name.removesuffix("()")} & self._rules.harmless)
 
     def _refuse(self, error: CaptureError) -> None:
-        self.found = self.found or error
-        raise error
+        raise refused(error)
 
     def _whose_code(self, frame: FrameType) -> _Whose:
         file = frame.f_code.co_filename
