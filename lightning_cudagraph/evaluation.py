@@ -228,7 +228,8 @@ class GraphedEvaluation:
             CaptureError: if it leaves something on the host that a replay would not leave.
         """
         assert self._eager_step is not None
-        refuse_replaced_methods(self._module, None, self._harmless, self._step_name)
+        called = (self._trainer.strategy, self._trainer.precision_plugin)
+        refuse_replaced_methods(self._module, None, self._harmless, self._step_name, called)
         arguments: list[Any] = [*indices]
         if arguments and "batch_idx" not in self._harmless:
             arguments[0] = FrozenIndex("batch_idx")

@@ -24,10 +24,17 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph import CaptureError, ConfigurationError, CUDAGraphCallback
+from lightning_cudagraph import (
+    CaptureError,
+    ConfigurationError,
+    CUDAGraphCallback,
+    UnsupportedError,
+)
 from lightning_cudagraph.capture.audit.frozen import StepAudit
 from lightning_cudagraph.capture.audit.host_state import HostState
 from lightning_cudagraph.capture.checks.reads import MentionedNames
@@ -881,6 +888,37 @@ def test_iterators_are_given_back() -> None:
     state.release()
     assert meter.history is numbers
     assert next(numbers) == 5
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Strategy, "backward"), (Precision, "backward"), (Tensor, "backward"), (Net.__base__, "log")],
+)
+def test_mocks_on_classes(
+    owner: Any, name: str, tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(owner, name)
+
+    class Passes(MagicMock):
+        """Bound to the object, as a function is, and counts."""
+
+        def __get__(self, held: Any, kind: Any = None) -> Any:
+            return self if held is None else partial(self, held)
+
+    mock = Passes(side_effect=original)
+    monkeypatch.setattr(owner, name, mock)
+    with pytest.raises(
+        UnsupportedError, match=rf"{name}` (of the .*a `Passes` object|is not Lightning's)"
+    ):
+        train(make(Net), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
+    mock.reset_mock()
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    train(make(Net), tmp_path / "eager", callback, accelerator=accelerator)
+    eager_calls = mock.call_count
+    mock.reset_mock()
+    train(make(Net), tmp_path / "plain", accelerator=accelerator)
+    # Under a function mode torch looks for `Tensor.backward` once more, in the first warm-up step.
+    assert eager_calls == mock.call_count + (owner is Tensor)
 
 
 class _Swallows(Net):

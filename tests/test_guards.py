@@ -18,8 +18,11 @@ from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.capture.checks import layouts
 from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.capture.checks.switches import global_switches
+from lightning_cudagraph.capture.mends import HostMemory
 from lightning_cudagraph.training.hooks import undisturbed
 from tests.harness import Net, assert_same, make, train
+
+NAN = float("nan")
 
 
 def _no_state() -> dict[str, Any]:
@@ -319,6 +322,16 @@ def test_hooks_of_all_modules() -> None:
     finally:
         handle.remove()
     assert "to none" in (guards.changed() or "")
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "moved"),
+    [(1.0, 1.0, False), (1.0, 2.0, True), (NAN, NAN, False), (NAN, 1.0, True), (1.0, NAN, True)],
+)
+def test_numbers_in_host_memory(was: float, now: float, moved: bool) -> None:
+    memory = HostMemory.__new__(HostMemory)  # without pinned memory, of which there is none here
+    memory.scalars = [(torch.tensor(now), was)]
+    assert memory.moved() is moved
 
 
 def test_hooks_of_all_optimizers() -> None:

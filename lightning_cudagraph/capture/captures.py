@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -182,7 +182,7 @@ class Captures(Generic[T]):
             maker.put_back_gradients()
         else:
             self._copies.move_apart(*step.parameters(), step.kept)
-        started_s = time.perf_counter()
+        started_s = perf_counter()
         with step.transaction(), outside_inference_mode(), self._compiled.one_look():
             self._carried.place()
             static = self._graphs.static_of(signature) or StaticBatch(step.batch)
@@ -213,7 +213,7 @@ class Captures(Generic[T]):
             captured.release()
             raise
         self._guards.take()
-        capture_ms = (time.perf_counter() - started_s) * 1e3
+        capture_ms = (perf_counter() - started_s) * 1e3
         self._counts.captures += 1
         self._counts.capture_ms += capture_ms
         self._counts.memory_bytes = self._backend.graph_bytes()

@@ -371,6 +371,25 @@ def _resizes_noticed(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
         torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
 
 
+@contextmanager
+def _told_by_torch() -> Iterator[None]:
+    """Around a capture: libraries that ask torch whether there is one are answered as on a GPU."""
+    name = "is_current_stream_capturing"
+    owners: list[Any] = [torch.cuda, torch.cuda.graphs]
+    plain = [getattr(owner, name) for owner in owners]
+
+    def is_current_stream_capturing() -> bool:
+        return EmulatedGraph.recording() is not None or plain[0]()
+
+    for owner in owners:
+        setattr(owner, name, is_current_stream_capturing)
+    try:
+        yield
+    finally:
+        for owner, function in zip(owners, plain, strict=True):
+            setattr(owner, name, function)
+
+
 class EmulatorBackend:
     """A CPU in the place of a GPU; see the notes on this module."""
 
@@ -406,6 +425,7 @@ class EmulatorBackend:
             recorder.writes = Writes(storages_held() if is_compiled else None)
             with (
                 set_multithreading_enabled(False),
+                _told_by_torch(),
                 refused_on_cpu(),
                 _resizes_noticed(graph, undo),
                 HostReads("cpu"),

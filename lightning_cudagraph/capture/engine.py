@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -225,7 +226,8 @@ class StepEngine(Generic[T]):
         if not self._has_begun:
             self._has_begun = True
             self._patches.enter_context(without_its_graphs(self._note))
-        self._carried.put_in()
+        if unfit := self._carried.put_in(self.has_graphs):
+            step = replace(step, unlike_others=step.unlike_others or unfit)
         try:
             phase, outputs = self._step(step, refresh, signature)
             if phase is Phase.CAPTURED:
