@@ -25,7 +25,6 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -892,7 +891,7 @@ def test_iterators_are_given_back() -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Strategy, "backward"), (Precision, "backward"), (Tensor, "backward"), (Net.__base__, "log")],
+    [(Precision, "backward"), (Tensor, "backward"), (Net.__base__, "log")],
 )
 def test_mocks_on_classes(
     owner: Any, name: str, tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
@@ -907,9 +906,7 @@ def test_mocks_on_classes(
 
     mock = Passes(side_effect=original)
     monkeypatch.setattr(owner, name, mock)
-    with pytest.raises(
-        UnsupportedError, match=rf"{name}` (of the .*a `Passes` object|is not Lightning's)"
-    ):
+    with pytest.raises(UnsupportedError, match=f"`{name}` of the .*a `Passes` object"):
         train(make(Net), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
     mock.reset_mock()
     callback = CUDAGraphCallback(on_unsupported="eager")
