@@ -223,7 +223,8 @@ def _hooks_of_node(parameter: nn.Parameter) -> str:
 
     The tensor's own hooks are among them. Where nothing holds the node there are none.
     """
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    with torch.inference_mode(False), torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
     own = [getattr(parameter, kind, None) for kind in _TENSOR_HOOKS]
     tables = [table for table in gc.get_referents(node) if isinstance(table, dict)]
     return names_of_hooks(
