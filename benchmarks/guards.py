@@ -1,8 +1,8 @@
 """What it costs to be careful: guards before every replay, and a replay that is verified.
 
 Models of equal layers, AdamW fused with two param groups and a schedule. Guards are timed alone, in
-microseconds of host time, where user code runs between two steps and where none does; their parts are
-timed one by one. Steps are timed in a Trainer, the device idle at both ends. Runs on whatever there is.
+microseconds of host time, altogether and part by part. Steps are timed in a Trainer, the device idle at
+both ends. Runs on whatever there is.
 
     python -m benchmarks.guards
 """
@@ -118,19 +118,15 @@ def guards_us(parameters: int) -> dict[str, float]:
         objects, values = guards._structure, guards._values
         assert objects is not None
         assert values is not None
-        for undisturbed in (False, True):
-            guards._undisturbed = undisturbed
-            name = "no user code between steps" if undisturbed else "all"
-            times_us[name] = _host_us(guards.changed)
+        times_us["all"] = _host_us(guards.changed)
         parts: dict[str, Callable[[], object]] = {
             "settings": guards._quick_now,
-            "addresses": objects.parameters.addresses_changed,
-            "requires_grad": objects.parameters.requires_grad_changed,
+            "tensors": objects.tensors.changed,
             "objects in their places": objects.places.changed,
             "submodules": objects.submodules.changed,
-            "a share of these": objects.share_changed,
+            "classes": objects.classes.changed,
+            "hooks": objects.hooks.removed,
             "modes": objects.modes.changed,
-            "buffers": objects.buffers.changed,
             "Python values": values.changed,
         }
         times_us.update({name: _host_us(function) for name, function in parts.items()})

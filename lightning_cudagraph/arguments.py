@@ -48,7 +48,7 @@ def check_arguments(
             f"`CUDAGraphCallback(timings={timings!r})`: expected a `LayerTimings`, such as"
             ' `LayerTimings(modules=["blocks.*"])`, or None for no timings.'
         )
-    if warmup_steps is not None and (not isinstance(warmup_steps, int) or warmup_steps < 1):
+    if warmup_steps is not None and not _is_whole(warmup_steps, 1):
         raise ConfigurationError(
             f"`CUDAGraphCallback(warmup_steps={warmup_steps!r})`: expected an int of at least 1,"
             " because optimizers make their state in their first step. Leave it out for the default."

@@ -52,7 +52,6 @@ from lightning_cudagraph.metrics.states import StepMetrics
 from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import ALONE, TELL_LIGHTNING, Stage, check_evaluation
-from lightning_cudagraph.training.hooks import undisturbed
 
 __all__ = ["GraphedEvaluation"]
 
@@ -123,10 +122,10 @@ class GraphedEvaluation:
             self._thorough_state,
             OWN_ATTRIBUTES | settings.harmless,
             lambda: (self._metrics.fits(),),
-            undisturbed=lambda: undisturbed(trainer, module, stage),
             stays_on_host=self._metrics.stays_on_host,
             around={"trainer": trainer},
             host_names=self._metrics.host_names,
+            callees=lambda: [trainer.strategy, trainer.precision_plugin],
             stops=RUN_STATE,
             outside=lambda: outside_of_model(trainer),
         )
@@ -237,7 +236,8 @@ class GraphedEvaluation:
             CaptureError: if it leaves something on the host that a replay would not leave.
         """
         assert self._eager_step is not None
-        refuse_replaced_methods(self._module, None, self._harmless, self._step_name)
+        called = (self._trainer.strategy, self._trainer.precision_plugin)
+        refuse_replaced_methods(self._module, None, self._harmless, self._step_name, called)
         arguments: list[Any] = [*indices]
         if arguments and "batch_idx" not in self._harmless:
             arguments[0] = FrozenIndex("batch_idx")

@@ -6,8 +6,9 @@ calls, that must not have been replaced by objects whose doings nobody can see.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
+from inspect import getattr_static
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 from unittest.mock import NonCallableMock
@@ -19,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core import rank_zero
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -174,6 +175,7 @@ def refuse_replaced_methods(
     optimizer: Optimizer | None,
     harmless: frozenset[str],
     step: str = "training_step",
+    callees: Iterable[object] = (),
 ) -> None:
     """Refuse a step that calls mocks, partials or other objects in the place of methods.
 
@@ -185,6 +187,7 @@ def refuse_replaced_methods(
         optimizer: the optimizer, if its step is captured.
         harmless: names of methods that may be replaced.
         step: the method that is the step.
+        callees: other objects with methods that are called in it.
 
     Raises:
         CaptureError: naming the method, and the class of what is in its place.
@@ -197,7 +200,7 @@ def refuse_replaced_methods(
         for name in names:
             found = vars(owner).get(name)
             if found is None:
-                found = vars(type(owner)).get(name)
+                found = getattr_static(type(owner), name, None)
                 suspicious = issubclass(type(found), NonCallableMock)
             else:
                 suspicious = not isinstance(found, _CALLABLES)
@@ -205,8 +208,13 @@ def refuse_replaced_methods(
                 error = _replaced(f"`{name}` of the `{type(owner).__qualname__}`", name, found)
                 error.in_optimizer = names is not methods
                 raise error
+    for kind in (Tensor, *map(type, callees)):
+        for base in kind.__mro__:
+            for name, found in vars(base).items():
+                if issubclass(type(found), NonCallableMock) and name not in harmless:
+                    raise _replaced(f"`{name}` of the class `{base.__qualname__}`", name, found)
     for path, child in module.named_modules():
-        found = vars(child).get("forward")
+        found = getattr_static(child, "forward", None)
         if issubclass(type(found), NonCallableMock) and "forward" not in harmless:
             raise _replaced(f"`forward` of `{path}`", "forward", found)
 

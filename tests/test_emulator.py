@@ -178,3 +178,16 @@ def test_memory_is_counted_and_given_back(backend: EmulatorBackend) -> None:
     assert backend.graph_bytes() == 4000
     backend.release(graph)
     assert backend.graph_bytes() == 0
+
+
+def test_libraries_are_told_of_a_capture() -> None:
+    """As on a GPU: in the thread that captures, and while it does."""
+    before = torch.cuda.is_current_stream_capturing, torch.cuda.graphs.is_current_stream_capturing
+    backend = EmulatorBackend()
+    told: list[bool] = []
+    backend.capture(lambda: told.append(torch.cuda.is_current_stream_capturing()))
+    with pytest.raises(ZeroDivisionError):
+        backend.capture(lambda: 1 // 0)
+    assert told == [True]
+    now = torch.cuda.is_current_stream_capturing, torch.cuda.graphs.is_current_stream_capturing
+    assert now == before

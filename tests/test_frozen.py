@@ -24,10 +24,16 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph import CaptureError, ConfigurationError, CUDAGraphCallback
+from lightning_cudagraph import (
+    CaptureError,
+    ConfigurationError,
+    CUDAGraphCallback,
+    UnsupportedError,
+)
 from lightning_cudagraph.capture.audit.frozen import StepAudit
 from lightning_cudagraph.capture.audit.host_state import HostState
 from lightning_cudagraph.capture.checks.reads import MentionedNames
@@ -881,3 +887,107 @@ def test_iterators_are_given_back() -> None:
     state.release()
     assert meter.history is numbers
     assert next(numbers) == 5
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Precision, "backward"), (Tensor, "backward"), (Net.__base__, "log")],
+)
+def test_mocks_on_classes(
+    owner: Any, name: str, tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(owner, name)
+
+    class Passes(MagicMock):
+        """Bound to the object, as a function is, and counts."""
+
+        def __get__(self, held: Any, kind: Any = None) -> Any:
+            return self if held is None else partial(self, held)
+
+    mock = Passes(side_effect=original)
+    monkeypatch.setattr(owner, name, mock)
+    with pytest.raises(UnsupportedError, match=f"`{name}` of the .*a `Passes` object"):
+        train(make(Net), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
+    mock.reset_mock()
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    train(make(Net), tmp_path / "eager", callback, accelerator=accelerator)
+    eager_calls = mock.call_count
+    mock.reset_mock()
+    train(make(Net), tmp_path / "plain", accelerator=accelerator)
+    # Under a function mode torch looks for `Tensor.backward` once more, in the first warm-up step.
+    assert eager_calls == mock.call_count + (owner is Tensor)
+
+
+class _Swallows(Net):
+    """Catches whatever is raised, and goes on with another number."""
+
+    def read(self, loss: Tensor) -> float:
+        return loss.item()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        try:
+            scale = self.read(loss)
+        except Exception:
+            scale = 2.0
+        return loss * scale
+
+
+class _SwallowsAList(_Swallows):
+    def read(self, loss: Tensor) -> float:
+        return float(loss.tolist())
+
+
+class _SwallowsAMask(_Swallows):
+    def read(self, loss: Tensor) -> Any:
+        bias = self.head.bias.detach()
+        return bias[bias > 0].sum()
+
+
+class _SwallowsAClock(_Swallows):
+    def read(self, loss: Tensor) -> float:
+        return 1.0 + 0 * time.time()
+
+
+class _SwallowsTheIndex(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        try:
+            return loss * (batch_idx + 1)
+        except Exception:
+            return loss
+
+
+class _RaisesAnother(_Swallows):
+    def read(self, loss: Tensor) -> float:
+        try:
+            return loss.item()
+        except Exception:
+            raise ValueError("no number") from None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return loss * self.read(loss)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (_Swallows, "`.item()`"),
+        (_SwallowsAList, "`.tolist()`"),
+        (_SwallowsAMask, "boolean mask"),
+        (_SwallowsAClock, "`time.time()`"),
+        (_SwallowsTheIndex, "`batch_idx`"),
+        (_RaisesAnother, "`.item()`"),
+    ],
+)
+def test_a_refusal_stands_though_the_step_catches_it(
+    module: Any, words: str, tmp_path: Path, accelerator: str
+) -> None:
+    with pytest.raises(CaptureError, match=re.escape(words)):
+        train(make(module), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    plain = train(make(module), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    eager = train(make(module), tmp_path / "eager", callback, accelerator=accelerator)
+    assert_same(plain, eager)
+    assert eager.counts.replayed == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -713,6 +714,66 @@ class StepsItsOwnWay(Net):
 def test_a_step_of_ones_own(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, StepsItsOwnWay, max_epochs=5)
     assert done.graph.counts.replayed >= 15
+
+
+threads: set[tuple[int, bool]] = set()  # the thread of a hook, and whether autograd may use others
+
+
+def _note_thread() -> None:
+    threads.add((threading.get_ident(), torch._C._is_multithreading_enabled()))
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        _note_thread()
+        return gradients[0] * ctx.module.scale, None
+
+
+class ScalesGradients(Net):
+    """Multiplies gradients, in three ways, by a number that is another one in each epoch."""
+
+    scale = 1.0
+
+    def configure_model(self) -> None:
+        self.head.bias.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        _note_thread()
+        assert parameter.grad is not None
+        parameter.grad.mul_(self.scale)
+
+    def _scaled(self, gradient: Tensor) -> Tensor:
+        _note_thread()
+        return gradient * self.scale
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = 1.0 + self.current_epoch
+
+    def forward(self, x: Tensor) -> Any:
+        out = _Scaled.apply(super().forward(x), self)  # type: ignore[no-untyped-call]
+        if out.requires_grad:
+            out.register_hook(self._scaled)
+        return out
+
+
+def test_python_in_the_backward_pass_is_watched(tmp_path: Path, accelerator: str) -> None:
+    """On a GPU too, where autograd would call it in a thread of its own."""
+    plain = train(make(ScalesGradients), tmp_path / "plain", accelerator=accelerator, max_epochs=3)
+    threads.clear()
+    callback = CUDAGraphCallback(verify_replays=0, harmless=["threads"])
+    graph = train(
+        make(ScalesGradients), tmp_path / "graph", callback, accelerator=accelerator, max_epochs=3
+    )
+    assert_same(plain, graph)
+    assert graph.counts.replayed > 8
+    assert any("`scale`" in reason for reason in graph.counts.recaptures)
+    assert threads == {(threading.get_ident(), False)}
 
 
 class HostHooks(Net):

@@ -24,6 +24,7 @@ from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.state import StaticState
 from lightning_cudagraph.logs.logged_step import LoggedStep
+from lightning_cudagraph.metrics.reads import MetricReads, metric_reads
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
 pytestmark = pytest.mark.declared
@@ -978,6 +979,20 @@ def test_the_state_of_a_metric_that_is_put_off_is_not_read(
     eager = train(make(cls), tmp_path / "eager", callback, accelerator=accelerator)
     assert eager.counts.replayed == 0
     assert_same(plain, eager)
+
+
+def test_reads_are_noted_inside_one_another() -> None:
+    plainly = Metric.__getattribute__
+    metric, outer, inner = aggregation.MeanMetric(), MetricReads(), MetricReads()
+    names = frozenset({"weight", "mean_value"})
+    with metric_reads(outer.note):
+        with metric_reads(inner.note):
+            _ = metric.weight
+        _ = metric.mean_value
+    assert Metric.__getattribute__ is plainly
+    assert [reads.first_of(metric, names) is not None for reads in (inner, outer)] == [True, True]
+    assert inner.first_of(metric, frozenset({"mean_value"})) is None
+    assert outer.first_of(metric, frozenset({"mean_value"})) is not None
 
 
 class ReadsPutOffInEvaluation(Net):

@@ -242,6 +242,7 @@ def test_a_trainer_of_the_other_package(tmp_path: Path) -> None:
     [
         ({"warmup_steps": 0}, r"warmup_steps=0.*at least 1"),
         ({"warmup_steps": "3"}, r"warmup_steps='3'.*an int"),
+        ({"warmup_steps": True}, r"warmup_steps=True.*an int"),
         ({"timings": ["head"]}, r"timings=\['head'\].*`LayerTimings`"),
         ({"timings": False}, r"timings=False.*None for no timings"),
         ({"on_unsupported": "ignore"}, r"on_unsupported='ignore'.*'raise', 'eager'"),

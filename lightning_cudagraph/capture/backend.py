@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from torch.autograd import set_multithreading_enabled
 
 from lightning_cudagraph.capture.driver import event_times, position_of
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
+from lightning_cudagraph.capture.noted import noted_refusals
 from lightning_cudagraph.capture.parts import Between, CudaParts
 from lightning_cudagraph.capture.refusals import clear_frames, meaning_of
 from lightning_cudagraph.capture.sentry import HostReads
@@ -92,7 +94,11 @@ class Backend(Protocol):
     overlaps: bool
 
     def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Run what is inside on the one side stream of warm-up and capture, in order with the rest."""
+        """Run what is inside on the one side stream of warm-up and capture, in order with the rest.
+
+        Backward passes run in the calling thread, there and in a capture: Python in them is seen by all
+        that watches a step, and multiplies matrices with the handle of this thread.
+        """
 
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         """Capture what `body` does, without its taking effect.
@@ -248,7 +254,7 @@ class CudaBackend:
         current = torch.cuda.current_stream(self.device)
         self._side_stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self._side_stream):
+            with torch.cuda.stream(self._side_stream), set_multithreading_enabled(False):
                 self._side.keep_workspaces()
                 yield
         finally:
@@ -280,10 +286,10 @@ class CudaBackend:
         gc.disable()
         try:
             self._recording, self._branches = graph, branches
-            with torch.cuda.stream(self._side_stream):
+            with torch.cuda.stream(self._side_stream), set_multithreading_enabled(False):
                 try:
                     self._begin_part(graph)
-                    with HostReads(self.device.type), Constants(memory), sentry:
+                    with HostReads(self.device.type), Constants(memory), sentry, noted_refusals():
                         result = body()
                 except BaseException as error:
                     failure = error
@@ -319,7 +325,7 @@ class CudaBackend:
     def checked(self) -> Iterator[None]:
         memory = HostMemory()
         sentry = MendingSentry(self.generators, memory)
-        with HostReads(self.device.type), Constants(memory), sentry:
+        with HostReads(self.device.type), Constants(memory), sentry, noted_refusals():
             yield
 
     def cut(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from time import perf_counter
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -183,7 +183,7 @@ class Captures(Generic[T]):
             maker.put_back_gradients()
         else:
             self._copies.move_apart(*step.parameters(), step.kept)
-        started_s = time.perf_counter()
+        started_s = perf_counter()
         made: list[CapturedStep[T]] = []
         try:
             with ExitStack() as stack:
@@ -200,7 +200,7 @@ class Captures(Generic[T]):
             raise
         captured = made[0]
         self._guards.take()
-        capture_ms = (time.perf_counter() - started_s) * 1e3
+        capture_ms = (perf_counter() - started_s) * 1e3
         self._counts.captures += 1
         self._counts.capture_ms += capture_ms
         self._counts.memory_bytes = self._backend.graph_bytes()

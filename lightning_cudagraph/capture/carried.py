@@ -28,6 +28,9 @@ __all__ = ["CarriedTensors"]
 
 _Form = tuple[Any, ...]
 
+# After so many steps in a row with another form than in the graph, an attribute has changed for good.
+_MANY_UNFIT_STEPS = 4
+
 
 def _tensors_of(value: Any) -> list[Tensor] | None:
     """The tensors in a tensor or in tuples of them; None if there is anything else."""
@@ -79,7 +82,7 @@ def _once_each(new: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return once
 
 
-@dataclass
+@dataclass(eq=False)
 class _Carried:
     """One attribute.
 
@@ -226,6 +229,7 @@ class CarriedTensors:
         self._seen: dict[tuple[int, str], tuple[_Form, list[ref[Tensor]]]] = {}
         self._moving: set[tuple[int, str]] = set()
         self._carried: list[_Carried] = []
+        self._unfit_steps = 0  # in a row
 
     @property
     def has_any(self) -> bool:
@@ -255,10 +259,25 @@ class CarriedTensors:
                 self._carried.append(_Carried.holding(namespace, name, of, form))
         self.put_in()
 
-    def put_in(self) -> None:
-        """Before a step: copy into the buffers what the modules hold, and let the step find those."""
-        if self._carried:
-            self._carried = [carried for carried in self._carried if carried.put_in()]
+    def put_in(self, has_graphs: bool = False) -> str:
+        """Before a step: copy into the buffers what the modules hold, and let the step find those.
+
+        Args:
+            has_graphs: there are graphs that read these buffers. An attribute that holds another form
+                for a few steps in a row, such as what an eager step with fewer samples has left there,
+                is still carried afterwards.
+
+        Returns:
+            Why this step cannot be a replay, in words; empty if it can.
+        """
+        if not self._carried:
+            return ""
+        unfit = [carried for carried in self._carried if not carried.put_in()]
+        self._unfit_steps = self._unfit_steps + 1 if unfit else 0
+        if has_graphs and 0 < self._unfit_steps < _MANY_UNFIT_STEPS:
+            return f"`{unfit[0].name}` of {unfit[0].of} holds tensors of another form than in the graph"
+        self._carried = [carried for carried in self._carried if carried not in unfit]
+        return ""
 
     def take_out(self) -> None:
         """Before an eager step, and after a failure: give the modules back what they had."""

@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import set_multithreading_enabled
 
 from lightning_cudagraph.capture.backend import Graph
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.inductor import refused_on_cpu
+from lightning_cudagraph.capture.noted import noted_refusals
 from lightning_cudagraph.capture.parts import Between
 from lightning_cudagraph.capture.processes.collectives import (
     is_collective,
@@ -86,7 +88,7 @@ class HostEvent:
 
     def take_time(self) -> None:
         """Take the time, whatever is being captured."""
-        self._time_s = time.perf_counter()
+        self._time_s = perf_counter()
 
     def record_behind(self, work: Any) -> None:
         """Take the time when a collective has ended that other threads work on."""
@@ -369,6 +371,25 @@ def _resizes_noticed(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
         torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
 
 
+@contextmanager
+def _told_by_torch() -> Iterator[None]:
+    """Around a capture: libraries that ask torch whether there is one are answered as on a GPU."""
+    name = "is_current_stream_capturing"
+    owners: list[Any] = [torch.cuda, torch.cuda.graphs]
+    plain = [getattr(owner, name) for owner in owners]
+
+    def is_current_stream_capturing() -> bool:
+        return EmulatedGraph.recording() is not None or plain[0]()
+
+    for owner in owners:
+        setattr(owner, name, is_current_stream_capturing)
+    try:
+        yield
+    finally:
+        for owner, function in zip(owners, plain, strict=True):
+            setattr(owner, name, function)
+
+
 class EmulatorBackend:
     """A CPU in the place of a GPU; see the notes on this module."""
 
@@ -391,7 +412,8 @@ class EmulatorBackend:
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        yield
+        with set_multithreading_enabled(False):
+            yield
 
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         graph = EmulatedGraph(self.streams)
@@ -401,7 +423,15 @@ class EmulatorBackend:
         try:
             recorder = _Recorder(graph, undo, self.generators)
             recorder.writes = Writes(storages_held() if is_compiled else None)
-            with refused_on_cpu(), _resizes_noticed(graph, undo), HostReads("cpu"), recorder:
+            with (
+                set_multithreading_enabled(False),
+                _told_by_torch(),
+                refused_on_cpu(),
+                _resizes_noticed(graph, undo),
+                HostReads("cpu"),
+                recorder,
+                noted_refusals(),
+            ):
                 result = body()
             graph.written = recorder.writes.older
             self.barriers = graph.barriers()
@@ -425,7 +455,7 @@ class EmulatorBackend:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        with HostReads("cpu"), Sentry("cpu", self.generators):
+        with HostReads("cpu"), Sentry("cpu", self.generators), noted_refusals():
             yield
 
     def written(self, graph: Graph) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -174,7 +175,7 @@ class StepEngine(Generic[T]):
         if captured is None or self._backend.in_turn:
             return None
         if change := self._guards.changed():
-            self._standing.drop(change)  # here, because parameters are looked at in turns
+            self._standing.drop(change)
             return None
         if self._guards.doubt:
             return None
@@ -227,7 +228,8 @@ class StepEngine(Generic[T]):
         if not self._has_begun:
             self._has_begun = True
             self._patches.enter_context(without_its_graphs(self._note))
-        self._carried.put_in()
+        if unfit := self._carried.put_in(self.has_graphs):
+            step = replace(step, unlike_others=step.unlike_others or unfit)
         try:
             phase, outputs = self._step(step, refresh, signature)
             if phase is Phase.CAPTURED:

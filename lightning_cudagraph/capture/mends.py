@@ -75,7 +75,11 @@ class HostMemory:
 
     def moved(self) -> bool:
         """Whether a number that a kernel was handed is another one now."""
-        return any(bool(tensor != was) for tensor, was in self.scalars)
+        return any(_moved(tensor.item(), was) for tensor, was in self.scalars)
+
+
+def _moved(now: Any, was: Any) -> bool:
+    return bool(now != was) and not (now != now and was != was)  # both are NaN
 
 
 def _is_python(data: Any) -> bool:

@@ -30,6 +30,7 @@ from lightning_cudagraph.capture.autocast import reaching
 from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.hidden_reads import in_op, of_function
 from lightning_cudagraph.capture.local import is_around_another
+from lightning_cudagraph.capture.noted import refused
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from lightning_cudagraph.capture.processes.heard import call_heard
 from lightning_cudagraph.capture.writes import Writes
@@ -283,9 +284,9 @@ def location_of(error: BaseException) -> Location | None:
 
 
 def forbid(what: str, remedy: str, location: Location | None) -> NoReturn:
-    """Raise the error for something in a captured step that a CUDA graph cannot hold."""
+    """Raise the error for something in a captured step that a CUDA graph cannot hold, and note it."""
     where = f"at {location}" if location else "in code called by torch, with no line of yours in it"
-    raise CaptureError(f"A CUDA graph cannot hold {what}: found {where}.", remedy)
+    raise refused(CaptureError(f"A CUDA graph cannot hold {what}: found {where}.", remedy))
 
 
 def _is_mask(index: Any) -> bool:
@@ -421,7 +422,7 @@ def is_capturing() -> bool:
 
 
 class Sentry(TorchDispatchMode):
-    """Checks every op of a capture before it runs. Autograd's threads see it too.
+    """Checks every op of a capture before it runs.
 
     Args:
         device_type: the type of the device that is captured.

@@ -296,6 +296,7 @@ class StepRun:
             others=self._optimizers.places,
             around=self._surroundings.around,
             stepped=self._optimizers.parameters,
+            callees=self._optimizers.stepped,
         )
         verifier = Verifier(
             backend,

@@ -54,11 +54,15 @@ def metric_reads(note: Callable[[Metric, str, Location | None], None]) -> Iterat
                         note(self, attribute, user_frame(asker))
         return plain(self, name)
 
+    before = vars(Metric).get("__getattribute__")
     Metric.__getattribute__ = read  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        del Metric.__getattribute__
+        if before is None:
+            del Metric.__getattribute__
+        else:  # that of a step around this one
+            Metric.__getattribute__ = before  # type: ignore[method-assign]
 
 
 class MetricReads:

@@ -97,6 +97,10 @@ class OptimizerSteps:
         """What was changed, in words for the report."""
         return [note for prepared in self._prepared for note in prepared.notes]
 
+    def stepped(self) -> list[object]:
+        """The optimizers."""
+        return [prepared.optimizer for prepared in self._prepared]
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of the optimizers, by name."""
         return {

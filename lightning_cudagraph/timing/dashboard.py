@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, Protocol
 
 from lightning_cudagraph.timing.figures import layer_bars, step_timeline
@@ -53,7 +53,7 @@ class Dashboard:
         window_readings: int,
         model: str,
         device: str,
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = monotonic,
     ) -> None:
         self._wall = wall
         self._window_readings = window_readings

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Protocol
 
 from lightning_cudagraph.timing.spans import Reading
@@ -69,7 +69,7 @@ class MetricsWriter:
         loggers: Sequence[TakesMetrics],
         window_steps: int,
         step_now: Callable[[], int],
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = monotonic,
     ) -> None:
         self._loggers = list(loggers)
         self._window_steps = window_steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from time import perf_counter
 
 from lightning_cudagraph.capture.steps import Phase
 
@@ -24,7 +24,7 @@ class StepPace:
 
     def tick(self, phase: Phase) -> None:
         """A step of `phase` has ended."""
-        now_s = time.perf_counter()
+        now_s = perf_counter()
         if self._last_s is not None and phase is self._last_phase is Phase.CAPTURED:
             self._replay_total_ms += (now_s - self._last_s) * 1e3
             self._replays += 1

@@ -15,10 +15,10 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from time import monotonic
 from typing import Any, Protocol
 
 import numpy as np
@@ -291,9 +291,9 @@ class RankTimes:
             In the first process, the last steps of all; None if they are not known.
         """
         self._leave()
-        deadline_s = time.monotonic() + _LAST_WORD_S
+        deadline_s = monotonic() + _LAST_WORD_S
         self._look()
-        while self._rank == 0 and self._open and time.monotonic() < deadline_s and not self.trouble:
+        while self._rank == 0 and self._open and monotonic() < deadline_s and not self.trouble:
             threading.Event().wait(_POLL_S)
             self._look()
         if self._open and not (self._tables or self.trouble):

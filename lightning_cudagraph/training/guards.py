@@ -8,7 +8,6 @@ from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.host_rules import OWN_ATTRIBUTES, RUN_STATE, outside_of_model
 from lightning_cudagraph.metrics.states import StepMetrics
 from lightning_cudagraph.replicas import Replicas
-from lightning_cudagraph.training.hooks import undisturbed
 from lightning_cudagraph.training.inner_hooks import InnerHooks
 from lightning_cudagraph.training.optimizer_part import OptimizerPart
 
@@ -46,7 +45,6 @@ def training_guards(
         part.thorough_state,
         OWN_ATTRIBUTES | harmless,
         lambda: (*part.quick_state(), *hooks.quick(), metrics.fits(), replicas.settings()),
-        lambda: undisturbed(trainer, module),
         metrics.stays_on_host,
         lambda: part.optimizer.places(),
         {"trainer": trainer},
@@ -56,6 +54,7 @@ def training_guards(
             for group_idx, group in enumerate(part.optimizer.optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
         },
+        lambda: [part.optimizer.optimizer, trainer.strategy, trainer.precision_plugin],
         RUN_STATE,
         lambda: outside_of_model(trainer),
     )

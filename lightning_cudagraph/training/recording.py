@@ -120,7 +120,8 @@ class Recorder:
         if body.has_optimizer:
             check_optimizer_part(self._trainer, self._module)  # callbacks may have been added since
         optimizer = body.optimizer.optimizer if body.has_optimizer else None
-        refuse_replaced_methods(self._module, optimizer, self._harmless)
+        called = (self._trainer.strategy, self._trainer.precision_plugin)
+        refuse_replaced_methods(self._module, optimizer, self._harmless, callees=called)
         inner = self._optimization.closure_for_capture(
             self._arguments(batch, closure), body.optimizer.optimizer, closure.batch_idx, _plainly
         )

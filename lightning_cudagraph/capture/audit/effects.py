@@ -1,9 +1,9 @@
 """What steps change on the host, found in warm-up steps, which are real ones.
 
-An object that a warm-up step has left other than it found it is changed by each step, and a replay would
-not change it. If code that is captured has changed it, the step is refused, and the object is put back to
-what it was before the capture. What other code changes goes on in replays too: that of hooks which run on
-the host, and of methods that Lightning calls around the step.
+An object that a warm-up step has left other than it found it is changed by each step, and a replay
+would not change it. If code that is captured has changed it, the step is refused, and the object is put
+back to what it was before the capture. What other code changes goes on in replays too: that of hooks
+which run on the host, and of methods that Lightning calls around the step.
 """
 
 from __future__ import annotations

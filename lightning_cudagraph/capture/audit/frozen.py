@@ -23,6 +23,7 @@ from lightning_cudagraph.capture.audit.host_lines import NUMPYS_OWN
 from lightning_cudagraph.capture.audit.host_state import Change, HostState
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from lightning_cudagraph.capture.local import address_of
+from lightning_cudagraph.capture.noted import Noted, noted_refusals, refused
 from lightning_cudagraph.capture.sentry import Location, user_location
 from lightning_cudagraph.errors import CaptureError
 
@@ -36,7 +37,7 @@ _HOST_HOOK = (
 
 def _refuse(name: str) -> Any:
     def used(self: FrozenIndex, *args: Any) -> Any:
-        raise frozen_read(self._name, user_location())
+        raise refused(frozen_read(self._name, user_location()))
 
     used.__name__ = name
     return used
@@ -125,9 +126,10 @@ def frozen_python_audit(
     }
     state = HostState(rules.harmless, on_cpu=device.type == "cpu")
     calls = HostCalls(rules, state, lambda: audit.after_backward)
+    noted = Noted()
 
     def check() -> None:
-        error = calls.found  # the user's code has caught it, and gone on
+        error = noted.first  # the user's code has caught it, and gone on
         if error is None and (change := state.changed()) is not None:
             error = effect_error(change, calls.where(change))
         for name, (tensor, _, address) in storages.items():
@@ -147,7 +149,7 @@ def frozen_python_audit(
         _watch(state, model, trainer, rules)
         for name, value in (others or {}).items():
             state.add_handed(value, name)
-        with calls:
+        with noted_refusals() as noted, calls:
             yield audit
         check()
     except BaseException:

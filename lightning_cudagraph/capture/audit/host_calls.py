@@ -1,8 +1,8 @@
 """What the code of a step calls and mentions on the host, seen by the interpreter's profiling hook.
 
 A call whose result moves from step to step, or whose effect a replay would not repeat, is refused before
-it happens, if it is the user's code that asks for it. The hook sees the thread of the training loop, not
-those of autograd.
+it happens, if it is the user's code that asks for it. The hook sees the thread of the training loop, in
+which backward passes run too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lightning_cudagraph.capture.audit.host_draws import is_iterator
 from lightning_cudagraph.capture.audit.host_lines import line_that_sets, stores
 from lightning_cudagraph.capture.audit.host_state import Change, HostState
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
+from lightning_cudagraph.capture.noted import refused
 from lightning_cudagraph.capture.sentry import Location, is_users, user_frame
 from lightning_cudagraph.compat.torch_names import _BaseDataLoaderIter
 from lightning_cudagraph.errors import CaptureError
@@ -167,7 +168,6 @@ class HostCalls:
 
     Attributes:
         mentioned: what the step mentions.
-        found: the first refusal, for who catches exceptions and goes on.
     """
 
     def __init__(
@@ -190,7 +190,6 @@ class HostCalls:
         self._touched: dict[int, Location] = {}
         self._allowed_code: set[int] = set()
         self.mentioned = MentionedNames()
-        self.found: CaptureError | None = None
 
     def __enter__(self) -> HostCalls:
         self._before = sys.getprofile()
@@ -373,8 +372,7 @@ class HostCalls:
         return bool({name, _short(name), name.removesuffix("()")} & self._rules.harmless)
 
     def _refuse(self, error: CaptureError) -> None:
-        self.found = self.found or error
-        raise error
+        raise refused(error)
 
     def _whose_code(self, frame: FrameType) -> _Whose:
         file = frame.f_code.co_filename

@@ -1,9 +1,8 @@
 """What a graph has baked in besides the batch, and whether it still holds.
 
-Objects and addresses of parameters, buffers and optimizer state, `requires_grad`, submodules and their
-modes, hyperparameters, Python values that the step mentions, hooks and a few global switches are frozen
-by a capture. Before every replay all of them but the switches are compared; of parameters and optimizer
-state a share in turns, if no code of the user's runs between two replays that could change them. The
+Parameters, buffers, their addresses and layouts, optimizer state, submodules and their modes, classes
+and the functions in them, hyperparameters, Python values that the step mentions, hooks and a few global
+switches are frozen by a capture. Before every replay all of them but the switches are compared. The
 switches and the words for all else are compared at the start of an epoch, after validation, after a
 checkpoint, and after a hook was registered anywhere; a loaded optimizer state says so itself.
 
@@ -55,8 +54,6 @@ class Guards:
             themselves in every module, and those that the user says are harmless.
         quick: the values of `cheap`, and whatever else, without names: what is compared in its place
             before every replay. Words come from `cheap` and `thorough`. None: `cheap` itself.
-        undisturbed: whether no code of the user's runs between two replays. Parameters, which only such
-            code can change, are then compared in turns, a share before each replay. Asked at a capture.
         stays_on_host: whether a module is only called on the host, such as a metric.
         others: lists, and views of dictionaries, whose members have to stay the same objects, such as
             an optimizer's state. Asked at a capture.
@@ -64,6 +61,7 @@ class Guards:
             user's code mentions, if it mentions the object's own.
         host_names: attributes of a module that are not compared, because the host keeps them.
         stepped: the parameters of optimizers by name, some of which no module may know. Asked anew.
+        callees: other objects with methods that the steps call. Asked at a capture.
         stops: classes of objects that a framework changes in every step, and that are not looked into.
         outside: objects of the user's outside of the model, in which a step may leave something.
 
@@ -80,15 +78,16 @@ class Guards:
         thorough: Callable[[], _State],
         unwatched: frozenset[str],
         quick: Callable[[], tuple[Any, ...]] | None = None,
-        undisturbed: Callable[[], bool] = lambda: False,
         stays_on_host: Callable[[nn.Module], bool] = lambda module: False,
         others: Callable[[], list[Collection[Any]]] = list,
         around: Mapping[str, Any] | None = None,
         host_names: Callable[[nn.Module], frozenset[str]] = lambda module: frozenset(),
         stepped: Callable[[], dict[str, nn.Parameter]] = dict,
+        callees: Callable[[], list[object]] = list,
         stops: tuple[type, ...] = (),
         outside: Callable[[], list[Root]] = list,
     ) -> None:
+        self._callees_now = callees
         self._stops = (*_STOPS, *stops)
         self._outside = outside
         self._walk: Walk | None = None
@@ -100,8 +99,6 @@ class Guards:
         self._around = around or {}
         self._host_names = host_names
         self._stays_on_host = stays_on_host
-        self._undisturbed_now = undisturbed
-        self._undisturbed = False
         self._unwatched = unwatched
         self._model = model
         self._cheap_now = cheap
@@ -149,12 +146,14 @@ class Guards:
         )
         self._hidden = self._values.hidden
         self._structure = Structure(
-            [self._model, *self._hidden.values()], self._others_now(), self._loose().values()
+            [self._model, *self._hidden.values()],
+            self._others_now(),
+            self._loose().values(),
+            self._callees_now(),
         )
         self._cheap = self._cheap_now()
         self._quick = self._quick_now()
         self._thorough = self._thorough_state()
-        self._undisturbed = self._undisturbed_now()
         self._suspect = False
         self._take_walk()
 
@@ -213,10 +212,10 @@ class Guards:
             return None
         if self._quick_now() != self._quick:
             return self._in_words("the settings of the optimizer changed")
-        undisturbed = self._undisturbed and not self._suspect
-        if self._structure.changed(undisturbed):
-            return self._in_words("an object of the model or the optimizer was replaced")
-        if change := self._values.changed(undisturbed):
+        if self._structure.changed():
+            function = self._structure.classes.in_words()
+            return self._in_words(function or "an object of the model or the optimizer was replaced")
+        if change := self._values.changed():
             return change
         if self._walk is not None and (moved := self._walk.changes(everything=self._suspect)):
             self._moved, self.doubt = moved, moved[0].words

@@ -22,8 +22,8 @@ from torch import nn
 from lightning_cudagraph.capture.audit.host_objects import UNSET, VALUES
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from lightning_cudagraph.capture.audit.reach import Container, Reach, as_bytes
-from lightning_cudagraph.capture.checks.structure import Members
-from lightning_cudagraph.capture.local import addresses_of
+from lightning_cudagraph.capture.checks.layouts import Layouts
+from lightning_cudagraph.capture.checks.members import Members
 
 __all__ = ["MentionedNames", "PythonValues"]
 
@@ -122,14 +122,14 @@ class PythonValues:
         self._sizes = [*map(len, self._spaces)]
         self._present = [space.keys() & names for space, _, names in reach.spaces]
         self._tensors = [tensor for tensor, _ in reach.tensors]
-        self._address = addresses_of(self._tensors)
-        self._addresses = [*map(self._address, self._tensors)]
+        self._layouts = Layouts(self._tensors)
+        self._of_each = [Layouts([tensor]) for tensor in self._tensors]
         self._reads = [(read, label, read()) for label, read in self._mentioned.reads.items()] + [
             (r.read, r.label, r.value) for r in reach.reads
         ]
 
-    def _unmoved(self, undisturbed: bool = False) -> bool:
-        """Whether the same objects are in their places; `undisturbed`: and nobody can have added one."""
+    def _unmoved(self) -> bool:
+        """Whether the same objects are in their places."""
         try:
             now = map(operator.getitem, self._namespaces, self._names)
             if not all(map(operator.is_, now, self._values)):
@@ -137,15 +137,15 @@ class PythonValues:
         except KeyError:
             return False
         return (
-            (undisturbed or [*map(len, self._spaces)] == self._sizes)
+            [*map(len, self._spaces)] == self._sizes
             and not self._members.changed()
             and [*map(len, self._large)] == self._lengths
-            and [*map(self._address, self._tensors)] == self._addresses
+            and not self._layouts.changed(self._tensors)
         )
 
-    def changed(self, undisturbed: bool = False) -> str | None:
+    def changed(self) -> str | None:
         """The first value that is not as it was, in words, or None."""
-        if not self._unmoved(undisturbed):
+        if not self._unmoved():
             if change := self._in_words():
                 return change
             self._take_again()
@@ -165,8 +165,8 @@ class PythonValues:
         for container, length in zip(self._reach.large, self._lengths, strict=True):
             if len(container.value) != length:
                 return f"{container.label} changed its length"
-        for (tensor, label), address in zip(self._reach.tensors, self._addresses, strict=True):
-            if self._address(tensor) != address:
+        for (tensor, label), layout in zip(self._reach.tensors, self._of_each, strict=True):
+            if layout.changed([tensor]):
                 return f"{label} changed"
         for (space, label, names), present in zip(self._reach.spaces, self._present, strict=True):
             for name in (space.keys() & names) - present - self._unwatched:

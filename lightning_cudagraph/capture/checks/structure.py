@@ -1,34 +1,33 @@
-"""The objects that a graph knows by their addresses, as they were: in a form that is quick to compare.
+"""The objects of a captured step as they were, in a form that is quick to compare.
 
 Parameters, buffers, submodules and the optimizer's state are held by the dictionaries in which they are,
-and not only as objects: another one in the same place is as stale as another address. Nothing here says
-more than yes or no, in loops that run in C; `described` finds the words, when there is a change.
+and not only as objects: another one in the same place is as stale as another address. All of it is
+compared before every replay, in loops that run in C and say yes or no; `described` finds the words, when
+there is a change.
 """
 
 from __future__ import annotations
 
+import gc
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import chain
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_cudagraph.capture.local import address_of, addresses_of
+from lightning_cudagraph.capture.checks.classes import Classes
+from lightning_cudagraph.capture.checks.layouts import Layouts
+from lightning_cudagraph.capture.checks.members import Members
+from lightning_cudagraph.capture.local import local
 
-__all__ = ["Identity", "Members", "Structure", "described"]
+__all__ = ["Identity", "Structure", "described"]
 
-# C functions that `map` calls without a Python frame for each object.
-_data_ptr = Tensor.data_ptr
-_requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+# A C function that `map` calls without a Python frame for each object.
 _training = operator.itemgetter("training")
-
-# Each attribute of a parameter costs about 100 ns to read, and nothing reads many at once. Where no code
-# of the user's runs between two replays, a share of at least so many is looked at before each.
-_SHARE = 8
-_MAX_SHARES = 32
 
 _MODULE_HOOKS = (
     "_forward_pre_hooks",
@@ -54,65 +53,27 @@ class Identity:
         return f"a `{type(self._held).__qualname__}` at {id(self._held):#x}"
 
 
-class Members:
-    """The objects in lists and in views of dictionaries: the same ones, in the same order, and no more.
+class _Tensors:
+    """Parameters, and buffers: these by name, because code outside the step may bind another one."""
 
-    Args:
-        parts: live views or lists. Equality is never asked for, because tensors would compute it.
-    """
-
-    def __init__(self, parts: Iterable[Collection[Any]]) -> None:
-        parts = [*parts]
-        self._filled = [part for part in parts if len(part)]
-        self._empty = [part for part in parts if not len(part)]
-        self._were = [*chain.from_iterable(self._filled)]
-
-    def changed(self) -> bool:
-        now = [*chain.from_iterable(self._filled)]
-        same = len(now) == len(self._were) and all(map(operator.is_, now, self._were))
-        return not same or any(map(len, self._empty))
-
-
-class _Parameters:
-    """Addresses and `requires_grad` of some parameters as they were."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._address = addresses_of(parameters)
-        self._addresses = list(map(self._address, parameters))
-        self._trained = [p for p in parameters if p.requires_grad]
-        self._frozen = [p for p in parameters if not p.requires_grad]
-
-    def addresses_changed(self) -> bool:
-        return list(map(self._address, self._parameters)) != self._addresses
-
-    def requires_grad_changed(self) -> bool:
-        return not all(map(_requires_grad, self._trained)) or any(map(_requires_grad, self._frozen))
-
-    def changed(self) -> bool:
-        return self.addresses_changed() or self.requires_grad_changed()
-
-
-class _Buffers:
-    """Addresses of buffers as they were; by name, because code outside the step may rebind one."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], modules: list[nn.Module]) -> None:
         buffers = [(module._buffers, name) for module in modules for name in module._buffers]
         held = [(holder, name) for holder, name in buffers if holder[name] is not None]
         self._absent = [(holder, name) for holder, name in buffers if holder[name] is None]
+        self._parameters = parameters
         self._holders = [holder for holder, _ in held]
         self._names = [name for _, name in held]
-        self._was = self._addresses()
+        self._layouts = Layouts(self._now())
 
-    def _addresses(self) -> list[int] | None:
-        try:
-            buffers: Any = map(operator.getitem, self._holders, self._names)
-            return list(map(_data_ptr, buffers))
-        except (KeyError, TypeError):  # one was deleted, or set to None
-            return None
+    def _now(self) -> list[Any]:
+        return [*self._parameters, *map(operator.getitem, self._holders, self._names)]
 
     def changed(self) -> bool:
-        if self._names and self._addresses() != self._was:
+        try:
+            now = self._now()
+        except KeyError:  # one was deleted
+            return True
+        if self._layouts.changed(now):
             return True
         return any(holder.get(name) is not None for holder, name in self._absent)
 
@@ -142,6 +103,7 @@ class _Hooks:
 
     def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
         tables = [getattr(m, kind, None) for m in modules for kind in _MODULE_HOOKS]
+        tables += _hooks_of_all().values()
         tables += [getattr(p, kind, None) for p in parameters for kind in _TENSOR_HOOKS]
         self._there = Members([table.values() for table in tables if table])
         self._next = RemovableHandle.next_id
@@ -162,6 +124,7 @@ class Structure:
         models: the model, and modules that it does not know as its own.
         others: views and lists of other objects that have to stay, such as an optimizer's state.
         loose: parameters that none of the models knows as its own.
+        callees: other objects with methods that the steps call.
     """
 
     def __init__(
@@ -169,35 +132,39 @@ class Structure:
         models: list[nn.Module],
         others: list[Collection[Any]],
         loose: Iterable[nn.Parameter] = (),
+        callees: Iterable[object] = (),
     ) -> None:
         modules = list({id(m): m for model in models for m in model.modules()}.values())
         own = [p for model in models for p in model.parameters()]
         parameters = list({id(p): p for p in (*own, *loose)}.values())
-        places = [m._parameters.values() for m in modules] + others
-        self.modes, self.buffers = _Modes(modules), _Buffers(modules)
+        self.modes, self.tensors = _Modes(modules), _Tensors(parameters, modules)
         self.submodules = Members([m._modules.values() for m in modules])
-        self.parameters, self.places = _Parameters(parameters), Members(places)
+        self.places = Members([m._parameters.values() for m in modules] + others)
         self.hooks = _Hooks(modules, parameters)
-        shares = max(1, min(_MAX_SHARES, len(parameters) // _SHARE))
-        self._shares = [
-            (_Parameters(parameters[start::shares]), Members(places[start::shares]))
-            for start in range(shares)
-        ]
-        self._turn = 0
+        one_of_each = {type(parameter): parameter for parameter in parameters}
+        self.classes = Classes([*modules, *one_of_each.values(), *callees])
 
-    def changed(self, undisturbed: bool) -> bool:
-        """Whether anything did; `undisturbed`: nobody can have changed it, so look at a share."""
-        if self.modes.changed() or self.buffers.changed() or self.hooks.removed():
-            return True
-        return self.share_changed() if undisturbed else self.all_changed()
+    def changed(self) -> bool:
+        """Whether anything did."""
+        return (
+            self.modes.changed()
+            or self.hooks.removed()
+            or self.submodules.changed()
+            or self.places.changed()
+            or self.tensors.changed()
+            or self.classes.changed()
+        )
 
-    def share_changed(self) -> bool:
-        self._turn = (self._turn + 1) % len(self._shares)
-        parameters, places = self._shares[self._turn]
-        return parameters.changed() or places.changed()
 
-    def all_changed(self) -> bool:
-        return self.submodules.changed() or self.places.changed() or self.parameters.changed()
+def _hooks_of_all() -> dict[str, Any]:
+    """The tables of hooks that torch calls for all modules, and for all optimizers, by name."""
+    spaces = (torch.nn.modules.module, sys.modules[Optimizer.__module__])
+    return {
+        name: table
+        for space in spaces
+        for name, table in vars(space).items()
+        if name.startswith("_global_") and isinstance(table, dict)
+    }
 
 
 def described(
@@ -216,6 +183,7 @@ def described(
         for name, module in model.named_modules(prefix=before):
             where = name or type(module).__qualname__
             state[f"the module `{where}`"] = Identity(module)
+            state[f"the class of `{where}`"] = type(module)
             state[f"`training` of `{where}`"] = module.training
             for kind in _MODULE_HOOKS:
                 state[f"`{kind}` of `{where}`"] = names_of_hooks(getattr(module, kind, None))
@@ -223,21 +191,45 @@ def described(
             state[f"the parameter `{name}`"] = Identity(parameter)
             state |= _described(f"parameter `{name}`", parameter)
         for name, buffer in model.named_buffers(prefix=before):
-            state[f"the address of buffer `{name}`"] = address_of(buffer)
-    for kind in _MODULE_HOOKS:
-        hooks = getattr(torch.nn.modules.module, f"_global{kind}", None)
-        state[f"`{kind}` of all modules"] = names_of_hooks(hooks)
+            state |= _laid_out(f"buffer `{name}`", buffer)
+    for name, hooks in _hooks_of_all().items():
+        state[f"`{name}` of torch"] = names_of_hooks(hooks)
     return state
+
+
+def _laid_out(name: str, tensor: Tensor) -> dict[str, Any]:
+    part = local(tensor)
+    return {
+        f"the address of {name}": part.data_ptr(),
+        f"the shape of {name}": tuple(part.shape),
+        f"the strides of {name}": part.stride(),
+        f"the dtype of {name}": part.dtype,
+        f"the class of {name}": type(tensor),
+        f"`requires_grad` of {name}": tensor.requires_grad,
+    }
 
 
 def _described(name: str, parameter: nn.Parameter) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        f"the address of {name}": address_of(parameter),
-        f"`requires_grad` of {name}": parameter.requires_grad,
-    }
+    state = _laid_out(name, parameter)
     for kind in _TENSOR_HOOKS:
         state[f"`{kind}` of {name}"] = names_of_hooks(getattr(parameter, kind, None))
+    if parameter.requires_grad:
+        state[f"the hooks of the autograd node of {name}"] = _hooks_of_node(parameter)
     return state
+
+
+def _hooks_of_node(parameter: nn.Parameter) -> str:
+    """The hooks of the node that accumulates a gradient. Only the garbage collector tells them.
+
+    The tensor's own hooks are among them. Where nothing holds the node there are none.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    own = [getattr(parameter, kind, None) for kind in _TENSOR_HOOKS]
+    tables = [table for table in gc.get_referents(node) if isinstance(table, dict)]
+    return names_of_hooks(
+        {key: hook for t in tables if all(t is not o for o in own) for key, hook in t.items()}
+    )
 
 
 def names_of_hooks(hooks: dict[int, Any] | None) -> str:

@@ -15,11 +15,11 @@ import contextlib
 import os
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class Failures:
         Raises:
             PeerError: if another process has failed.
         """
-        now_s = time.monotonic()
+        now_s = monotonic()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             self.look()
@@ -145,9 +145,9 @@ class Failures:
         Args:
             otherwise: what there is to say if it has left no word.
         """
-        deadline_s = time.monotonic() + _READ_TIMEOUT_S
+        deadline_s = monotonic() + _READ_TIMEOUT_S
         with contextlib.suppress(RuntimeError):
-            while not self._found() and time.monotonic() < deadline_s:
+            while not self._found() and monotonic() < deadline_s:
                 self._closed.wait(0.05)
         text = f"Another process of the run has failed, and rank {self._rank} ends with it:"
         if self._failed is None:
@@ -223,10 +223,10 @@ class Failures:
         self._store.set(f"{_READ}/{self._rank}", "")
         if self._rank != 0:
             return
-        deadline_s = time.monotonic() + _READ_TIMEOUT_S
+        deadline_s = monotonic() + _READ_TIMEOUT_S
         for rank in range(1, self._size):
             while not self._store.check([f"{_READ}/{rank}"]) and rank not in self._gone():
-                if time.monotonic() > deadline_s:
+                if monotonic() > deadline_s:
                     return
                 threading.Event().wait(_POLL_S)
 
@@ -259,9 +259,9 @@ class Failures:
         launched = torch.cuda.Event()
         try:
             launched.record(torch.cuda.current_stream(self._device))
-            deadline_s = time.monotonic() + _DRAIN_S
+            deadline_s = monotonic() + _DRAIN_S
             while not launched.query():
-                if time.monotonic() > deadline_s:
+                if monotonic() > deadline_s:
                     return True
                 threading.Event().wait(0.01)
         except RuntimeError:

@@ -15,9 +15,9 @@ import contextlib
 import os
 import pickle
 import sys
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -184,12 +184,12 @@ class Ranks:
         """
         sigterm, is_last, batch = self._flags()
         mine = (int(intent), sigterm, is_last, batch)
-        self._since_s = time.monotonic()
+        self._since_s = monotonic()
         if self._board is not None:
             lowest, highest = self._met_on_board(self._board, mine)
         else:
             lowest, highest = self._met_over_sockets(mine)
-        self.waited_s += time.monotonic() - self._since_s
+        self.waited_s += monotonic() - self._since_s
         self._on_flags(lowest[1:], highest[1:])
         return Intent(lowest[0]), Intent(highest[0])
 
@@ -212,7 +212,7 @@ class Ranks:
 
     def _nap(self) -> None:
         self._failures.nap(_NAP_S)
-        if time.monotonic() - self._since_s > self._timeout_s:
+        if monotonic() - self._since_s > self._timeout_s:
             raise self._failures.alone(
                 f"Another process has not come to this batch within {self._timeout_s:.0f} s, and rank"
                 f" {self.rank} ends."
@@ -319,7 +319,7 @@ class Ranks:
         self._told += 1
         keys = [f"{self._told}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], pickle.dumps(mine))
-        started_s = time.monotonic()
+        started_s = monotonic()
         next_s = min(_NOTICE_AFTER_S, timeout_s or _NOTICE_AFTER_S)
         looked_s = started_s
         try:
@@ -330,10 +330,10 @@ class Ranks:
                     if self._store.check(keys):
                         break  # it has failed with what all have said, as this process will by itself
                     raise
-                if time.monotonic() - looked_s > LOOK_EVERY.total_seconds():
-                    looked_s = time.monotonic()
+                if monotonic() - looked_s > LOOK_EVERY.total_seconds():
+                    looked_s = monotonic()
                     self._refuse_left(keys)
-                if timeout_s is not None and time.monotonic() - started_s > next_s:
+                if timeout_s is not None and monotonic() - started_s > next_s:
                     missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
                     text = (
                         f"Rank {', '.join(map(str, missing))} did not come to the start of training"

@@ -31,24 +31,6 @@ _STREAMS_OF_TORCH = 32
 _MANY_LANES = 16
 
 
-class _MatmulInBackward(torch.autograd.Function):
-    """A matrix product in autograd's thread for the device, which has a cuBLAS handle of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, operand: Tensor, pool: torch.cuda.MemPool) -> Tensor:
-        ctx.pool = pool
-        ctx.save_for_backward(operand)
-        return operand.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        (operand,) = ctx.saved_tensors
-        # First, because cuBLAS warns in a thread in which nothing has called CUDA before.
-        gradient = torch.zeros_like(operand)
-        _matmul(operand, ctx.pool)
-        return gradient, None
-
-
 def _matmul(operand: Tensor, pool: torch.cuda.MemPool) -> None:
     with torch.cuda.use_mem_pool(pool, operand.device):
         torch.mm(operand, operand)
@@ -81,10 +63,9 @@ class _Lane:
 
     def keep_workspaces(self) -> None:
         """On the current stream: have the workspaces made in the pool, where there are none."""
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            operand = torch.zeros(16, 16, device=self.device, requires_grad=True)
-            _matmul(operand.detach(), self.pool)
-            _MatmulInBackward.apply(operand, self.pool).sum().backward()  # type: ignore[no-untyped-call]
+        # Of this thread's handle alone: backward passes of captured steps run in it too.
+        with torch.no_grad(), torch.autocast("cuda", enabled=False):
+            _matmul(torch.zeros(16, 16, device=self.device), self.pool)
 
     def note_workspaces(self, snapshot: list[dict[str, Any]]) -> None:
         """Note that all of them are in the pool.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -297,8 +297,8 @@ class StreamChoice:
 
     def _seconds(self, captured: CapturedStep[Any], replays: int) -> float:
         self._backend.synchronize()
-        started_s = time.perf_counter()
+        started_s = perf_counter()
         for _ in range(replays):
             captured.rerun()
         self._backend.synchronize()
-        return time.perf_counter() - started_s
+        return perf_counter() - started_s
