@@ -15,8 +15,10 @@ import torch
 
 from tests.matrix.cases import MODES, few, missing, whole
 from tests.matrix.effects import EFFECTS
-from tests.matrix.judge import WRONG, Case, Verdict, judge
+from tests.matrix.judge import EAGER, EQUAL, REFUSED, VAGUE, WRONG, Case, Verdict, judge
 from tests.matrix.places import PLACES
+
+_FROM_GOOD_TO_BAD = (EQUAL, EAGER, REFUSED, VAGUE, WRONG)
 
 
 def _quietly() -> None:
@@ -66,8 +68,8 @@ def _table(found: list[tuple[Case, Verdict]]) -> str:
     head = " ".join(f"{number:>7}" for number in range(1, len(columns) + 1))
     lines += ["", " " * width + " " + head]
     for name, row in rows.items():
-        # WRONG if it is so with verification or without.
-        cells = (max(row[column], key=lambda o: o == WRONG, default="") for column in columns)
+        # The worst of those with verification and without.
+        cells = (max(row[column], key=_FROM_GOOD_TO_BAD.index, default="") for column in columns)
         lines.append(f"{name:<{width}} " + " ".join(f"{cell:>7}" for cell in cells))
     return "\n".join(lines)
 
@@ -83,7 +85,7 @@ def main() -> int:
     parser.add_argument("--few", action="store_true", help="those that every run of the tests has")
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--details", action="store_true", help="of all, not of the wrong alone")
+    parser.add_argument("--details", action="store_true", help="of all, not only of those that fail")
     arguments = parser.parse_args()
     _quietly()
     cases = list(_chosen(arguments))
@@ -92,11 +94,11 @@ def main() -> int:
         cases, _judged(cases, arguments.accelerator, arguments.workers), strict=True
     ):
         found.append((case, verdict))
-        if arguments.details or verdict.outcome == WRONG:
+        if arguments.details or not verdict.is_right:
             print(f"{case}\n    {verdict}", file=sys.stderr, flush=True)
     print(_table(found))
     print(", ".join(f"{count} {name}" for name, count in Counter(v.outcome for _, v in found).items()))
-    return int(any(verdict.outcome == WRONG for _, verdict in found))
+    return int(any(not verdict.is_right for _, verdict in found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a case came out: equal to a plain run, refused, eager, or wrong."""
+"""How a case came out: equal to a plain run, refused, eager, wrong, or refused with a vague message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.matrix.moments import MOMENTS, Mode, Never
 from tests.matrix.places import PLACES, Place
 from tests.matrix.runs import CHECKED, Record, Setting, Use, Where, run
 
-EQUAL, REFUSED, EAGER, WRONG = "equal", "refused", "eager", "WRONG"
+EQUAL, REFUSED, EAGER, WRONG, VAGUE = "equal", "refused", "eager", "WRONG", "VAGUE"
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,16 @@ class Verdict:
     """How a case came out.
 
     Attributes:
-        outcome: one of the four.
+        outcome: one of the five.
         detail: what differs, or the error, or the report.
-        captures: captures that succeeded.
     """
 
     outcome: str
     detail: str = ""
-    captures: int = 0
+
+    @property
+    def is_right(self) -> bool:
+        return self.outcome in (EQUAL, REFUSED, EAGER)
 
     def __str__(self) -> str:
         return f"{self.outcome}: {self.detail}"
@@ -111,19 +113,23 @@ def _differences(case: Case, record: Record, accelerator: str) -> list[str]:
     return differences(_plain_run(case, accelerator, own=True).left, record.left)
 
 
+_NAME = re.compile(r"`[^`]+`")
+_LINE = re.compile(r"tests/matrix/\w+\.py:\d+")
+
+
 def message_of(error: CUDAGraphError) -> str:
     return str(error)
 
 
-def _lacks(error: CUDAGraphError) -> str:
-    """What the message of a refusal does not say, or nothing."""
-    message = message_of(error)
-    lacks = []
-    if not re.search(r"`[^`]+`", message):
-        lacks.append("what was found")
-    if not re.search(r"[\w/]+\.py:\d+", message):
-        lacks.append("file and line")
-    return " and ".join(lacks)
+def _lacks(error: CUDAGraphError | None, recaptures: list[str]) -> str:
+    """What a refusal, or a reason for a new capture, does not say; or nothing."""
+    message = "" if error is None else message_of(error)
+    if message and not _NAME.search(message):
+        return f"the refusal does not name what was found: {message}"
+    if message and not _LINE.search(message):
+        return f"the refusal does not name file and line: {message}"
+    nameless = [why for why in recaptures if not _NAME.search(why)]
+    return f"captured anew without saying what changed: {nameless[0]}" if nameless else ""
 
 
 def judge(case: Case, accelerator: str = "cpu") -> Verdict:
@@ -138,10 +144,9 @@ def judge(case: Case, accelerator: str = "cpu") -> Verdict:
         return Verdict(WRONG, f"refused also where it should be eager: {record.error}")
     if found := _differences(case, record, accelerator):
         after = "" if error is None else f"; after the refusal: {error}"
-        said = f"{len(found)} differences, the first: {found[:3]}{after}"
-        return Verdict(WRONG, said, record.captures)
+        return Verdict(WRONG, f"{len(found)} differences, the first: {found[:3]}{after}")
+    if lacks := _lacks(error, record.recaptures):
+        return Verdict(VAGUE, lacks)
     if error is not None:
-        lacks = _lacks(error)
-        said = f"the refusal does not name {lacks}: " if lacks else ""
-        return Verdict(WRONG if lacks else REFUSED, f"{said}{error}", record.captures)
-    return Verdict(EQUAL if record.replayed else EAGER, record.report, record.captures)
+        return Verdict(REFUSED, str(error))
+    return Verdict(EQUAL if record.replayed else EAGER, record.report)

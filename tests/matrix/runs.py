@@ -137,14 +137,14 @@ class Record:
     Attributes:
         left: tensors, numbers, logs, and what the place or the effect has come to.
         replayed: steps that were replays.
-        captures: captures that succeeded.
+        recaptures: why graphs were dropped.
         error: the error of this package that ended the run, if one did.
         report: what the callback says of the run.
     """
 
     left: dict[str, Any] = field(default_factory=dict)
     replayed: int = 0
-    captures: int = 0
+    recaptures: list[str] = field(default_factory=list)
     error: CUDAGraphError | None = None
     report: str = ""
 
@@ -155,30 +155,31 @@ class Setting:
 
     Attributes:
         verify: `verify_replays`.
-        timed: events time the layers, which takes a second capture.
+        quick: without timings, which take a second capture, and without trials of streams.
         eager: `on_unsupported="eager"`.
     """
 
     verify: int = 2
-    timed: bool = False
+    quick: bool = True
     eager: bool = False
 
     def __str__(self) -> str:
-        said = [*([] if self.verify else ["not verified"]), *(["timed"] if self.timed else [])]
+        said = [*([] if self.verify else ["not verified"]), *([] if self.quick else ["timed"])]
         return ", ".join(said)
 
     def shared(self) -> dict[str, Any]:
         on_unsupported = "eager" if self.eager else "raise"
-        return {"verify_replays": self.verify, "on_unsupported": on_unsupported, "streams": 1}
+        streams = 1 if self.quick else None
+        return {"verify_replays": self.verify, "on_unsupported": on_unsupported, "streams": streams}
 
     def callback(self, mode: Mode) -> CUDAGraphCallback:
-        kwargs = self.shared() if self.timed else {**self.shared(), "timings": None}
+        kwargs = {**self.shared(), "timings": None} if self.quick else self.shared()
         return CUDAGraphCallback(evaluation=mode == "evaluate", **kwargs)
 
 
 CHECKED, UNCHECKED = Setting(), Setting(verify=0)
-# All at its defaults, but for streams, which would only take longer: with a second take for timings.
-DEFAULT = Setting(timed=True)
+# All at its defaults: with a second take for timings, and trials of streams.
+DEFAULT = Setting(quick=False)
 
 
 def _data(batches: int) -> TensorDataset:
@@ -266,7 +267,7 @@ def _looped(net: LoopNet, moment: Moment, setting: Setting | None, accelerator: 
                 done += 1
     except CUDAGraphError as error:
         record.error = error
-    record.replayed, record.captures = graphed.counts.replayed, graphed.counts.captures
+    record.replayed, record.recaptures = graphed.counts.replayed, graphed.counts.recaptures
     record.report = graphed.report
     record.left = _left(net, net.optimizer, {"losses": losses})
     return record
@@ -319,7 +320,7 @@ def _fitted(net: TrainedNet, moment: Moment, setting: Setting | None, accelerato
         counts = callback.counts if mode == "train" else callback.evaluation_counts
         record.report = callback.report or ""
         if counts is not None:
-            record.replayed, record.captures = counts.replayed, counts.captures
+            record.replayed, record.recaptures = counts.replayed, counts.recaptures
     logs = [path.read_text() for path in sorted(folder.rglob("metrics.csv"))]
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
     record.left = _left(net, trainer.optimizers[0], {"logs": logs, "metrics": metrics})
@@ -327,5 +328,15 @@ def _fitted(net: TrainedNet, moment: Moment, setting: Setting | None, accelerato
 
 
 def _left(net: Any, optimizer: torch.optim.Optimizer, others: dict[str, Any]) -> dict[str, Any]:
-    left = {"weights": net.state_dict(), "optimizer": optimizer.state_dict()}
-    return copy.deepcopy({**left, **others, "made": net.made.seen(), "random": torch.get_rng_state()})
+    """What is there at the end of a run, as it is now."""
+    device = net.body[0].weight.device
+    return copy.deepcopy(
+        {
+            "weights": net.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "made": net.made.seen(),
+            "random": torch.get_rng_state(),
+            "random_device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            **others,
+        }
+    )
