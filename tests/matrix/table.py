@@ -1,4 +1,4 @@
-"""The table that `python -m tests.matrix` prints: places by moments, or effects, and how each came out."""
+"""The table of `python -m tests.matrix`: places by moments, or effects, and how each came out."""
 
 from __future__ import annotations
 
