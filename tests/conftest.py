@@ -35,6 +35,16 @@ def pytest_configure(config: pytest.Config) -> None:
     stream_choice.DEFAULT_STREAMS = streams if streams == "auto" else int(streams)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The whole matrix takes most of an hour: it runs where `-m` names it."""
+    if "matrix" in config.getoption("-m"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("matrix")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+
+
 @pytest.fixture(autouse=True)
 def _ops_write_what_they_are_said_to_write(request: pytest.FixtureRequest) -> Iterator[None]:
     if not (request.config.getoption("--declared") or request.node.get_closest_marker("declared")):

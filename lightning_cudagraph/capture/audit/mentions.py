@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from lightning_cudagraph.capture.sentry import is_user_code
@@ -15,6 +17,8 @@ __all__ = ["MentionedNames"]
 # Functions that find an attribute by a text.
 _BY_TEXT = frozenset({"getattr", "hasattr", "attrgetter", "getattr_static", "vars", "__dict__"})
 _MAX_CELLS = 500
+# What Python itself has among its names.
+_OF_PYTHON = (type, BuiltinFunctionType, bool, type(None))
 
 
 @dataclass
@@ -74,15 +78,22 @@ class MentionedNames:
         self._add_users_code(code)
         for name in code.co_names:
             if name not in namespace:
+                if type(vars(builtins).get(name, print)) not in _OF_PYTHON:
+                    self.user_globals.append((vars(builtins), name))
                 continue
             self.user_globals.append((namespace, name))
-            value = namespace[name]
-            if isinstance(value, ModuleType) and is_user_code(getattr(value, "__file__", None) or "<"):
-                inner = vars(value)
-                self.user_globals += [(inner, name) for name in code.co_names if name in inner]
+            self._note_module(namespace[name], code)
+        for name in {*code.co_names, *_texts(code.co_consts)} & sys.modules.keys():
+            self._note_module(sys.modules[name], code)  # imported in the step
         if code.co_freevars and id(code) not in self._made_inside:
             self.closures.append(code)
         self._made_inside |= {id(inner) for inner in code.co_consts if isinstance(inner, CodeType)}
+
+    def _note_module(self, module: Any, code: CodeType) -> None:
+        """Note which names of a module of the user's a piece of code can read."""
+        if isinstance(module, ModuleType) and is_user_code(getattr(module, "__file__", None) or "<"):
+            inner = vars(module)
+            self.user_globals += [(inner, name) for name in code.co_names if name in inner]
 
     def _add_users_code(self, code: CodeType) -> None:
         """Note the names and the texts of a piece of the user's code."""

@@ -3,8 +3,8 @@
 The garbage collector knows the referents of every object that can hold others: attributes, items,
 slots, variables of closures and of suspended generators, entries of caches, fields of extension types.
 The buffer protocol shows the bytes of those that hold numbers. So a value is found wherever it is kept,
-with no line here about the class that keeps it. Iterators, context variables and weak references hide
-something from both, and are read by their own means.
+with no line here about the class that keeps it. Iterators, context variables, weak references, locks
+and files in memory hide something from both, and are read by their own means.
 
 Not entered: modules of Python, library functions and classes, tensors (a graph reads their memory), and
 objects of a framework that change in every step by themselves, such as a trainer.
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from io import BytesIO, StringIO
 from itertools import accumulate, chain
 from types import (
     BuiltinFunctionType,
@@ -58,7 +59,7 @@ _QUICK_MEMBERS = 4096
 _QUICK_BYTES = 1 << 16
 
 _CLOSED = (
-    *(BuiltinFunctionType, CodeType, ModuleType, TracebackType, property, torch.Generator),
+    *(BuiltinFunctionType, CodeType, TracebackType, property),
     *(MethodWrapperType, WrapperDescriptorType),
 )
 _SHOWN = VALUES - {bytes}
@@ -220,8 +221,9 @@ def _of_function(value: FunctionType) -> dict[Any, Any]:
     cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
     return {
         **dict(cells),
-        **{_Inside(index): part for index, part in enumerate(value.__defaults__ or ())},
-        **(value.__kwdefaults__ or {}),
+        "__code__": value.__code__,
+        "__defaults__": value.__defaults__,
+        "__kwdefaults__": value.__kwdefaults__,
     }
 
 
@@ -246,6 +248,12 @@ def _hidden(value: Any) -> Callable[[], Any] | None:
         return lambda: weakref.ReferenceType.__call__(value)
     if kind is ContextVar:
         return lambda: value.get(UNSET)
+    if issubclass(kind, (StringIO, BytesIO)):
+        return lambda: kind.getvalue(value)
+    if issubclass(kind, torch.Generator):
+        return lambda: value.initial_seed()
+    if kind.__module__ == "_thread" and hasattr(kind, "locked"):
+        return lambda: kind.locked(value)
     if is_iterator(value):  # of Python itself, so that nothing of the user's runs
         own = vars(kind)
         if "__repr__" in own and kind.__module__ == "itertools":
@@ -347,6 +355,8 @@ class Walk:
             return is_users_class(value)
         if kind is FunctionType:
             return is_users(value.__code__, value.__globals__)
+        if issubclass(kind, ModuleType):  # others are looked at by the names that the step mentions
+            return getattr(value, "__spec__", None) is None and value.__name__ != "__main__"
         module = str(namespace_of(kind).get("__module__", ""))
         return not module.startswith(("torch._", "lightning_cudagraph."))
 
@@ -354,6 +364,7 @@ class Walk:
         kind = type(value)
         if issubclass(kind, type):
             self._add(value, value, "", f"the class `{value.__qualname__}`", lambda: _of_class(value))
+            self._queue.append(Root(kind, "", ""))
             return
         if kind is MethodType:
             self._queue.append(Root(value.__self__, path, of))
@@ -366,7 +377,7 @@ class Walk:
             return
         if (read := _hidden(value)) is not None:
             self._add(None, value, path, of, lambda: {"": read()})
-            if kind in _PROXIES:
+            if kind in _PROXIES or issubclass(kind, (StringIO, BytesIO, torch.Generator)):
                 return
         if kind is FunctionType:
             self._add(value, value, path, of, lambda: _of_function(value))

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from io import IOBase
+from io import FileIO, TextIOWrapper
 from typing import Any
 
 from torch import nn
@@ -38,7 +39,7 @@ __all__ = ["Guards"]
 _State = dict[str, Any]
 
 # They change in every step by themselves; records and files are refused where they are written.
-_STOPS = (Optimizer, LRScheduler, DataLoader, logging.Logger, logging.Handler, IOBase)
+_STOPS = (Optimizer, LRScheduler, DataLoader, logging.Logger, logging.Handler, FileIO, TextIOWrapper)
 # A part that has changed so often, with checks that found the step the same, is not compared any more.
 _CHECKS_TO_CLEAR = 3
 
@@ -171,7 +172,10 @@ class Guards:
 
     def _roots(self, mentioned: MentionedNames) -> list[Root]:
         """What the steps can reach: the user's modules, globals and closures."""
-        roots = [Root(os.environ, "os.environ", "the process")]
+        roots = [
+            Root(os.environ, "os.environ", "the process"),
+            Root(sys.argv, "sys.argv", "the process"),
+        ]
         for before, model in {"": self._model, **self._hidden}.items():
             for name, module in model.named_modules(prefix=before):
                 if is_users_class(type(module)) and not self._stays_on_host(module):
