@@ -13,11 +13,12 @@ objects of a framework that change in every step by themselves, such as a traine
 from __future__ import annotations
 
 import gc
+import logging
 import operator
 import sys
 import weakref
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ _CLOSED = (
 )
 _SHOWN = VALUES - {bytes}
 _MAX_SHOWN = 60
+# Nothing else of them is looked at.
+_READ_WHOLE = (StringIO, BytesIO, torch.Generator, logging.Logger)
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Compared by identity; what is in them is looked into by itself.
 _OWN = ("__class__", "__dict__")
@@ -139,6 +142,8 @@ class _Node:
 
     def changes(self) -> Iterator[Moved]:
         now = self.read()
+        if now.keys() == self.parts.keys() and [*now] != [*self.parts] and not self.ignored:
+            yield Moved(self.path, self.of, self.owner, UNSET, UNSET)  # in another order
         for label in {**self.parts, **now}:
             was, part = self.parts.get(label, UNSET), now.get(label, UNSET)
             if label not in self.ignored and not _same(was, part):
@@ -193,7 +198,13 @@ class _ById:
 
 
 def _items(value: dict[Any, Any]) -> dict[Any, Any]:
-    return {_Item(k if type(k) in VALUES else _ById(k)): part for k, part in dict.items(value)}
+    items = _base_of_dict(value).items(value)
+    return {_Item(k if type(k) in VALUES else _ById(k)): part for k, part in items}
+
+
+def _base_of_dict(value: dict[Any, Any]) -> Any:
+    """The class whose methods read it: the order of an OrderedDict is kept apart from its items."""
+    return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
 def _attributes(attributes: dict[str, Any]) -> dict[Any, Any]:
@@ -252,6 +263,8 @@ def _hidden(value: Any) -> Callable[[], Any] | None:
         return lambda: kind.getvalue(value)
     if issubclass(kind, torch.Generator):
         return lambda: value.initial_seed()
+    if issubclass(kind, logging.Logger):
+        return lambda: (value.getEffectiveLevel(), value.disabled, value.manager.disable)
     if kind.__module__ == "_thread" and hasattr(kind, "locked"):
         return lambda: kind.locked(value)
     if is_iterator(value):  # of Python itself, so that nothing of the user's runs
@@ -310,7 +323,8 @@ class Walk:
         # Of these the parts are compared in C, all in one go.
         self._held = [node for node in self._nodes if node.holder is not None]
         self._holders = [*map(_compared, self._held)]
-        self._dicts = [holder for holder in self._holders if issubclass(type(holder), dict)]
+        dicts = (holder for holder in self._holders if issubclass(type(holder), dict))
+        self._keys = [_base_of_dict(holder).keys(holder) for holder in dicts]
         self._read = [node for node in self._nodes if node.holder is None]
         self._remember(self._now())
 
@@ -345,7 +359,7 @@ class Walk:
         self._ends = [*accumulate(counts)] or [0]
 
     def _now(self) -> list[Any]:
-        return [*gc.get_referents(*self._holders), *chain.from_iterable(map(dict.keys, self._dicts))]
+        return [*gc.get_referents(*self._holders), *chain.from_iterable(self._keys)]
 
     def _enters(self, value: Any) -> bool:
         kind = type(value)
@@ -357,6 +371,8 @@ class Walk:
             return is_users(value.__code__, value.__globals__)
         if issubclass(kind, ModuleType):  # others are looked at by the names that the step mentions
             return getattr(value, "__spec__", None) is None and value.__name__ != "__main__"
+        if issubclass(kind, _READ_WHOLE):
+            return True
         module = str(namespace_of(kind).get("__module__", ""))
         return not module.startswith(("torch._", "lightning_cudagraph."))
 
@@ -377,7 +393,7 @@ class Walk:
             return
         if (read := _hidden(value)) is not None:
             self._add(None, value, path, of, lambda: {"": read()})
-            if kind in _PROXIES or issubclass(kind, (StringIO, BytesIO, torch.Generator)):
+            if kind in _PROXIES or issubclass(kind, _READ_WHOLE):
                 return
         if kind is FunctionType:
             self._add(value, value, path, of, lambda: _of_function(value))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from io import FileIO, TextIOWrapper
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -39,7 +39,7 @@ __all__ = ["Guards"]
 _State = dict[str, Any]
 
 # They change in every step by themselves; records and files are refused where they are written.
-_STOPS = (Optimizer, LRScheduler, DataLoader, logging.Logger, logging.Handler, FileIO, TextIOWrapper)
+_STOPS = (Optimizer, LRScheduler, DataLoader, logging.Handler, FileIO, TextIOWrapper)
 # A part that has changed so often, with checks that found the step the same, is not compared any more.
 _CHECKS_TO_CLEAR = 3
 
@@ -178,9 +178,12 @@ class Guards:
         ]
         for before, model in {"": self._model, **self._hidden}.items():
             for name, module in model.named_modules(prefix=before):
-                if is_users_class(type(module)) and not self._stays_on_host(module):
-                    of = f"`{name}`" if name else f"the `{type(module).__qualname__}`"
-                    left_out = self._unwatched | recomputed_names(module) | self._host_names(module)
+                of = f"`{name}`" if name else f"the `{type(module).__qualname__}`"
+                left_out = self._unwatched | recomputed_names(module) | self._host_names(module)
+                if self._stays_on_host(module):  # what it keeps for itself is its own
+                    own = {n for n, part in vars(module).items() if n[0] == "_" or _is_state(part)}
+                    roots.append(Root(module, "", of, left_out | own, is_entered=True))
+                elif is_users_class(type(module)):
                     roots.append(Root(module, "", of, left_out))
             roots += [
                 Root(parameter, "", f"parameter `{name}`")
@@ -248,6 +251,10 @@ class Guards:
         models = (self._model, *self._hidden.values())
         own = {id(parameter) for model in models for parameter in model.parameters()}
         return {name: p for name, p in self._stepped_now().items() if id(p) not in own}
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, (Tensor, list))
 
 
 def _first_difference(before: _State, now: _State) -> str | None:
