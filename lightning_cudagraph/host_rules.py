@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
+from lightning_cudagraph.capture.audit.effects import OF_OPTIMIZER
 from lightning_cudagraph.capture.audit.host_calls import HostRules, allowance
 from lightning_cudagraph.capture.audit.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.capture.audit.walker import Root
@@ -90,6 +91,7 @@ _HANDS_OUT = (
     *(Optimizer, LightningOptimizer, LRScheduler, DataLoader, CombinedLoader),
 )
 # Objects that Lightning changes in every step by itself, and metrics, which have rules of their own.
+_OF_GROUPS = frozenset({"params"})
 RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader, Metric, MetricCollection)
 _EFFECTS: dict[CodeType, str] = {
     pl.LightningModule.print.__code__: "self.print",
@@ -167,6 +169,14 @@ def outside_of_model(trainer: pl.Trainer) -> list[Root]:
             left_out = {n for n, part in attributes.items() if type(part) not in (*VALUES, list, dict)}
         of = f"the `{type(value).__qualname__}`"
         roots.append(Root(value, "", of, frozenset(left_out), is_entered=True))
+    for optimizer in trainer.optimizers:
+        of = f"{OF_OPTIMIZER} `{type(optimizer).__qualname__}`"
+        private = {n for n in vars(optimizer) if n.startswith("_")}
+        roots.append(Root(optimizer, "", of, frozenset({"state", "param_groups"} | private), True))
+        roots += [
+            Root(group, f"param_groups[{index}]", of, _OF_GROUPS, True)
+            for index, group in enumerate(optimizer.param_groups)
+        ]
     return roots
 
 

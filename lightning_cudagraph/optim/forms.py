@@ -163,7 +163,8 @@ def refuse_step_hooks(optimizer: Optimizer) -> None:
     if step_hooks(optimizer):
         raise UnsupportedError(
             f"`{_name(optimizer)}` has hooks registered with `register_step_pre_hook`,"
-            " `register_step_post_hook` or their global forms: host code that a replay would not run.",
+            f" `register_step_post_hook` or their global forms ({_first_hook(optimizer)}): host code that a"
+            " replay would not run.",
             "Do the same in `on_train_batch_start` or `on_train_batch_end`.",
             in_optimizer=True,
         )
@@ -171,14 +172,25 @@ def refuse_step_hooks(optimizer: Optimizer) -> None:
 
 def step_hooks(optimizer: Optimizer) -> int:
     """How many hooks run around the step of an optimizer."""
+    return sum(map(len, _hook_tables(optimizer)))
+
+
+def _hook_tables(optimizer: Optimizer) -> tuple[Any, ...]:
     everywhere = sys.modules[Optimizer.__module__]
-    tables = (
+    return (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
-        getattr(everywhere, "_global_optimizer_pre_hooks", ()),
-        getattr(everywhere, "_global_optimizer_post_hooks", ()),
+        getattr(everywhere, "_global_optimizer_pre_hooks", {}),
+        getattr(everywhere, "_global_optimizer_post_hooks", {}),
     )
-    return sum(map(len, tables))
+
+
+def _first_hook(optimizer: Optimizer) -> str:
+    """The first of them in words, with its line if it is written in Python."""
+    hook = next(hook for table in _hook_tables(optimizer) for hook in table.values())
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    return f"`{name}`" + (f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else "")
 
 
 def host_state_of(optimizer: Optimizer, device: torch.device) -> str | None:

@@ -8,14 +8,16 @@ which run on the host, and of methods that Lightning calls around the step.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from dataclasses import replace
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_cudagraph.capture.audit.frozen import effect_error
 from lightning_cudagraph.capture.audit.host_lines import line_that_sets
@@ -30,9 +32,12 @@ from lightning_cudagraph.capture.audit.host_objects import (
 from lightning_cudagraph.capture.audit.host_state import Change
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from lightning_cudagraph.capture.audit.walker import Moved, Root, Walk
-from lightning_cudagraph.capture.sentry import is_users
+from lightning_cudagraph.capture.sentry import Location, is_users, location_in
 
-__all__ = ["Effects"]
+__all__ = ["OF_OPTIMIZER", "Effects"]
+
+# The beginning of what is said of an optimizer: a step without it can be captured.
+OF_OPTIMIZER = "the optimizer"
 
 
 class Effects:
@@ -42,6 +47,7 @@ class Effects:
         roots: where to look for them, given what the steps mention.
         stops: classes whose objects are not entered.
         harmless: paths at which anything may change.
+        is_carried: whether it is a module whose attributes can be carried over from step to step.
     """
 
     def __init__(
@@ -49,7 +55,9 @@ class Effects:
         roots: Callable[[MentionedNames], list[Root]],
         stops: tuple[type, ...],
         harmless: frozenset[str],
+        is_carried: Callable[[Any], bool],
     ) -> None:
+        self._is_carried = is_carried
         self._roots = roots
         self._stops = stops
         self._harmless = harmless
@@ -81,29 +89,53 @@ class Effects:
         Raises:
             CaptureError: naming the first effect, with the user's line.
         """
+        hidden = [moved for moved in self._found if not _can_be_put_back(moved.holder)]
+        self._refuse(hidden, self._mentioned.users_code)
         before = [(moved.holder, _contents(moved.holder)) for moved in self._found]
         try:
             yield
-            self._refuse(captured().users_code)
+            self._refuse(self._found, captured().users_code)
         except BaseException:
             for holder, contents in before:
                 _put_back(holder, contents)
             raise
 
-    def _refuse(self, captured: Sequence[CodeType]) -> None:
-        for moved in self._found:
+    def _refuse(self, found: Sequence[Moved], captured: Sequence[CodeType]) -> None:
+        for moved in found:
             change = Change(moved.path, moved.of, moved.holder, draws=False)
             line = line_that_sets(change, captured)
-            # Other code that changes it runs on the host in replays too.
-            if line is not None or line_that_sets(change, self._mentioned.users_code) is None:
-                raise effect_error(change, line)
+            if line is None:
+                if line_that_sets(change, self._mentioned.users_code) is not None:
+                    continue  # that code runs on the host in replays too
+                line = _nearest_line(change, captured)
+            error = effect_error(change, line)
+            error.in_optimizer = moved.of.startswith(OF_OPTIMIZER)
+            raise error
 
     def _is_effect(self, moved: Moved) -> bool:
         if any(moved.path.startswith(path) for path in self._harmless):
             return False
         # A tensor in an attribute of a module: such attributes are carried over from step to step in the
         # graph, or refused by the capture.
-        return not (isinstance(moved.holder, nn.Module) and _is_of_tensors(moved.now))
+        return not (_is_of_tensors(moved.now) and self._is_carried(moved.holder))
+
+
+def _nearest_line(change: Change, captured: Sequence[CodeType]) -> Location | None:
+    """The first line that mentions the nearest name in the path of a change, or that of the step."""
+    path = re.sub(r"\[.*?\]", "", change.name).split(".")
+    for end in range(len(path) - 1, 0, -1):
+        part = replace(change, name=".".join(path[:end]))
+        if (line := line_that_sets(part, captured)) is not None:
+            return line
+    return location_in(captured[0], captured[0].co_firstlineno) if captured else None
+
+
+def _can_be_put_back(holder: Any) -> bool:
+    kind = type(holder)
+    if issubclass(kind, (type, FunctionType)):
+        return False
+    known = attributes_of(holder) is not None or _base_of(kind) is not None or slots_of(kind)
+    return bool(known) or issubclass(kind, dict)
 
 
 def _contents(holder: Any) -> Any:

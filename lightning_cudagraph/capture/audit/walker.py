@@ -60,7 +60,7 @@ _QUICK_MEMBERS = 4096
 _QUICK_BYTES = 1 << 16
 
 _CLOSED = (
-    *(BuiltinFunctionType, CodeType, TracebackType, property),
+    *(CodeType, TracebackType, property),
     *(MethodWrapperType, WrapperDescriptorType),
 )
 _SHOWN = VALUES - {bytes}
@@ -81,7 +81,7 @@ class Root(NamedTuple):
         value: the object.
         path: its name; empty for an object whose attributes are named by themselves.
         of: what the path starts at, in words.
-        left_out: names of attributes of the object that are not looked at.
+        left_out: names of attributes, or of items of a dictionary, that are not looked at.
         is_entered: it is looked into even if objects of its class are not.
     """
 
@@ -369,6 +369,8 @@ class Walk:
             return is_users_class(value)
         if kind is FunctionType:
             return is_users(value.__code__, value.__globals__)
+        if kind is BuiltinFunctionType:
+            return not isinstance(value.__self__, (ModuleType, type, type(None)))
         if issubclass(kind, ModuleType):  # others are looked at by the names that the step mentions
             return getattr(value, "__spec__", None) is None and value.__name__ != "__main__"
         if issubclass(kind, _READ_WHOLE):
@@ -382,7 +384,7 @@ class Walk:
             self._add(value, value, "", f"the class `{value.__qualname__}`", lambda: _of_class(value))
             self._queue.append(Root(kind, "", ""))
             return
-        if kind is MethodType:
+        if kind in (MethodType, BuiltinFunctionType):
             self._queue.append(Root(value.__self__, path, of))
             return
         attributes = attributes_of(value)
@@ -399,7 +401,7 @@ class Walk:
             self._add(value, value, path, of, lambda: _of_function(value))
         elif issubclass(kind, dict):
             if not _is_globals(value):
-                self._add(value, value, path, of, lambda: _items(value))
+                self._add(value, value, path, of, lambda: _items(value), frozenset(map(_Item, names)))
         elif (base := next((b for b in (list, tuple, deque) if issubclass(kind, b)), None)) is not None:
             self._add(value, value, path, of, lambda: _members(value, base))
         elif slots := slots_of(kind):
@@ -418,7 +420,7 @@ class Walk:
         path: str,
         of: str,
         read: Callable[[], dict[Any, Any]],
-        left_out: frozenset[str] = frozenset(),
+        left_out: frozenset[Any] = frozenset(),
         view: memoryview | None = None,
     ) -> None:
         ignored: set[Any] = {*left_out, *_MODULE_TABLES} if isinstance(owner, nn.Module) else {*left_out}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from io import FileIO, TextIOWrapper
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -114,7 +114,10 @@ class Guards:
         self._values: PythonValues | None = None
         self.mentioned: list[MentionedNames] = []
         self.effects = Effects(
-            lambda mentioned: [*self._roots(mentioned), *self._outside()], self._stops, unwatched
+            lambda mentioned: [*self._roots(mentioned), *self._outside()],
+            self._stops,
+            unwatched,
+            lambda holder: any(holder is module for module in model.modules()),
         )
         self._watched: _State | None = None
         self._moves: list[str | None] = []
@@ -181,8 +184,8 @@ class Guards:
                 of = f"`{name}`" if name else f"the `{type(module).__qualname__}`"
                 left_out = self._unwatched | recomputed_names(module) | self._host_names(module)
                 if self._stays_on_host(module):  # what it keeps for itself is its own
-                    own = {n for n, part in vars(module).items() if n[0] == "_" or _is_state(part)}
-                    roots.append(Root(module, "", of, left_out | own, is_entered=True))
+                    private = {n for n in vars(module) if n.startswith("_")}
+                    roots.append(Root(module, "", of, left_out | private, is_entered=True))
                 elif is_users_class(type(module)):
                     roots.append(Root(module, "", of, left_out))
             roots += [
@@ -221,7 +224,9 @@ class Guards:
             return self._in_words("the settings of the optimizer changed")
         if self._structure.changed():
             function = self._structure.classes.in_words()
-            return self._in_words(function or "an object of the model or the optimizer was replaced")
+            return self._in_words(
+                function or "an object of the model, or an entry of `optimizer.state`, was replaced"
+            )
         if change := self._values.changed():
             return change
         if self._walk is not None and (moved := self._walk.changes(everything=self._suspect)):
@@ -251,10 +256,6 @@ class Guards:
         models = (self._model, *self._hidden.values())
         own = {id(parameter) for model in models for parameter in model.parameters()}
         return {name: p for name, p in self._stepped_now().items() if id(p) not in own}
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, (Tensor, list))
 
 
 def _first_difference(before: _State, now: _State) -> str | None:
