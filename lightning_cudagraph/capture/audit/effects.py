@@ -8,19 +8,17 @@ which run on the host, and of methods that Lightning calls around the step.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor
 
 from lightning_cudagraph.capture.audit.frozen import effect_error
-from lightning_cudagraph.capture.audit.host_lines import line_that_sets
+from lightning_cudagraph.capture.audit.host_lines import line_that_sets, nearest_line
 from lightning_cudagraph.capture.audit.host_objects import (
     UNSET,
     VALUES,
@@ -32,7 +30,7 @@ from lightning_cudagraph.capture.audit.host_objects import (
 from lightning_cudagraph.capture.audit.host_state import Change
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from lightning_cudagraph.capture.audit.walker import Moved, Root, Walk
-from lightning_cudagraph.capture.sentry import Location, is_users, location_in
+from lightning_cudagraph.capture.sentry import is_users
 
 __all__ = ["OF_OPTIMIZER", "Effects"]
 
@@ -89,7 +87,7 @@ class Effects:
         Raises:
             CaptureError: naming the first effect, with the user's line.
         """
-        hidden = [moved for moved in self._found if not _can_be_put_back(moved.holder)]
+        hidden = [moved for moved in self._found if not moved.can_be_set]
         self._refuse(hidden, self._mentioned.users_code)
         before = [(moved.holder, _contents(moved.holder)) for moved in self._found]
         try:
@@ -107,7 +105,7 @@ class Effects:
             if line is None:
                 if line_that_sets(change, self._mentioned.users_code) is not None:
                     continue  # that code runs on the host in replays too
-                line = _nearest_line(change, captured)
+                line = nearest_line(change, captured)
             error = effect_error(change, line)
             error.in_optimizer = moved.of.startswith(OF_OPTIMIZER)
             raise error
@@ -118,24 +116,6 @@ class Effects:
         # A tensor in an attribute of a module: such attributes are carried over from step to step in the
         # graph, or refused by the capture.
         return not (_is_of_tensors(moved.now) and self._is_carried(moved.holder))
-
-
-def _nearest_line(change: Change, captured: Sequence[CodeType]) -> Location | None:
-    """The first line that mentions the nearest name in the path of a change, or that of the step."""
-    path = re.sub(r"\[.*?\]", "", change.name).split(".")
-    for end in range(len(path) - 1, 0, -1):
-        part = replace(change, name=".".join(path[:end]))
-        if (line := line_that_sets(part, captured)) is not None:
-            return line
-    return location_in(captured[0], captured[0].co_firstlineno) if captured else None
-
-
-def _can_be_put_back(holder: Any) -> bool:
-    kind = type(holder)
-    if issubclass(kind, (type, FunctionType)):
-        return False
-    known = attributes_of(holder) is not None or _base_of(kind) is not None or slots_of(kind)
-    return bool(known) or issubclass(kind, dict)
 
 
 def _contents(holder: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lightning_cudagraph.capture.audit.host_calls import HostCalls, HostRules, allowance, frozen_read
-from lightning_cudagraph.capture.audit.host_lines import NUMPYS_OWN
+from lightning_cudagraph.capture.audit.host_lines import NUMPYS_OWN, nearest_line
 from lightning_cudagraph.capture.audit.host_state import Change, HostState
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from lightning_cudagraph.capture.local import address_of
@@ -131,7 +131,8 @@ def frozen_python_audit(
     def check() -> None:
         error = noted.first  # the user's code has caught it, and gone on
         if error is None and (change := state.changed()) is not None:
-            error = effect_error(change, calls.where(change))
+            where = calls.where(change) or nearest_line(change, calls.mentioned.users_code)
+            error = effect_error(change, where)
         for name, (tensor, _, address) in storages.items():
             if error is None and address_of(tensor) != address and name not in rules.harmless:
                 where = calls.where(Change("data", "", tensor, False))

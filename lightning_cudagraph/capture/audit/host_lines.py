@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 from lightning_cudagraph.capture.audit.host_state import Change
 from lightning_cudagraph.capture.sentry import Location, location_in
 
-__all__ = ["NUMPYS_OWN", "line_that_sets", "stores"]
+__all__ = ["NUMPYS_OWN", "line_that_sets", "nearest_line", "stores"]
 
 # Behind the functions of `numpy.random`.
 NUMPYS_OWN: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
@@ -42,6 +44,16 @@ def line_that_sets(change: Change, codes: Iterable[CodeType]) -> Location | None
             (items if (_ITEM, line) in sets else mentions).append((code, line))
     found = items or mentions
     return location_in(*found[0]) if found else None
+
+
+def nearest_line(change: Change, codes: Sequence[CodeType]) -> Location | None:
+    """The first line that mentions the nearest name in the path of a change, or that of the step."""
+    path = re.sub(r"\[.*?\]", "", change.name).split(".")
+    for end in range(len(path) - 1, 0, -1):
+        part = replace(change, name=".".join(path[:end]))
+        if (line := line_that_sets(part, codes)) is not None:
+            return line
+    return location_in(codes[0], codes[0].co_firstlineno) if codes else None
 
 
 def stores(code: CodeType) -> Iterator[tuple[str, int]]:

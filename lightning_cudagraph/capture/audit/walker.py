@@ -63,6 +63,8 @@ _CLOSED = (
     *(CodeType, TracebackType, property),
     *(MethodWrapperType, WrapperDescriptorType),
 )
+# Of these, and of attributes and slots, all parts can be set.
+_MUTABLE = (dict, list, deque, set)
 _SHOWN = VALUES - {bytes}
 _MAX_SHOWN = 60
 # Nothing else of them is looked at.
@@ -101,6 +103,7 @@ class Moved(NamedTuple):
         holder: the object that holds it.
         was: what it was; `UNSET` if there was nothing.
         now: what it is; `UNSET` if there is nothing.
+        can_be_set: it can be put back to what it was.
     """
 
     path: str
@@ -108,6 +111,7 @@ class Moved(NamedTuple):
     holder: Any
     was: Any
     now: Any
+    can_be_set: bool
 
     @property
     def words(self) -> str:
@@ -130,6 +134,7 @@ class _Node:
         read: its parts, by their labels.
         parts: what these were.
         ignored: labels of parts that are not compared.
+        can_be_set: its parts can be put back to what they were.
     """
 
     holder: Any
@@ -139,15 +144,18 @@ class _Node:
     read: Callable[[], dict[Any, Any]]
     parts: dict[Any, Any]
     ignored: set[Any]
+    can_be_set: bool
 
     def changes(self) -> Iterator[Moved]:
         now = self.read()
         if now.keys() == self.parts.keys() and [*now] != [*self.parts] and not self.ignored:
-            yield Moved(self.path, self.of, self.owner, UNSET, UNSET)  # in another order
+            yield Moved(
+                self.path, self.of, self.owner, UNSET, UNSET, self.can_be_set
+            )  # in another order
         for label in {**self.parts, **now}:
             was, part = self.parts.get(label, UNSET), now.get(label, UNSET)
             if label not in self.ignored and not _same(was, part):
-                yield Moved(_joined(self.path, label), self.of, self.owner, was, part)
+                yield Moved(_joined(self.path, label), self.of, self.owner, was, part, self.can_be_set)
 
 
 def _same(was: Any, now: Any) -> bool:
@@ -424,7 +432,9 @@ class Walk:
         view: memoryview | None = None,
     ) -> None:
         ignored: set[Any] = {*left_out, *_MODULE_TABLES} if isinstance(owner, nn.Module) else {*left_out}
-        node = _Node(holder, owner, path, of, read, read(), ignored)
+        is_mutable = holder is not owner or issubclass(type(owner), _MUTABLE) or slots_of(type(owner))
+        can_be_set = holder is not None and bool(is_mutable)
+        node = _Node(holder, owner, path, of, read, read(), ignored, can_be_set)
         is_large = len(node.parts) > _QUICK_MEMBERS or (view is not None and view.nbytes > _QUICK_BYTES)
         (self._large if is_large else self._nodes).append(node)
         for label, part in node.parts.items():
