@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from torchmetrics import Metric, MetricCollection
 
 from lightning_cudagraph.capture.audit.effects import OF_OPTIMIZER
 from lightning_cudagraph.capture.audit.host_calls import HostRules, allowance
@@ -90,9 +89,9 @@ _HANDS_OUT = (
     *(pl.Trainer, pl.LightningModule, pl.LightningDataModule, Strategy, Callback, _Loop),
     *(Optimizer, LightningOptimizer, LRScheduler, DataLoader, CombinedLoader),
 )
-# Objects that Lightning changes in every step by itself, and metrics, which have rules of their own.
+# Objects that Lightning changes in every step by itself.
 _OF_GROUPS = frozenset({"params"})
-RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader, Metric, MetricCollection)
+RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader)
 _EFFECTS: dict[CodeType, str] = {
     pl.LightningModule.print.__code__: "self.print",
     pl.Trainer.print.__code__: "trainer.print",

@@ -396,6 +396,10 @@ class Walk:
             self._queue.append(Root(value.__self__, path, of))
             return
         attributes = attributes_of(value)
+        if issubclass(kind, nn.Module) and attributes is not None and not names:
+            # One that no root is: what it keeps for itself is its own, and so are the states of a metric.
+            names = frozenset(n for n in attributes if n[0] == "_" or n == "training")
+            names |= attributes.get("_defaults", {}).keys()
         if attributes is not None:
             self._add(attributes, value, path, of, lambda: _attributes(attributes), names)
             self._seen[id(attributes)] = attributes
