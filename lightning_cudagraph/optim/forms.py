@@ -163,8 +163,8 @@ def refuse_step_hooks(optimizer: Optimizer) -> None:
     if step_hooks(optimizer):
         raise UnsupportedError(
             f"`{_name(optimizer)}` has hooks registered with `register_step_pre_hook`,"
-            f" `register_step_post_hook` or their global forms, first {_first_hook(optimizer)}: host code"
-            " that a replay would not run.",
+            f" `register_step_post_hook` or their global forms, first {_first_hook(optimizer)}: host"
+            " code that a replay would not run.",
             "Do the same in `on_train_batch_start` or `on_train_batch_end`.",
             in_optimizer=True,
         )

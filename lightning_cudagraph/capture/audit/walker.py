@@ -72,7 +72,6 @@ _READ_WHOLE = (StringIO, BytesIO, torch.Generator, logging.Logger)
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Compared by identity; what is in them is looked into by itself.
 _OWN = ("__class__", "__dict__")
-# Of every module: parameters, buffers and submodules are guarded as what they are.
 _MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -397,9 +396,9 @@ class Walk:
             return
         attributes = attributes_of(value)
         if issubclass(kind, nn.Module) and attributes is not None and not names:
-            # One that no root is: what it keeps for itself is its own, and so are the states of a metric.
-            names = frozenset(n for n in attributes if n[0] == "_" or n == "training")
-            names |= attributes.get("_defaults", {}).keys()
+            # Not one of the model's: what a metric keeps for itself, its states too, is its own.
+            private = {n for n in attributes if n[0] == "_" or n == "training"} - _MODULE_TABLES
+            names = frozenset(private | attributes.get("_defaults", {}).keys())
         if attributes is not None:
             self._add(attributes, value, path, of, lambda: _attributes(attributes), names)
             self._seen[id(attributes)] = attributes
@@ -435,7 +434,7 @@ class Walk:
         left_out: frozenset[Any] = frozenset(),
         view: memoryview | None = None,
     ) -> None:
-        ignored: set[Any] = {*left_out, *_MODULE_TABLES} if isinstance(owner, nn.Module) else {*left_out}
+        ignored: set[Any] = {*left_out}
         is_mutable = holder is not owner or issubclass(type(owner), _MUTABLE) or slots_of(type(owner))
         can_be_set = holder is not None and bool(is_mutable)
         node = _Node(holder, owner, path, of, read, read(), ignored, can_be_set)
