@@ -13,7 +13,7 @@ import warnings
 from argparse import Namespace
 from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, wraps
 from pathlib import Path
@@ -34,6 +34,7 @@ from lightning_cudagraph import (
     CUDAGraphCallback,
     UnsupportedError,
 )
+from lightning_cudagraph.capture.audit.effects import Effects
 from lightning_cudagraph.capture.audit.frozen import StepAudit
 from lightning_cudagraph.capture.audit.host_state import HostState
 from lightning_cudagraph.capture.checks.reads import MentionedNames
@@ -551,6 +552,7 @@ def test_without_the_audit_it_would_train_wrong(
 
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
     monkeypatch.setattr("lightning_cudagraph.training.recording.frozen_python_audit", no_audit)
+    monkeypatch.setattr(Effects, "refused", lambda *args: nullcontext())
     callback = CUDAGraphCallback(verify_replays=0)
     graph = train(make(cls), tmp_path / "graph", callback, accelerator=accelerator)
     assert graph.counts.replayed > 10

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback
-from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+from tests.harness import Apart, Net, Trace, assert_same, differences, loader, make, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You called `self.log.*needs to be floating"),
@@ -167,7 +167,7 @@ def _both(
 @pytest.fixture
 def host_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """For each name in each collection of results, in order: how often the host has added to it."""
-    found: dict[int, list[Any]] = {}
+    found = Apart()
     original = _ResultMetric.forward
 
     def counted(self: _ResultMetric, *args: Any) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_cudagraph import CUDAGraphCallback
-from tests.harness import Net, differences, loader, make
+from tests.harness import Apart, Net, differences, loader, make
 
 STEPS = 3 * 8  # three epochs of seven full batches and a ragged one
 
@@ -41,11 +41,11 @@ class Run:
     ) -> None:
         self.module = make(build)
         self.callback = callback
-        self.moved = 0
+        self.counts = Apart(moved=0)
         move = Strategy.batch_to_device
 
         def counted(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-            self.moved += int(bool(strategy.lightning_module.trainer.training))  # type: ignore[union-attr]
+            self.counts["moved"] += int(bool(strategy.lightning_module.trainer.training))  # type: ignore[union-attr]
             return move(strategy, *args, **kwargs)
 
         with monkeypatch.context() as patch:
@@ -104,9 +104,9 @@ def test_straight_into_the_buffers(
         for name, callback in (("plain", None), ("graph", CUDAGraphCallback()))
     ]
     assert_same(*runs)
-    assert runs[0].moved == STEPS
+    assert runs[0].counts["moved"] == STEPS
     # Until the first capture, and the ragged ones.
-    assert runs[1].moved < STEPS // 2
+    assert runs[1].counts["moved"] < STEPS // 2
 
 
 class Keeps(Callback):
@@ -160,7 +160,7 @@ def test_others_get_batches_of_their_own(
         )
     ]
     assert_same(*runs)
-    assert runs[1].moved == STEPS
+    assert runs[1].counts["moved"] == STEPS
     assert not differences(keepers[0].kept, keepers[1].kept)
     if build is KeepsInHook:
         assert not differences(runs[0].module.kept, runs[1].module.kept)
@@ -188,7 +188,7 @@ def test_a_hook_that_comes_later(
         )
     ]
     assert_same(*runs)
-    assert runs[1].moved < STEPS
+    assert runs[1].counts["moved"] < STEPS
     assert len(joins[1].keeper.kept) == 8
     assert not differences(joins[0].keeper.kept, joins[1].keeper.kept)
 
@@ -235,7 +235,7 @@ def test_a_step_that_keeps_its_batch(
     callback = runs[1].callback
     assert callback is not None
     assert callback.counts.replayed >= 20
-    assert runs[1].moved < 6 * 7
+    assert runs[1].counts["moved"] < 6 * 7
 
 
 class MovesBatches(Callback):
@@ -280,7 +280,7 @@ def test_calls_of_the_users_own(
     ]
     assert_same(*runs)
     assert [bool((x == 3).all()) for x in movers[1].seen] == [True] * 3
-    assert runs[1].moved < STEPS
+    assert runs[1].counts["moved"] < STEPS
 
 
 def test_a_loader_that_moves_its_batches_ahead(

@@ -84,6 +84,7 @@ class Root(NamedTuple):
         of: what the path starts at, in words.
         left_out: names of attributes, or of items of a dictionary, that are not looked at.
         is_entered: it is looked into even if objects of its class are not.
+        in_tuple: it was found in a tuple, in which no other object can be put in its place.
     """
 
     value: Any
@@ -91,6 +92,7 @@ class Root(NamedTuple):
     of: str
     left_out: frozenset[str] = frozenset()
     is_entered: bool = False
+    in_tuple: bool = False
 
 
 class Moved(NamedTuple):
@@ -317,6 +319,7 @@ class Walk:
         self._stops = (*_CLOSED, *stops)
         self._ignored = ignored
         self._seen: dict[int, Any] = {}  # keeps them alive, so that no number comes twice
+        self._is_held = False
         self._nodes: list[_Node] = []
         self._large: list[_Node] = []
         self._queue: deque[Root] = deque(roots)
@@ -324,7 +327,7 @@ class Walk:
             root = self._queue.popleft()
             if id(root.value) not in self._seen and (root.is_entered or self._enters(root.value)):
                 self._seen[id(root.value)] = root.value
-                self._look_into(*root[:4])
+                self._look_into(root)
         self.is_whole = not self._queue
         self._queue.clear()
         # Of these the parts are compared in C, all in one go.
@@ -385,8 +388,11 @@ class Walk:
         module = str(namespace_of(kind).get("__module__", ""))
         return not module.startswith(("torch._", "lightning_cudagraph."))
 
-    def _look_into(self, value: Any, path: str, of: str, names: frozenset[str]) -> None:
+    def _look_into(self, root: Root) -> None:
+        value, path, of, names = root[:4]
         kind = type(value)
+        # In a capture, the audit puts an object in its place that refuses to be drawn from.
+        self._is_held = is_iterator(value) and not root.in_tuple
         if issubclass(kind, type):
             self._add(value, value, "", f"the class `{value.__qualname__}`", lambda: _of_class(value))
             self._queue.append(Root(kind, "", ""))
@@ -436,13 +442,14 @@ class Walk:
     ) -> None:
         ignored: set[Any] = {*left_out}
         is_mutable = holder is not owner or issubclass(type(owner), _MUTABLE) or slots_of(type(owner))
-        can_be_set = holder is not None and bool(is_mutable)
+        can_be_set = self._is_held or (holder is not None and bool(is_mutable))
         node = _Node(holder, owner, path, of, read, read(), ignored, can_be_set)
         is_large = len(node.parts) > _QUICK_MEMBERS or (view is not None and view.nbytes > _QUICK_BYTES)
         (self._large if is_large else self._nodes).append(node)
         for label, part in node.parts.items():
             if type(part) not in VALUES and label not in ignored and label not in _OWN:
-                self._queue.append(Root(part, _joined(path, label), of))
+                in_tuple = issubclass(type(owner), tuple)
+                self._queue.append(Root(part, _joined(path, label), of, in_tuple=in_tuple))
 
 
 def _compared(node: _Node) -> Any:
