@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_cudagraph.capture.streams import stream_choice
+from tests import lengths
 from tests.declared import captures_looked_at
 
 # Tiny tensors gain nothing from threads, and several processes on few cores lose a lot by them.
@@ -25,14 +26,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
     `--declared`: of each op that the tests capture on the emulator, what it is said to write is compared
     with what it writes. Tests with the mark do so always: it takes up to as long again.
+
+    `--long`: the long tests too, which the default run leaves out (`lengths.py`).
     """
     parser.addoption("--streams", default=str(stream_choice.DEFAULT_STREAMS))
     parser.addoption("--declared", action="store_true")
+    parser.addoption("--long", action="store_true")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     streams = config.getoption("--streams")
     stream_choice.DEFAULT_STREAMS = streams if streams == "auto" else int(streams)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if lengths.takes_all(config):
+        return
+    left_out = lengths.long_ones(items)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        rest = set(items).difference(left_out)
+        items[:] = [item for item in items if item in rest]
 
 
 @pytest.fixture(autouse=True)

@@ -46,6 +46,7 @@ def _is_true(watch: Declared, *, mutates: bool = True) -> None:
     assert bool(watch.written) is mutates
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_models(name: str, autocast: Any, device: str) -> None:

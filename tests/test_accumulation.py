@@ -25,6 +25,7 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("window", "batches", "ragged"), [(2, 7, True), (3, 9, False), (4, 10, True)])
 def test_windows(
@@ -106,6 +107,7 @@ class ClosureThenStep(Net):
         optimizer.step()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", [StepsNowAndThen, ClosureThenStep])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

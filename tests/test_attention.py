@@ -93,6 +93,7 @@ def _fit(
     )
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("timings", [None, LayerTimings(), LayerTimings(modules=["teacher.*"])])
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_a_frozen_teacher(
@@ -172,6 +173,7 @@ class Compiled(Distilled):
             self.last.compile(backend="aot_eager")
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("optimizer", [_sgd, fused_adamw])
 @pytest.mark.parametrize("timings", [None, LayerTimings()])
 def test_a_compiled_teacher(

@@ -95,6 +95,7 @@ def _writers(trace: Any) -> list[Writes]:
     return [callback for callback in trace.trainer.callbacks if isinstance(callback, Writes)]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("position", [0, -1])
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on_train_batch_end"]

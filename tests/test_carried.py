@@ -170,6 +170,7 @@ class _Keeps(Callback):
         self.kept.append((pl_module.seen(), getattr(pl_module.head, "last", None)))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", CARRIED)
 @pytest.mark.parametrize("scope", ["auto", "forward_backward"])
 def test_carried(tmp_path: Path, accelerator: str, cls: type[Base], scope: Any) -> None:

@@ -109,6 +109,7 @@ def fit(build: Callable[[], Any], path: Path, *args: Any, **kwargs: Any) -> Trac
     return train(make(build), path, *args, **kwargs)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("timings", [None, LayerTimings()], ids=["untimed", "timed"])
 @pytest.mark.parametrize("cls", [Part, InPlace, Function], ids=lambda cls: cls.__name__)
 def test_compiled_parts(

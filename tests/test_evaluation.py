@@ -250,6 +250,7 @@ def assert_same_sessions(plain: Session, graph: Session) -> None:
     assert not found, found[:8]
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings(*_IGNORED)
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize("kind", ["validate", "test", "predict"])
@@ -272,6 +273,7 @@ def test_alone(tmp_path: Path, accelerator: str, kind: str, inference_mode: bool
     assert len(kept) == 2 * (15 + (kind == "predict"))
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings(*_IGNORED)
 @pytest.mark.parametrize("limit", [6, 0.8])
 @pytest.mark.parametrize("kind", ["validate", "test", "predict"])
@@ -926,6 +928,7 @@ class Sometimes(Evaluated):
         return None
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("cls", "loaders", "captures"),
     [

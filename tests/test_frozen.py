@@ -509,6 +509,7 @@ def test_refused_with_the_line(tmp_path: Path, accelerator: str, cls: type[Net])
     assert f'harmless=["{REFUSED[cls]}"]' in str(caught.value)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_the_same_eagerly(
     tmp_path: Path, accelerator: str, cls: type[Net], capsys: pytest.CaptureFixture[str]
@@ -527,6 +528,7 @@ def test_the_same_eagerly(
         assert both[0] == both[1]
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_allowed_if_harmless(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     callback = CUDAGraphCallback(scope="step", verify_replays=0, harmless=[REFUSED[cls]])
@@ -620,6 +622,7 @@ class Replaces(Net):
         owner.__dict__[self.name] = method
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("by", [_mock, partial, _Calls])
 @pytest.mark.parametrize("name", ["training_step", "forward", "log", "on_after_backward", "zero_grad"])
 def test_replaced_methods(tmp_path: Path, accelerator: str, name: str, by: Any) -> None:

@@ -101,6 +101,7 @@ def _trained(
     return modules, others, traces[1]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("looking", [LookingCallback, LookingBehind])
 @pytest.mark.parametrize("timed", [True, False])
@@ -520,6 +521,7 @@ class Captured(Net):
         self.log("clipped", self.head.weight.grad.norm())  # type: ignore[union-attr]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_tensor_work_is_captured(tmp_path: Path, accelerator: str, scope: Any, every: int) -> None:
@@ -609,6 +611,7 @@ def _counts(self: Any, *args: Any, **kwargs: Any) -> None:
         self.head.bias.grad = None
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("work", [_logs_norms, _counts])
 @pytest.mark.parametrize(

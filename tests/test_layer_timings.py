@@ -35,6 +35,7 @@ def run(folder: Path, accelerator: str, *callbacks: Callback, **kwargs: Any) -> 
     )
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("n", [1, 3])

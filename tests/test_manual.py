@@ -223,6 +223,7 @@ def assert_same(
 
 
 # Of the steps of each epoch, the last has another shape: 24 of the one and 3 of the other.
+@pytest.mark.spread
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("cls", [GAN, Untoggled, InOne, TogglesInside])
 def test_same_as_plain(tmp_path: Path, accelerator: str, cls: type[GAN], precision: Any) -> None:

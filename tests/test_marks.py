@@ -279,6 +279,7 @@ def hooks_of(module: nn.Module | None) -> list[str]:
     ]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("placement", ["forked", "serial"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_timed_run_is_the_same(
@@ -354,6 +355,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("turns", [False, True])

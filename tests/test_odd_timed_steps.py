@@ -29,6 +29,7 @@ from tests.test_clock import events, steps
 from tests.test_layer_timings import TwoNets, run
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")  # there is nothing to validate on
 @pytest.mark.parametrize("first", ["timings", "saves"])
 @pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_end"])
@@ -242,6 +243,7 @@ class _Unpacks(Net):
         return self.logits(super().forward(x))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("graphed", [False, True])
 @pytest.mark.parametrize(
     ("pack", "logits"),

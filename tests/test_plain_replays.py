@@ -164,6 +164,7 @@ LOOKS: dict[str, Callable[[int], bool]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("looks", LOOKS)
 @pytest.mark.parametrize("window", [1, 3])
 def test_whoever_looks_finds_what_is_there(
@@ -307,6 +308,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", [Sized, Looking])
 def test_the_loop_ends_and_validates_where_it_would(
@@ -567,6 +569,7 @@ class KeepsGradients(Notes):
         CSVLogger.log_metrics(self, metrics, step)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("kind", [Notes, KeepsGradients])
 def test_a_logger_that_keeps_gradients(

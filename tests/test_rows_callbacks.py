@@ -72,6 +72,7 @@ SAVERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", SAVERS)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_model_checkpoint(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
@@ -94,6 +95,7 @@ def test_model_checkpoint_by_the_clock(
     became(done.graph, replayed=18, eager=ONE_SHAPE)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("metric", ["loss_epoch", "val_loss", "loss_step"])
 def test_early_stopping(tmp_path: Path, accelerator: str, metric: str, watched: bool) -> None:
@@ -139,6 +141,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", SEARCHES)
 def test_learning_rate_finder(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
@@ -238,6 +241,7 @@ FINETUNINGS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", FINETUNINGS)
 def test_finetuning(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:

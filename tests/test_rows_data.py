@@ -107,6 +107,7 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] =
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.filterwarnings(SIZE)
@@ -287,6 +288,7 @@ STREAMS: dict[str, tuple[type[_Stream], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
@@ -447,6 +449,7 @@ def test_transfer_hooks_of_a_module(tmp_path: Path, accelerator: str) -> None:
     assert graph.moved == plain.moved > 21  # type: ignore[union-attr]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])
 @pytest.mark.parametrize("reload", [0, 1])
 @pytest.mark.filterwarnings(SIZE)

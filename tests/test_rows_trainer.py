@@ -94,6 +94,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.filterwarnings(
@@ -466,6 +467,7 @@ COURSES: dict[str, tuple[type[Net], dict[str, Any], int, int]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", COURSES)
 def test_courses(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
@@ -497,6 +499,7 @@ def _failing(moment: str, error: BaseException) -> type[Net]:
     return cls
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_exceptions(tmp_path: Path, accelerator: str, moment: str, kind: type[BaseException]) -> None:
@@ -590,6 +593,7 @@ ASKING: dict[str, tuple[Callable[[Any], None], str, type[Net], type[Exception] |
 }
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:lightning_cudagraph. the graphs of a `fit` ended behind step")
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", ASKING)
@@ -742,6 +746,7 @@ def _callback(name: str) -> CUDAGraphCallback | None:
     }[name]()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("step", [12, 16], ids=["mid-epoch", "epoch's end"])
 @pytest.mark.parametrize("weights_only", [False, True], ids=["all", "weights_only"])
 @pytest.mark.filterwarnings(

@@ -53,6 +53,7 @@ def swa(**kwargs: Any) -> Callable[[Path], dict[str, Any]]:
     }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("annealing", ["cos", "linear"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -62,6 +63,7 @@ def test_swa(tmp_path: Path, accelerator: str, annealing: str, precision: str, w
     became(done.graph, replayed=32, eager={RAGGED: 5})
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_swa_with_batch_norm(tmp_path: Path, accelerator: str, accumulate: int, watched: bool) -> None:
@@ -91,6 +93,7 @@ AVERAGES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", AVERAGES)
 def test_averages(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
@@ -148,6 +151,7 @@ _RECOMPUTED: dict[str, Callable[[nn.Linear], object]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("every", [1, 2])
@@ -220,6 +224,7 @@ PRUNINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", PRUNINGS)
 def test_pruning(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:

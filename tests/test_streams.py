@@ -92,6 +92,7 @@ def test_same_as_plain(tmp_path: Path, accelerator: str, streams: AskedStreams) 
     assert graph.counts.captures == 1
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_same_with_lists_of_tensors_and_clipping(
@@ -158,6 +159,7 @@ class _PerSample(Branched):
         return loss + 0.1 * sum(gradient.square().mean() for gradient in gradients.values())
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("streams", [1, 4])
 @pytest.mark.parametrize("cls", [_Checkpointed, _Penalised, _PerSample])
 def test_nested_passes(
@@ -227,6 +229,7 @@ def test_the_fastest_is_chosen_if_it_is_worth_it(
 _MIB = 1 << 20
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("of", ["workspaces", "graphs"])
 @pytest.mark.parametrize(
     ("memory_bytes", "said"),

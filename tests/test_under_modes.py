@@ -199,6 +199,7 @@ _WHOLE = [
 ]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("kind", _WHOLE, ids=lambda kind: kind.__name__)
 def test_autocast_comes_to_what_ops_consist_of(
@@ -266,6 +267,7 @@ def looped(accelerator: str) -> Loop:
     return run
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["behind", "inside"])
 @pytest.mark.parametrize("kind", [Custom, Checkpointed, Switched, Distances], ids=lambda k: k.__name__)
 def test_autocast_in_a_loop_of_ones_own(looped: Loop, kind: type[Whole], backward_inside: bool) -> None:
