@@ -1,8 +1,7 @@
-"""Which tests the default run takes: all but the long ones.
+"""The tests that the default run takes: all but the long ones.
 
-A test is long by its mark `long`, or because it has the mark `spread` and is not among the cases that stand
-for all of them. `--long` takes all; so does whoever names a test (`file.py::test`), and so do the tests on
-a GPU, where each is faster.
+A test is long by its mark `long`, or if it has the mark `spread` and is not among the cases that stand for
+all of them. `--long` takes all; so does the name of a test (`file.py::test`). `tests/gpu` is always whole.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ GPU = Path(__file__).parent / "gpu"
 
 
 def takes_all(config: pytest.Config) -> bool:
-    """Whether this run takes the long tests too."""
+    """Tell if this run takes the long tests too."""
     return config.getoption("--long") or any("::" in argument for argument in config.args)
 
 
 def long_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those of the tests that the default run leaves out."""
+    """The tests that the default run leaves out."""
     spread: dict[object, list[pytest.Item]] = {}
     found = []
     for item in items:

@@ -203,6 +203,7 @@ class InGraphs(Distilled):
         self.last = torch.compile(self.last, backend="aot_eager")  # type: ignore[assignment]
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("timings", [None, LayerTimings()])
 def test_a_teacher_in_graphs_of_dynamos(
     tmp_path: Path, accelerator: str, timings: LayerTimings | None

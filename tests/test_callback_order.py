@@ -76,6 +76,7 @@ def _others(folder: Path) -> tuple[Callback, ...]:
 
 
 # First, second, among the others, last but one, and last.
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("position", [0, 1, 4, -2, -1])
 def test_any_position(tmp_path: Path, accelerator: str, position: int) -> None:
     done = row(
@@ -155,6 +156,7 @@ def _telling(base: type, who: str, told: list[Any]) -> Any:
     return type(who, (base,), {name: tells(name) for name in _HOOKS})()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("position", [0, 1, -1])
 def test_hooks_of_all_come_in_one_order(tmp_path: Path, accelerator: str, position: int) -> None:
     runs: list[list[Any]] = []

@@ -193,6 +193,7 @@ def test_carried(tmp_path: Path, accelerator: str, cls: type[Base], scope: Any) 
     assert not differences(keeps[0].kept, keeps[1].kept)
 
 
+@pytest.mark.long
 def test_an_attribute_that_would_not_be_copied_in(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ class Reseeded(Net):
         torch.manual_seed(self.global_step)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path, accelerator: str, form: str) -> None:
@@ -142,6 +143,7 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("form", ["AdamW-fused", "SGD-momentum", "AdamW-foreach"])
 def test_a_state_loaded_in_the_middle_of_a_run(tmp_path: Path, accelerator: str, form: str) -> None:
     def build() -> Net:

@@ -175,6 +175,7 @@ class CountsWhereCompiled(Net):
         return self.fast(x)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("verify_replays", [0, 2])
 def test_what_is_written_only_where_compiled(
     tmp_path: Path, accelerator: str, verify_replays: int
@@ -384,6 +385,7 @@ REFUSED: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_what_compiled_code_does_on_the_host(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     with pytest.raises(UnsupportedError, match=REFUSED[cls]):
@@ -484,6 +486,7 @@ def test_graphs_of_inductors_own(
     assert [patches["triton.cudagraphs"] for patches in given] == [True]
 
 
+@pytest.mark.long
 def test_graphs_that_are_there_already(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -591,6 +594,7 @@ STEPS = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("take", STEPS, ids=lambda take: take.__name__)
 def test_steps_of_optimizers_that_bypass_ours(accelerator: str, take: Callable[[Any], Any]) -> None:
     model = nn.Linear(4, 2, device=device_of(accelerator))

@@ -83,6 +83,7 @@ def evaluation_of(trace: Trace) -> Any:
     return trace.callback.evaluation_counts
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_fit(tmp_path: Path, accelerator: str, precision: str) -> None:
     done = row(
@@ -146,6 +147,7 @@ class Measured(Evaluated):
     on_test_epoch_end = on_validation_epoch_end
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("window", [1, 2])
 def test_metrics(tmp_path: Path, accelerator: str, window: int) -> None:
     done = row(
@@ -287,6 +289,7 @@ def test_limited(tmp_path: Path, accelerator: str, kind: str, limit: float) -> N
     assert (counts.warmed_up, counts.replayed) == (3, 3)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings(*_IGNORED)
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_metrics_alone(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:
@@ -422,6 +425,7 @@ def test_buffers(tmp_path: Path, accelerator: str) -> None:
     assert evaluation_of(done.graph).replayed > 4
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(*_IGNORED)
 def test_buffers_alone(tmp_path: Path, accelerator: str) -> None:
     both = sessions(tmp_path, Counts, evaluating(), accelerator=accelerator)

@@ -73,6 +73,7 @@ def test_example(
     assert graph.counts.replayed >= graph.final["global_step"] - 3 - 2
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_gan(tmp_path: Path, accelerator: str, precision: Any) -> None:
     found = []

@@ -537,6 +537,7 @@ def test_allowed_if_harmless(tmp_path: Path, accelerator: str, cls: type[Net]) -
     assert allowed.counts.replayed >= 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cls", [Counts, Rotates, OwnGenerator, GlobalNumber, GlobalStep])
 def test_without_the_audit_it_would_train_wrong(
     tmp_path: Path, accelerator: str, cls: type[Net], monkeypatch: pytest.MonkeyPatch
@@ -563,6 +564,7 @@ class TrainersEpoch(Scaled):
         return 0.5 if self.trainer.current_epoch == 1 else 2.0
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", [PerEpoch, TrainersEpoch])
 def test_a_graph_for_each_epoch(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)

@@ -406,6 +406,7 @@ def test_is_captured_anew_behind(build: Any, tmp_path: Path, accelerator: str) -
     assert len(graph.counts.recaptures) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [Submodule, Replaced, HiddenMode, closure])
 def test_these_runs_would_be_wrong(
     build: Any, tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch

@@ -233,6 +233,7 @@ def test_a_hook_that_writes_what_the_forward_pass_reads(tmp_path: Path, accelera
     assert done.graph.counts.replayed == 18
 
 
+@pytest.mark.long
 def test_another_order_would_be_seen(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

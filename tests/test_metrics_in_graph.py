@@ -324,6 +324,7 @@ class Everyday(Watched):
         self.seen.append(self.accuracy.compute())
 
 
+@pytest.mark.spread(2)
 @UNIMPORTANT
 @pytest.mark.parametrize("window", [1, 2])
 def test_everyday(tmp_path: Path, accelerator: str, window: int) -> None:
@@ -450,6 +451,7 @@ class Collections(Watched):
         self.called.reset()
 
 
+@pytest.mark.spread(2)
 @UNIMPORTANT
 @pytest.mark.parametrize("groups", [True, False, [["precision", "recall"], ["auroc"]]])
 def test_collections(tmp_path: Path, accelerator: str, groups: bool | list[list[str]]) -> None:
@@ -886,6 +888,7 @@ OF_THE_HOST = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", OF_THE_HOST, ids=lambda cls: cls.__name__)
 def test_a_metric_of_the_host_that_the_step_reads(
     tmp_path: Path, accelerator: str, cls: type[Net]

@@ -400,6 +400,7 @@ REFUSED: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_refused_and_the_same_eagerly(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:

@@ -333,6 +333,7 @@ def _changed(
     return last, str(graph.report if graphed else timings.report)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_layer_that_another_one_replaces(tmp_path: Path, accelerator: str, graphed: bool) -> None:
     """The times of its name go on."""
@@ -433,6 +434,7 @@ class _Pickles(Net):
         self.__dict__["loaded"] = torch.load(found, weights_only=False)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_pickle_in_the_middle_of_a_step(tmp_path: Path, accelerator: str, graphed: bool) -> None:
     """Also in the warm-up steps of a run with graphs, the last of which is timed."""

@@ -177,6 +177,7 @@ def _logged(trace: Trace) -> Trace:
     return trace
 
 
+@pytest.mark.long
 def test_the_verification_would_change_it(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -330,6 +330,7 @@ class _Rows(Dataset[Any]):
         return row + 0.1 * torch.randn(12), (row[0] > 0).long()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("persistent", [False, True], ids=["anew", "persistent"])
 def test_workers(tmp_path: Path, accelerator: str, persistent: bool) -> None:
     def data() -> Any:
@@ -376,6 +377,7 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers(tmp_path: Path, accelerator: str, name: str) -> None:
     done = row(tmp_path, accelerator, Net, on(SAMPLERS[name]))

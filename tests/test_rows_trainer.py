@@ -94,9 +94,30 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
+# Those that are another way to say what the one beside them says, or that change nothing near a step.
+LONG_OPTIONS = {
+    "limit_train_batches, all",
+    "limit_val_batches, float",
+    "max_steps at an epoch's end",
+    "max_epochs",
+    "min_epochs",
+    "overfit_batches, float",
+    "val_check_interval, float",
+    "num_sanity_val_steps, all",
+    "log_every_n_steps, 1000",
+    "enable_progress_bar",
+    "enable_model_summary",
+    "deterministic, warn",
+    "use_distributed_sampler=False",
+    "fast_dev_run",
+}
+
+
 @pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_OPTIONS)) for name in OPTIONS]
+)
 @pytest.mark.filterwarnings(
     "ignore:You requested to overfit",
     "ignore:The number of training batches",

@@ -220,6 +220,7 @@ def _not_reaching(*_: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verify_replays", [0, 2])
 def test_without_that_it_would_not(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, verify_replays: int
@@ -277,6 +278,7 @@ def test_autocast_in_a_loop_of_ones_own(looped: Loop, kind: type[Whole], backwar
     )
 
 
+@pytest.mark.long
 def test_without_that_its_warm_up_would_be_another(
     looped: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_two_machines_train_as_without_the_callback(
         assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == "ok"
 
 
+@pytest.mark.long  # they share a page in test_together.py
 def test_processes_of_one_machine_have_one_name_for_it() -> None:
     code = "from lightning_cudagraph.capture.processes.board import machine; print(machine())"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
