@@ -1,7 +1,8 @@
 """The tests that the default run takes: all but the long ones.
 
-A test is long by its mark `long`, or if it has the mark `spread` and is not among the cases that stand for
-all of them. `--long` takes all; so does the name of a test (`file.py::test`). `tests/gpu` is always whole.
+A test is long by its mark `long`, or if it has the mark `spread` and is not among the cases that stand
+for all of them. `--long` takes all; so does the name of a test (`file.py::test`). `tests/gpu` is
+always whole.
 """
 
 from __future__ import annotations

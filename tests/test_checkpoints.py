@@ -91,6 +91,7 @@ def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path, accelerator: str, for
         assert not differences(whole.final[name], resumed.final[name]), name
 
 
+@pytest.mark.spread(2)
 def test_a_file_loads_without_the_callback_and_with_weights_only(
     tmp_path: Path, accelerator: str, build: Callable[[], Net]
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_file_loads_without_the_callback_and_with_weights_only(
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.spread(2)
 def test_a_plain_file_is_resumed_with_the_callback(
     tmp_path: Path, accelerator: str, build: Callable[[], Net]
 ) -> None:

@@ -405,7 +405,7 @@ def test_a_loop_of_ones_own(accelerator: str, streams: AskedStreams) -> None:
     assert differences(trained("off"), trained("auto")) == []
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_nothing_in_the_benchmarks_is_waited_for(accelerator: str, workload: Workload) -> None:
