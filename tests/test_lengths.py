@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -51,26 +53,30 @@ def test_product(a, b): pass
 @pytest.mark.parametrize("a", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_table(a): pass
 """
+MARKS = "[pytest]\nmarkers =\n    long: x\n    spread: x\n"
 HOOKS = "from tests.conftest import pytest_addoption, pytest_collection_modifyitems"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "taken"),
-    [((), 5), (("--long",), 10), (("test_cases.py::test_product",), 6), (("-k", "product"), 3)],
-    ids=str,
-)
+@pytest.mark.parametrize(("arguments", "taken"), [((), 5), (("--long",), 10)], ids=str)
 def test_what_the_runs_take(pytester: pytest.Pytester, arguments: tuple[str, ...], taken: int) -> None:
     pytester.makeconftest(HOOKS)
-    pytester.makeini("[pytest]\nmarkers =\n    long: x\n    spread: x\n")
-    pytester.makepyfile(test_cases=CASES)
+    pytester.makeini(MARKS)
+    pytester.makepyfile(CASES)
     done = pytester.runpytest_inprocess(*arguments, "-p", "no:cacheprovider", "-p", "no:xdist")
     assert done.parseoutcomes()["passed"] == taken
 
 
 def test_on_a_gpu_none_is_left_out(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> None:
+    pytester.makeini(MARKS)
+    items = pytester.getitems(CASES)
+    assert len(lengths.long_ones(items)) == 5
     monkeypatch.setattr(lengths, "GPU", pytester.path)
-    pytester.makeconftest(HOOKS)
-    pytester.makeini("[pytest]\nmarkers =\n    long: x\n    spread: x\n")
-    pytester.makepyfile(test_cases=CASES)
-    done = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist")
-    assert done.parseoutcomes()["passed"] == 10
+    assert not lengths.long_ones(items)
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"), [("tests/test_a.py::test_b", True), ("tests/test_a.py", False)]
+)
+def test_a_test_that_is_named_has_all_of_its_cases(argument: str, named: bool) -> None:
+    config: Any = SimpleNamespace(args=[argument], getoption=lambda name: False)
+    assert lengths.takes_all(config) == named
