@@ -51,6 +51,7 @@ def test_windows(
     assert graph.counts.replayed >= 20
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("timings", [True, False])
 def test_validation_in_the_middle_of_a_window(tmp_path: Path, accelerator: str, timings: bool) -> None:
     """Lightning drops the gradients then; the graphs go on adding where they were."""
@@ -123,6 +124,7 @@ def test_closures_called_by_hand(tmp_path: Path, accelerator: str, cls: type[Net
     assert graph.counts.replayed >= 10
 
 
+@pytest.mark.long
 def test_fp16_in_windows(tmp_path: Path, accelerator: str) -> None:
     from tests.test_fp16 import Overflows, run
 

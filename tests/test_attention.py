@@ -125,6 +125,7 @@ def _pieces(kind: type[Distilled], path: Path, accelerator: str, *callbacks: pl.
     return sum(event.count for event in found.key_averages() if event.key == _FAST)
 
 
+@pytest.mark.long
 def test_timed_layers_are_computed_as_without(tmp_path: Path, accelerator: str) -> None:
     pieces = _pieces(Distilled, tmp_path / "plain", accelerator)
     timed = LayerTimings(modules=["teacher.*"])
@@ -227,6 +228,7 @@ def test_a_teacher_in_graphs_of_dynamos(
     assert 0 < graphs[0] <= graphs[1]  # again under the modes that watch the warm-up
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.filterwarnings(  # of torch, where Dynamo looks at every attribute
     "ignore:The .grad attribute of a Tensor that is not a leaf",

@@ -455,6 +455,7 @@ def _patches_given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return given
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "arguments",
     [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}],
@@ -521,6 +522,7 @@ def test_graphs_that_are_there_already(
     assert len(told) == 2
 
 
+@pytest.mark.long
 def test_kernels_that_the_emulator_cannot_see() -> None:
     fast = torch.compile(lambda x: x.sin() * 2)
     with (
@@ -653,6 +655,7 @@ class LeftAlone(Net):
         return loss.exp().sin()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("by_callback", [True, False])
 def test_a_function_that_is_not_compiled_after_all(
     tmp_path: Path, accelerator: str, by_callback: bool

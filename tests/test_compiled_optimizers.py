@@ -365,7 +365,7 @@ def fp16(
     return found
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["AdamW-single", "SGD-momentum"])
 def test_with_a_gradient_scaler(tmp_path: Path, accelerator: str, form: str) -> None:
     """Lightning calls the closure before the step then; steps are skipped where gradients overflow."""
@@ -406,6 +406,7 @@ class After(Net):
         self.fast()
 
 
+@pytest.mark.long
 def test_after_the_closure(tmp_path: Path, accelerator: str) -> None:
     def run(name: str, callback: CUDAGraphCallback | None = None) -> Trace:
         torch.compiler.reset()

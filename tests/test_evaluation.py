@@ -303,6 +303,7 @@ def test_metrics_alone(tmp_path: Path, accelerator: str, inference_mode: bool) -
     assert_same_sessions(*both)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings(*_IGNORED)
 # In inference mode, states of metrics made in one run cannot be written in a `fit`: a plain run fails.
 @pytest.mark.parametrize(("cls", "inference_mode"), [(Evaluated, True), (Measured, False)])
@@ -500,6 +501,7 @@ class WritesInference(Evaluated):
         self.log("made_here", self.made_here)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
@@ -603,6 +605,7 @@ def test_gradients_inside(tmp_path: Path, accelerator: str) -> None:
     assert evaluation_of(done.graph).replayed > 4
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
@@ -761,6 +764,7 @@ class Shares(Evaluated):
         self.accuracy.reset()
 
 
+@pytest.mark.long
 def test_metrics_of_both(tmp_path: Path, accelerator: str) -> None:
     done = row(
         tmp_path,

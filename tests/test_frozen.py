@@ -509,7 +509,7 @@ def test_refused_with_the_line(tmp_path: Path, accelerator: str, cls: type[Net])
     assert f'harmless=["{REFUSED[cls]}"]' in str(caught.value)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_the_same_eagerly(
     tmp_path: Path, accelerator: str, cls: type[Net], capsys: pytest.CaptureFixture[str]
@@ -528,7 +528,7 @@ def test_the_same_eagerly(
         assert both[0] == both[1]
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.spread(4, first=2)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_allowed_if_harmless(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     callback = CUDAGraphCallback(scope="step", verify_replays=0, harmless=[REFUSED[cls]])
@@ -578,6 +578,7 @@ def test_a_graph_for_each_epoch(tmp_path: Path, accelerator: str, cls: type[Net]
     ]
 
 
+@pytest.mark.long
 def test_captures_that_serve_are_never_too_many(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -636,6 +637,7 @@ def test_replaced_methods(tmp_path: Path, accelerator: str, name: str, by: Any) 
         train(make(build), tmp_path / "raise", CUDAGraphCallback(scope="step"), accelerator=accelerator)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["training_step", "forward", "on_after_backward", "zero_grad"])
 def test_functions_in_the_place_of_methods(tmp_path: Path, accelerator: str, name: str) -> None:
     def build() -> Net:
@@ -843,6 +845,7 @@ GUARDED: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", GUARDED, ids=lambda cls: cls.__name__)
 def test_guarded(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)

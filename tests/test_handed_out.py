@@ -137,6 +137,7 @@ class Delayed(Net):
         super().__init__(fused_adamw, _delayed)
 
 
+@pytest.mark.long
 def test_a_rate_that_begins_to_move_at_every_step(tmp_path: Path, accelerator: str) -> None:
     class Weighs(Delayed):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -167,6 +168,7 @@ def test_parameters_of_the_groups_alone(tmp_path: Path, accelerator: str) -> Non
     assert graph.counts.replayed > 12
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["optimizers", "last_epoch", "progress"])
 def test_evaluation(name: str, tmp_path: Path, accelerator: str) -> None:
     read = RATES[name]

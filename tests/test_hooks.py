@@ -137,6 +137,7 @@ class Saves(Callback):
         trainer.save_checkpoint(Path(trainer.default_root_dir) / f"before-{len(self.seen)}.ckpt")
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_checkpoint_in_the_middle(tmp_path: Path, accelerator: str, every: int) -> None:
     seen = []
@@ -329,6 +330,7 @@ IN_THE_MIDDLE: dict[str, tuple[Callable[[], Net], Callable[[], tuple[Any, ...]],
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", IN_THE_MIDDLE)
 def test_what_the_rest_of_the_graph_cannot_follow(tmp_path: Path, accelerator: str, name: str) -> None:
     """It works in a plain run; the replay ends with an error, before it uses what is stale."""
@@ -406,6 +408,7 @@ class ScaledBehind(Net):
             self.head.weight.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 2])
 def test_gradients_changed_by_callbacks(tmp_path: Path, accelerator: str, every: int) -> None:
     done = row(
@@ -547,6 +550,7 @@ class DropsOne(Net):
         self.head.bias.grad = None
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_gradient_that_is_dropped(tmp_path: Path, accelerator: str, every: int) -> None:
     done = row(tmp_path, accelerator, DropsOne, accumulate_grad_batches=every, max_epochs=5)
@@ -570,6 +574,7 @@ class Measures(Net):
         self.log("peak_gradient", self.head.weight.grad.max())  # type: ignore[union-attr]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("looking", [(), (LookingCallback,)])
 def test_a_metric_and_a_captured_hook(tmp_path: Path, accelerator: str, looking: Any) -> None:
     done = row(
@@ -650,6 +655,7 @@ class ClipsStrictlyInVain(ClipsStrictly):
     spoilt = 12
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 2])
 def test_clipping_that_asks_for_finite_gradients(tmp_path: Path, accelerator: str, every: int) -> None:
     done = row(
@@ -684,6 +690,7 @@ def test_clipping_that_finds_other_gradients(tmp_path: Path, accelerator: str, e
         assert not differences(left(done.plain), left(done.graph))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("hook", ["on_before_backward", "backward"])
 def test_host_work_before_and_in_the_backward_pass(tmp_path: Path, accelerator: str, hook: str) -> None:
     def work(self: Any, loss: Tensor) -> None:

@@ -302,6 +302,7 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 3])
 def test_tensorboard(tmp_path: Path, accelerator: str, every: int) -> None:
     kwargs: dict[str, Any] = {

@@ -129,6 +129,7 @@ def test_what_selects_nothing(arguments: dict[str, Any], message: str) -> None:
         select_layers(Model(), LayerTimings(**arguments))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("arguments", [{"modules": ["*"]}, {"types": ["Identity"]}])
 def test_too_many_layers(arguments: dict[str, Any]) -> None:
     model = nn.ModuleList(nn.Identity() for _ in range(20_000))

@@ -239,6 +239,7 @@ class ManyMetrics(Watched):
                 metric.reset()
 
 
+@pytest.mark.spread(2)
 @UNIMPORTANT
 @pytest.mark.parametrize("method", ["update", "forward"])
 def test_which_metrics_are_in_the_graph(tmp_path: Path, accelerator: str, method: str) -> None:

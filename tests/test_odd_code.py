@@ -272,6 +272,7 @@ SAME: list[type[Net]] = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("cls", SAME, ids=lambda cls: cls.__name__)
 def test_same(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:

@@ -154,7 +154,7 @@ BUILDS: dict[str, Callable[[], Net]] = {
 }
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("scope", ["auto", "forward_backward"])
 def test_same_as_plain(tmp_path: Path, accelerator: str, name: str, scope: Any) -> None:
@@ -334,7 +334,7 @@ class CollectsAtTheEnd(Collects):
 COLLECTORS = [Collects, CollectsParts, CollectsArrays, CollectsInTheMiddle, CollectsAtTheEnd]
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("collector", COLLECTORS)
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_gradients_that_somebody_keeps(

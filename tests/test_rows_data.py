@@ -107,7 +107,7 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] =
 }
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.filterwarnings(SIZE)
@@ -162,6 +162,7 @@ def test_names_that_differ_in_every_batch(tmp_path: Path, accelerator: str) -> N
     assert "`batch['name']` changed: expected '0.png', found '5.png'" in done.graph.counts.variety
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("rows", [(1,), (8, 5), (8, 8, 5, 3)], ids=str)
 @pytest.mark.filterwarnings(SIZE)
 def test_batch_sizes(tmp_path: Path, accelerator: str, rows: tuple[int, ...]) -> None:
@@ -207,6 +208,7 @@ def _both(batch: Any) -> tuple[Tensor, Tensor]:
     return (x, y) if other is None else (x + other[0], y)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings(SIZE)
 def test_combined_loaders(tmp_path: Path, accelerator: str, mode: Any) -> None:
@@ -246,6 +248,7 @@ def test_a_sequential_loader_fails_without_us_too(tmp_path: Path, accelerator: s
             train(make(Net), tmp_path / name, callback, accelerator=accelerator, train_loader=data)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("mode", ["sequential", "max_size", "min_size"])
 def test_several_validation_loaders(tmp_path: Path, accelerator: str, mode: Any) -> None:
     class Validates(Net):
@@ -524,6 +527,7 @@ class Extras(Net):
 STEPS = [BatchOnly, OtherNames, OtherNameOfIndex, Stars, Defaults, Tensors, Extras]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", STEPS)
 def test_signatures_and_outputs_of_training_step(
     tmp_path: Path, accelerator: str, cls: type[Net]

@@ -113,7 +113,7 @@ LONG_OPTIONS = {
 }
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_OPTIONS)) for name in OPTIONS]
@@ -205,6 +205,7 @@ class Described(Net):
         return {"loss": output["loss"] * (self.hparams["width"] / 24)}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("graph", [False, True], ids=["scalars", "log_graph"])
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:.*:torch.jit.TracerWarning")
 def test_several_loggers(tmp_path: Path, accelerator: str, graph: bool) -> None:
@@ -488,7 +489,7 @@ COURSES: dict[str, tuple[type[Net], dict[str, Any], int, int]] = {
 }
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", COURSES)
 def test_courses(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
@@ -520,7 +521,7 @@ def _failing(moment: str, error: BaseException) -> type[Net]:
     return cls
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_exceptions(tmp_path: Path, accelerator: str, moment: str, kind: type[BaseException]) -> None:
@@ -614,7 +615,7 @@ ASKING: dict[str, tuple[Callable[[Any], None], str, type[Net], type[Exception] |
 }
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:lightning_cudagraph. the graphs of a `fit` ended behind step")
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", ASKING)
@@ -724,6 +725,7 @@ def _validates_in_between(trainer: pl.Trainer, module: Any, *loaders: Any, **kwa
     trainer.validate(module, loaders[1], verbose=False)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("fit", [_twice, _validates_in_between])
 def test_fit_twice(tmp_path: Path, accelerator: str, fit: Callable[..., None]) -> None:
     done = row(tmp_path, accelerator, fit=fit)

@@ -220,6 +220,7 @@ class Fails(Net):
             raise KeyboardInterrupt
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("step", "place"),
     [

@@ -93,7 +93,7 @@ AVERAGES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", AVERAGES)
 def test_averages(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
@@ -111,6 +111,7 @@ def test_averages(tmp_path: Path, accelerator: str, name: str, watched: bool) ->
     assert "averaging_state" in done.graph.checkpoints["last.ckpt"]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("name", ["EMA", "SWA"])
 def test_averages_resumed(tmp_path: Path, accelerator: str, name: str) -> None:
@@ -250,6 +251,7 @@ def test_pruning(tmp_path: Path, accelerator: str, name: str, watched: bool) -> 
     )
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_pruned_from_the_start(tmp_path: Path, accelerator: str, accumulate: int) -> None:
     class Pruned(Sees):
@@ -264,6 +266,7 @@ def test_pruned_from_the_start(tmp_path: Path, accelerator: str, accumulate: int
     assert not done.graph.counts.recaptures
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("normalised", ["weight_norm", "spectral_norm"])
 def test_older_normalised_weights(tmp_path: Path, accelerator: str, normalised: str) -> None:
@@ -309,6 +312,7 @@ def everything(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("position", [0, 3, -1])
 def test_many_together(tmp_path: Path, accelerator: str, position: int) -> None:
     """In whichever place among the others ours stands."""

@@ -140,6 +140,7 @@ CHANGES: dict[type[Changes], str] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("loop", CHANGES, ids=lambda loop: loop.__name__)
 def test_changes_lead_to_another_capture(
     accelerator: str, loop: type[Changes], monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,7 @@ def _run(folder: Path, accelerator: str, streams: AskedStreams | None, **kwargs:
     return train(build, folder, None if streams is None else callback, **kwargs)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("streams", [1, 2, 4, 8, "auto"])
 def test_same_as_plain(tmp_path: Path, accelerator: str, streams: AskedStreams) -> None:
     plain = _run(tmp_path / "plain", accelerator, None)
@@ -193,6 +194,7 @@ def test_without_a_rule_the_numbers_are_others(
     _run(tmp_path, accelerator, 8, raises=VerificationError, verify_every_n_steps=1)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("times", "said"),
     [

@@ -199,7 +199,7 @@ _WHOLE = [
 ]
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("kind", _WHOLE, ids=lambda kind: kind.__name__)
 def test_autocast_comes_to_what_ops_consist_of(
@@ -362,6 +362,7 @@ class Encodes(Whole):
         return self.layer(x.reshape(-1, 4, 12))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "kind", [UnderAMode, Selective, Registered, Encodes], ids=lambda kind: kind.__name__
 )
@@ -450,6 +451,7 @@ class SmoothedByTheOp(Smoothed):
         return torch.ops.aten.cross_entropy_loss(*args, 1, -100, 0.1)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
