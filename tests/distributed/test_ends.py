@@ -83,6 +83,7 @@ def test_an_error_in_one_process_ends_all(
     assert apart_s < ALL_ENDED_S, apart_s
 
 
+@long
 def test_all_learn_why_where_the_one_with_the_store_ends_at_once(tmp_path: Path) -> None:
     case = "an_error_on_rank_1_of_three"
     ended = launch(tmp_path, [case], "cpu", timeout_s=BEGUN_S, size=3)
@@ -91,7 +92,7 @@ def test_all_learn_why_where_the_one_with_the_store_ends_at_once(tmp_path: Path)
         assert "rank 1: ValueError: no more cheese" in ended[rank].cases[case], ended[rank]
 
 
-@pytest.mark.parametrize("where", ["", "_over_sockets"])
+@pytest.mark.parametrize("where", ["", pytest.param("_over_sockets", marks=long)])
 def test_a_process_that_is_killed_ends_all(tmp_path: Path, accelerator: str, where: str) -> None:
     case = f"killed_on_rank_1{where}"
     ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)

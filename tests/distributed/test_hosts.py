@@ -64,7 +64,8 @@ def torchrun(
     return said
 
 
-@pytest.mark.parametrize("local_size", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("local_size", [1, 2])
 def test_two_machines_train_as_without_the_callback(
     tmp_path: Path, accelerator: str, local_size: int
 ) -> None:

@@ -11,7 +11,8 @@ import pytest
 from tests.distributed.launch import ROOT
 
 
-@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_started_processes_train_as_without_the_callback(accelerator: str, strategy: str) -> None:
     command = [sys.executable, "-m", "tests.distributed.started", accelerator, strategy]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
