@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_cudagraph.capture.streams import stream_choice
+from tests import lengths
 from tests.declared import captures_looked_at
 
 # Tiny tensors gain nothing from threads, and several processes on few cores lose a lot by them.
@@ -25,9 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
     `--declared`: of each op that the tests capture on the emulator, what it is said to write is compared
     with what it writes. Tests with the mark do so always: it takes up to as long again.
+
+    `--long`: the long tests too, which the default run leaves out (`lengths.py`).
     """
     parser.addoption("--streams", default=str(stream_choice.DEFAULT_STREAMS))
     parser.addoption("--declared", action="store_true")
+    parser.addoption("--long", action="store_true")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,13 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The whole matrix takes most of an hour: it runs where `-m` names it."""
-    if "matrix" in config.getoption("-m"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("matrix")]
+    """Leave out long tests, and the whole matrix, which takes most of an hour: `-m matrix` runs it."""
+    left_out = [] if lengths.takes_all(config) else lengths.long_ones(items)
+    if "matrix" not in config.getoption("-m"):
+        left_out += [item for item in items if item.get_closest_marker("matrix")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+        rest = set(items).difference(left_out)
+        items[:] = [item for item in items if item in rest]
 
 
 @pytest.fixture(autouse=True)

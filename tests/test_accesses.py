@@ -46,6 +46,7 @@ def _is_true(watch: Declared, *, mutates: bool = True) -> None:
     assert bool(watch.written) is mutates
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_models(name: str, autocast: Any, device: str) -> None:
@@ -63,6 +64,7 @@ def test_losses(loss: str, device: str) -> None:
     _is_true(trained(model, torch.optim.SGD(model.parameters(), 0.1), device, loss=LOSSES[loss]))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str, device: str) -> None:
     if not hasattr(torch.optim, name):

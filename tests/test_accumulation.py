@@ -25,6 +25,7 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("window", "batches", "ragged"), [(2, 7, True), (3, 9, False), (4, 10, True)])
 def test_windows(
@@ -50,6 +51,7 @@ def test_windows(
     assert graph.counts.replayed >= 20
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("timings", [True, False])
 def test_validation_in_the_middle_of_a_window(tmp_path: Path, accelerator: str, timings: bool) -> None:
     """Lightning drops the gradients then; the graphs go on adding where they were."""
@@ -106,6 +108,7 @@ class ClosureThenStep(Net):
         optimizer.step()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", [StepsNowAndThen, ClosureThenStep])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -121,6 +124,7 @@ def test_closures_called_by_hand(tmp_path: Path, accelerator: str, cls: type[Net
     assert graph.counts.replayed >= 10
 
 
+@pytest.mark.long
 def test_fp16_in_windows(tmp_path: Path, accelerator: str) -> None:
     from tests.test_fp16 import Overflows, run
 

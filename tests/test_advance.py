@@ -91,6 +91,7 @@ OTHERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", OTHERS)
 def test_the_same_as_the_long_way(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, case: str
@@ -122,6 +123,7 @@ class Steps(Net):
         super().optimizer_step(*args, **kwargs)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("reason", ["a hook", "an override", "a profiler", "another lightning"])
 def test_the_long_way(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, reason: str
@@ -240,6 +242,7 @@ class Wraps(Callback):
         setattr(pl_module, self.name, counted)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "name", ["on_train_batch_start", "on_train_batch_end", "on_after_batch_transfer"]
 )

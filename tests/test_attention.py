@@ -93,6 +93,7 @@ def _fit(
     )
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("timings", [None, LayerTimings(), LayerTimings(modules=["teacher.*"])])
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_a_frozen_teacher(
@@ -124,6 +125,7 @@ def _pieces(kind: type[Distilled], path: Path, accelerator: str, *callbacks: pl.
     return sum(event.count for event in found.key_averages() if event.key == _FAST)
 
 
+@pytest.mark.long
 def test_timed_layers_are_computed_as_without(tmp_path: Path, accelerator: str) -> None:
     pieces = _pieces(Distilled, tmp_path / "plain", accelerator)
     timed = LayerTimings(modules=["teacher.*"])
@@ -172,6 +174,7 @@ class Compiled(Distilled):
             self.last.compile(backend="aot_eager")
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("optimizer", [_sgd, fused_adamw])
 @pytest.mark.parametrize("timings", [None, LayerTimings()])
 def test_a_compiled_teacher(
@@ -203,6 +206,7 @@ class InGraphs(Distilled):
         self.last = torch.compile(self.last, backend="aot_eager")  # type: ignore[assignment]
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("timings", [None, LayerTimings()])
 def test_a_teacher_in_graphs_of_dynamos(
     tmp_path: Path, accelerator: str, timings: LayerTimings | None
@@ -226,6 +230,7 @@ def test_a_teacher_in_graphs_of_dynamos(
     assert 0 < graphs[0] <= graphs[1]  # again under the modes that watch the warm-up
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.filterwarnings(  # of torch, where Dynamo looks at every attribute
     "ignore:The .grad attribute of a Tensor that is not a leaf",

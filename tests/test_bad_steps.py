@@ -166,6 +166,7 @@ def test_raises_with_the_users_line(tmp_path: Path, accelerator: str, cls: type[
     assert text.count("A CUDA graph cannot hold") <= 1
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", BAD, ids=lambda cls: cls.__name__)
 def test_goes_on_eagerly_with_the_same_numbers(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     callback = CUDAGraphCallback(on_unsupported="eager")

@@ -249,6 +249,7 @@ def test_marks_of_a_fit_are_in_its_trace() -> None:
 
 
 # The example validates, which takes no part in this.
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no")
 @pytest.mark.parametrize("model", MODELS[:2], ids=lambda model: model.name)
 def test_kernels_of_a_backward_pass_lie_between_the_marks_of_their_layer(model: Workload) -> None:

@@ -76,6 +76,7 @@ def _others(folder: Path) -> tuple[Callback, ...]:
 
 
 # First, second, among the others, last but one, and last.
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("position", [0, 1, 4, -2, -1])
 def test_any_position(tmp_path: Path, accelerator: str, position: int) -> None:
     done = row(
@@ -95,6 +96,7 @@ def _writers(trace: Any) -> list[Writes]:
     return [callback for callback in trace.trainer.callbacks if isinstance(callback, Writes)]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("position", [0, -1])
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on_train_batch_end"]
@@ -154,6 +156,7 @@ def _telling(base: type, who: str, told: list[Any]) -> Any:
     return type(who, (base,), {name: tells(name) for name in _HOOKS})()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("position", [0, 1, -1])
 def test_hooks_of_all_come_in_one_order(tmp_path: Path, accelerator: str, position: int) -> None:
     runs: list[list[Any]] = []

@@ -170,6 +170,7 @@ class _Keeps(Callback):
         self.kept.append((pl_module.seen(), getattr(pl_module.head, "last", None)))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", CARRIED)
 @pytest.mark.parametrize("scope", ["auto", "forward_backward"])
 def test_carried(tmp_path: Path, accelerator: str, cls: type[Base], scope: Any) -> None:
@@ -192,6 +193,7 @@ def test_carried(tmp_path: Path, accelerator: str, cls: type[Base], scope: Any) 
     assert not differences(keeps[0].kept, keeps[1].kept)
 
 
+@pytest.mark.long
 def test_an_attribute_that_would_not_be_copied_in(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

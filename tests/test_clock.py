@@ -68,6 +68,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[Reading]:
     return found
 
 
+@pytest.mark.spread
 @both_turns
 @pytest.mark.parametrize("n", [1, 3, 50])
 def test_just_the_steps_that_are_due(
@@ -82,6 +83,7 @@ def test_just_the_steps_that_are_due(
         assert steps(accumulator, tag) == [step for step in range(3, 56) if step % n == n - 1]
 
 
+@pytest.mark.spread
 @both_turns
 @pytest.mark.parametrize("n", [1, 2])
 def test_all_batches_of_a_step_that_is_due(
@@ -103,6 +105,7 @@ def test_all_batches_of_a_step_that_is_due(
         assert set(found) <= set(expected)
 
 
+@pytest.mark.spread
 @both_turns
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("n", [1, 3, 50])
@@ -238,6 +241,7 @@ def test_scope_behind(tmp_path: Path, accelerator: str, readings: list[Reading])
     assert any("step_ms/gap" in reading.layout.tags for reading in readings)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_the_last_step_of_the_warm_up_is_timed(

@@ -109,6 +109,7 @@ def fit(build: Callable[[], Any], path: Path, *args: Any, **kwargs: Any) -> Trac
     return train(make(build), path, *args, **kwargs)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("timings", [None, LayerTimings()], ids=["untimed", "timed"])
 @pytest.mark.parametrize("cls", [Part, InPlace, Function], ids=lambda cls: cls.__name__)
 def test_compiled_parts(
@@ -174,6 +175,7 @@ class CountsWhereCompiled(Net):
         return self.fast(x)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("verify_replays", [0, 2])
 def test_what_is_written_only_where_compiled(
     tmp_path: Path, accelerator: str, verify_replays: int
@@ -383,6 +385,7 @@ REFUSED: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_what_compiled_code_does_on_the_host(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     with pytest.raises(UnsupportedError, match=REFUSED[cls]):
@@ -452,6 +455,7 @@ def _patches_given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return given
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "arguments",
     [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}],
@@ -483,6 +487,7 @@ def test_graphs_of_inductors_own(
     assert [patches["triton.cudagraphs"] for patches in given] == [True]
 
 
+@pytest.mark.long
 def test_graphs_that_are_there_already(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +522,7 @@ def test_graphs_that_are_there_already(
     assert len(told) == 2
 
 
+@pytest.mark.long
 def test_kernels_that_the_emulator_cannot_see() -> None:
     fast = torch.compile(lambda x: x.sin() * 2)
     with (
@@ -590,6 +596,7 @@ STEPS = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("take", STEPS, ids=lambda take: take.__name__)
 def test_steps_of_optimizers_that_bypass_ours(accelerator: str, take: Callable[[Any], Any]) -> None:
     model = nn.Linear(4, 2, device=device_of(accelerator))
@@ -648,6 +655,7 @@ class LeftAlone(Net):
         return loss.exp().sin()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("by_callback", [True, False])
 def test_a_function_that_is_not_compiled_after_all(
     tmp_path: Path, accelerator: str, by_callback: bool

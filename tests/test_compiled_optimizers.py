@@ -149,12 +149,14 @@ def assert_replayed(
     return graph
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("form", ["Adam", "AdamW-single", "AdamW-fused", "SGD-momentum", "RMSprop"])
 def test_a_step_compiled_in_its_place(accelerator: str, form: str) -> None:
     graph = assert_replayed(accelerator, FIT[form], in_place)
     assert "a capture without torch.compile showed the Python" in graph.report
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("how", [beside, in_a_function, both], ids=lambda how: how.__name__)
 def test_where_it_is_compiled(accelerator: str, how: How) -> None:
     assert_replayed(accelerator, FIT["Adam"], how)
@@ -180,6 +182,7 @@ def uncompiled(optimizer: Any) -> Callable[[], Any]:
     return lambda: optimizer.step()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("how", "replays"), [(in_place, 8), (uncompiled, 4)], ids=["no longer", "later"]
 )
@@ -245,6 +248,7 @@ REFUSED: dict[str, tuple[Make, How, Any, str]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_graph_would_have_to_change(accelerator: str, case: str) -> None:
     form, how, lr, message = REFUSED[case]
@@ -361,6 +365,7 @@ def fp16(
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["AdamW-single", "SGD-momentum"])
 def test_with_a_gradient_scaler(tmp_path: Path, accelerator: str, form: str) -> None:
     """Lightning calls the closure before the step then; steps are skipped where gradients overflow."""
@@ -401,6 +406,7 @@ class After(Net):
         self.fast()
 
 
+@pytest.mark.long
 def test_after_the_closure(tmp_path: Path, accelerator: str) -> None:
     def run(name: str, callback: CUDAGraphCallback | None = None) -> Trace:
         torch.compiler.reset()
@@ -444,6 +450,7 @@ AROUND = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", AROUND, ids=lambda cls: cls.__name__)
 def test_what_lightning_calls_the_whole_step_in(
     tmp_path: Path, accelerator: str, cls: type[Net]

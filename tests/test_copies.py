@@ -226,6 +226,7 @@ def _copying(
     return done, copies[0], copies[1]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("part", PARTS)
 def test_parts_of_a_run(tmp_path: Path, accelerator: str, part: str) -> None:
     done, plain, graph = _copying(tmp_path, accelerator, [part])
@@ -271,6 +272,7 @@ class _Reads(Net):
         return result
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("build", [Net, _Reads])
 @pytest.mark.parametrize("part", ["module", "strategy", "results", "fit_loop", "callbacks", "trainer"])
 def test_parts_of_a_run_inside_of_steps(
@@ -289,6 +291,7 @@ def test_parts_of_a_run_inside_of_steps(
     _assert_same_copies(plain, graph)
 
 
+@pytest.mark.long
 def test_something_foreign_would_be_found(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_captures_are_told(tmp_path: Path, accelerator: str) -> None:
     assert reason in stale
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("batches", [2, 4])
 def test_a_point_for_each_batch_of_a_window(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, batches: int
@@ -179,6 +180,7 @@ _EMPTY_LAYOUT = Event()
 _EMPTY_LAYOUT.summary.value.add(tag="custom_scalars__config__")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "record",
     [b"\xff\x13 custom_scalars__config__ \xff\xff", _EMPTY_LAYOUT.SerializeToString()],

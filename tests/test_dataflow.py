@@ -39,6 +39,7 @@ _quiet = settings(
 )
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("streams", [1, 2, 3, 4])
 def test_every_order_comes_to_the_same(streams: int) -> None:
     raced: list[int] = []
@@ -137,6 +138,7 @@ def _smallest(is_wrong: Callable[[list[Instruction]], bool]) -> list[Instruction
     return found
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("rule", WITHOUT)
 @pytest.mark.parametrize("shown", [Scheduled.races, Scheduled.differs])
 def test_without_a_rule_it_comes_out_wrong(rule: str, shown: Callable[[Scheduled], object]) -> None:

@@ -64,6 +64,7 @@ BORING: dict[str, tuple[Callable[[], pl.LightningModule], Callable[..., None], i
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", BORING)
 def test_boring_models(tmp_path: Path, accelerator: str, name: str) -> None:
     build, fit, batches = BORING[name]
@@ -105,6 +106,7 @@ def _saved_at(trace: Trace) -> set[int]:
     return {saved["global_step"] for saved in trace.checkpoints.values()}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("wikitext")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_the_transformer(tmp_path: Path, accelerator: str) -> None:
@@ -128,6 +130,7 @@ def _small_lstm() -> pl.LightningModule:
     return module
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("wikitext")
 def test_the_lstm(tmp_path: Path, accelerator: str) -> None:
     build = _small_lstm if accelerator == "cpu" else lambda: lstm.LightningLSTM(vocab_size=WORDS)

@@ -62,6 +62,7 @@ def counted(trace: Trace) -> dict[str, int]:
     }
 
 
+@pytest.mark.spread  # each two of them meet in test_family.py
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("clip", [None, ("norm", 0.1), ("value", 0.01)], ids=str)
 def test_same_as_plain(
@@ -83,6 +84,7 @@ def test_same_as_plain(
     assert counted(graph) == graphed()
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", SAME_KERNELS)
 def test_optimizers_with_the_same_kernels(tmp_path: Path, accelerator: str, name: str) -> None:
     def build() -> Net:
@@ -94,6 +96,7 @@ def test_optimizers_with_the_same_kernels(tmp_path: Path, accelerator: str, name
     assert counted(graph) == graphed()
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_optimizers_with_capturable_arithmetic(tmp_path: Path, accelerator: str, name: str) -> None:
     def build() -> Net:

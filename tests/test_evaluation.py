@@ -83,6 +83,7 @@ def evaluation_of(trace: Trace) -> Any:
     return trace.callback.evaluation_counts
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_fit(tmp_path: Path, accelerator: str, precision: str) -> None:
     done = row(
@@ -146,6 +147,7 @@ class Measured(Evaluated):
     on_test_epoch_end = on_validation_epoch_end
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("window", [1, 2])
 def test_metrics(tmp_path: Path, accelerator: str, window: int) -> None:
     done = row(
@@ -250,6 +252,7 @@ def assert_same_sessions(plain: Session, graph: Session) -> None:
     assert not found, found[:8]
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings(*_IGNORED)
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize("kind", ["validate", "test", "predict"])
@@ -272,6 +275,7 @@ def test_alone(tmp_path: Path, accelerator: str, kind: str, inference_mode: bool
     assert len(kept) == 2 * (15 + (kind == "predict"))
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings(*_IGNORED)
 @pytest.mark.parametrize("limit", [6, 0.8])
 @pytest.mark.parametrize("kind", ["validate", "test", "predict"])
@@ -285,6 +289,7 @@ def test_limited(tmp_path: Path, accelerator: str, kind: str, limit: float) -> N
     assert (counts.warmed_up, counts.replayed) == (3, 3)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings(*_IGNORED)
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_metrics_alone(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:
@@ -298,6 +303,7 @@ def test_metrics_alone(tmp_path: Path, accelerator: str, inference_mode: bool) -
     assert_same_sessions(*both)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings(*_IGNORED)
 # In inference mode, states of metrics made in one run cannot be written in a `fit`: a plain run fails.
 @pytest.mark.parametrize(("cls", "inference_mode"), [(Evaluated, True), (Measured, False)])
@@ -420,6 +426,7 @@ def test_buffers(tmp_path: Path, accelerator: str) -> None:
     assert evaluation_of(done.graph).replayed > 4
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(*_IGNORED)
 def test_buffers_alone(tmp_path: Path, accelerator: str) -> None:
     both = sessions(tmp_path, Counts, evaluating(), accelerator=accelerator)
@@ -494,6 +501,7 @@ class WritesInference(Evaluated):
         self.log("made_here", self.made_here)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
@@ -597,6 +605,7 @@ def test_gradients_inside(tmp_path: Path, accelerator: str) -> None:
     assert evaluation_of(done.graph).replayed > 4
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
@@ -755,6 +764,7 @@ class Shares(Evaluated):
         self.accuracy.reset()
 
 
+@pytest.mark.long
 def test_metrics_of_both(tmp_path: Path, accelerator: str) -> None:
     done = row(
         tmp_path,
@@ -926,6 +936,7 @@ class Sometimes(Evaluated):
         return None
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("cls", "loaders", "captures"),
     [

@@ -40,6 +40,7 @@ def digits(accelerator: str) -> tuple[Callable[[], pl.LightningModule], pl.Light
     return lambda: DigitsCNN(channels=channels, lr_decay_epochs=1), DigitsData(batch_size=128)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("example", [char_gpt, digits])
 def test_example(
@@ -72,6 +73,7 @@ def test_example(
     assert graph.counts.replayed >= graph.final["global_step"] - 3 - 2
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_gan(tmp_path: Path, accelerator: str, precision: Any) -> None:
     found = []

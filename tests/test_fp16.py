@@ -86,6 +86,7 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
 }
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("form", "clip"),
     [  # Lightning itself refuses to clip for fused optimizers in mixed precision
@@ -172,6 +173,7 @@ class ReplacesTheScaler(Overflows):
             self.trainer.precision_plugin.scaler = scaler
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_another_scaler_in_the_middle_of_a_run(tmp_path: Path, accelerator: str, scope: Any) -> None:
     plain, one = run(tmp_path / "plain", accelerator, ReplacesTheScaler, None)

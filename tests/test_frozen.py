@@ -516,6 +516,7 @@ def test_refused_with_the_line(tmp_path: Path, accelerator: str, cls: type[Net])
     assert f'harmless=["{REFUSED[cls]}"]' in str(caught.value)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_the_same_eagerly(
     tmp_path: Path, accelerator: str, cls: type[Net], capsys: pytest.CaptureFixture[str]
@@ -534,6 +535,7 @@ def test_the_same_eagerly(
         assert both[0] == both[1]
 
 
+@pytest.mark.spread(4, first=2)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_allowed_if_harmless(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     callback = CUDAGraphCallback(scope="step", verify_replays=0, harmless=[REFUSED[cls]])
@@ -542,6 +544,7 @@ def test_allowed_if_harmless(tmp_path: Path, accelerator: str, cls: type[Net]) -
     assert allowed.counts.replayed >= 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cls", [Counts, Rotates, OwnGenerator, GlobalNumber, GlobalStep])
 def test_without_the_audit_it_would_train_wrong(
     tmp_path: Path, accelerator: str, cls: type[Net], monkeypatch: pytest.MonkeyPatch
@@ -569,6 +572,7 @@ class TrainersEpoch(Scaled):
         return 0.5 if self.trainer.current_epoch == 1 else 2.0
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", [PerEpoch, TrainersEpoch])
 def test_a_graph_for_each_epoch(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
@@ -582,6 +586,7 @@ def test_a_graph_for_each_epoch(tmp_path: Path, accelerator: str, cls: type[Net]
     ]
 
 
+@pytest.mark.long
 def test_captures_that_serve_are_never_too_many(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -628,6 +633,7 @@ class Replaces(Net):
         owner.__dict__[self.name] = method
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("by", [_mock, partial, _Calls])
 @pytest.mark.parametrize("name", ["training_step", "forward", "log", "on_after_backward", "zero_grad"])
 def test_replaced_methods(tmp_path: Path, accelerator: str, name: str, by: Any) -> None:
@@ -639,6 +645,7 @@ def test_replaced_methods(tmp_path: Path, accelerator: str, name: str, by: Any) 
         train(make(build), tmp_path / "raise", CUDAGraphCallback(scope="step"), accelerator=accelerator)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["training_step", "forward", "on_after_backward", "zero_grad"])
 def test_functions_in_the_place_of_methods(tmp_path: Path, accelerator: str, name: str) -> None:
     def build() -> Net:
@@ -846,6 +853,7 @@ GUARDED: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", GUARDED, ids=lambda cls: cls.__name__)
 def test_guarded(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)

@@ -390,6 +390,7 @@ def _pair(build: Any, tmp_path: Path, accelerator: str, **arguments: Any) -> tup
     return run("plain", None), run("graph", CUDAGraphCallback(verify_replays=0, **arguments))
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(("build", "words"), CHANGES, ids=lambda v: getattr(v, "__name__", ""))
 def test_is_captured_anew(build: Any, words: str, tmp_path: Path, accelerator: str) -> None:
     plain, graph = _pair(build, tmp_path, accelerator)
@@ -399,6 +400,7 @@ def test_is_captured_anew(build: Any, words: str, tmp_path: Path, accelerator: s
     assert graph.counts.replayed > 12
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("build", [AddedGroup, Parameter, Submodule])
 def test_is_captured_anew_behind(build: Any, tmp_path: Path, accelerator: str) -> None:
     plain, graph = _pair(build, tmp_path, accelerator, scope="forward_backward")
@@ -406,6 +408,7 @@ def test_is_captured_anew_behind(build: Any, tmp_path: Path, accelerator: str) -
     assert len(graph.counts.recaptures) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [Submodule, Replaced, HiddenMode, closure])
 def test_these_runs_would_be_wrong(
     build: Any, tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
@@ -502,6 +505,7 @@ class HooksLoose(FreezesLoose):
         self.loose[0].register_hook(lambda gradient: gradient * 0.1)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("build", [FreezesLoose, HooksLoose])
 def test_a_parameter_that_no_module_knows(build: Any, tmp_path: Path, accelerator: str) -> None:
     plain, graph = _pair(build, tmp_path, accelerator)

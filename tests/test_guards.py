@@ -473,6 +473,7 @@ class AnotherGroup(Net):
             del self.trainer.optimizers[0].state[parameters.pop()]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("module", [FreezesInAHook, AddsAHook, ChoosesOtherKernels, AnotherGroup])
 def test_runs_that_change_are_captured_anew(module: Any, tmp_path: Path, accelerator: str) -> None:
     was = torch.backends.cudnn.deterministic

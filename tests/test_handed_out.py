@@ -60,6 +60,7 @@ def _pair(build: Any, tmp_path: Path, accelerator: str, **kwargs: Any) -> tuple[
     return run("plain", None), run("graph", CUDAGraphCallback(verify_replays=0, evaluation=evaluation))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("read", RATES.values(), ids=RATES)
 def test_a_graph_for_each_learning_rate(
     read: Callable[[Any], Any], tmp_path: Path, accelerator: str
@@ -74,6 +75,7 @@ def _waits() -> dict[str, Any]:
     return {"callbacks": (EarlyStopping("val_loss", patience=50, min_delta=10.0),)}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "read",
     [
@@ -135,6 +137,7 @@ class Delayed(Net):
         super().__init__(fused_adamw, _delayed)
 
 
+@pytest.mark.long
 def test_a_rate_that_begins_to_move_at_every_step(tmp_path: Path, accelerator: str) -> None:
     class Weighs(Delayed):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -165,6 +168,7 @@ def test_parameters_of_the_groups_alone(tmp_path: Path, accelerator: str) -> Non
     assert graph.counts.replayed > 12
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["optimizers", "last_epoch", "progress"])
 def test_evaluation(name: str, tmp_path: Path, accelerator: str) -> None:
     read = RATES[name]

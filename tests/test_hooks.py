@@ -102,6 +102,7 @@ def _trained(
     return modules, others, traces[1]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("looking", [LookingCallback, LookingBehind])
 @pytest.mark.parametrize("timed", [True, False])
@@ -137,6 +138,7 @@ class Saves(Callback):
         trainer.save_checkpoint(Path(trainer.default_root_dir) / f"before-{len(self.seen)}.ckpt")
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_checkpoint_in_the_middle(tmp_path: Path, accelerator: str, every: int) -> None:
     seen = []
@@ -233,6 +235,7 @@ def test_a_hook_that_writes_what_the_forward_pass_reads(tmp_path: Path, accelera
     assert done.graph.counts.replayed == 18
 
 
+@pytest.mark.long
 def test_another_order_would_be_seen(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +331,7 @@ IN_THE_MIDDLE: dict[str, tuple[Callable[[], Net], Callable[[], tuple[Any, ...]],
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", IN_THE_MIDDLE)
 def test_what_the_rest_of_the_graph_cannot_follow(tmp_path: Path, accelerator: str, name: str) -> None:
     """It works in a plain run; the replay ends with an error, before it uses what is stale."""
@@ -405,6 +409,7 @@ class ScaledBehind(Net):
             self.head.weight.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 2])
 def test_gradients_changed_by_callbacks(tmp_path: Path, accelerator: str, every: int) -> None:
     done = row(
@@ -521,6 +526,7 @@ class Captured(Net):
         self.log("clipped", self.head.weight.grad.norm())  # type: ignore[union-attr]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_tensor_work_is_captured(tmp_path: Path, accelerator: str, scope: Any, every: int) -> None:
@@ -545,6 +551,7 @@ class DropsOne(Net):
         self.head.bias.grad = None
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_gradient_that_is_dropped(tmp_path: Path, accelerator: str, every: int) -> None:
     done = row(tmp_path, accelerator, DropsOne, accumulate_grad_batches=every, max_epochs=5)
@@ -568,6 +575,7 @@ class Measures(Net):
         self.log("peak_gradient", self.head.weight.grad.max())  # type: ignore[union-attr]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("looking", [(), (LookingCallback,)])
 def test_a_metric_and_a_captured_hook(tmp_path: Path, accelerator: str, looking: Any) -> None:
     done = row(
@@ -610,6 +618,7 @@ def _counts(self: Any, *args: Any, **kwargs: Any) -> None:
         self.head.bias.grad = None
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("work", [_logs_norms, _counts])
 @pytest.mark.parametrize(
@@ -647,6 +656,7 @@ class ClipsStrictlyInVain(ClipsStrictly):
     spoilt = 12
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 2])
 def test_clipping_that_asks_for_finite_gradients(tmp_path: Path, accelerator: str, every: int) -> None:
     done = row(
@@ -681,6 +691,7 @@ def test_clipping_that_finds_other_gradients(tmp_path: Path, accelerator: str, e
         assert not differences(left(done.plain), left(done.graph))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("hook", ["on_before_backward", "backward"])
 def test_host_work_before_and_in_the_backward_pass(tmp_path: Path, accelerator: str, hook: str) -> None:
     def work(self: Any, loss: Tensor) -> None:

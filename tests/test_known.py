@@ -129,17 +129,20 @@ class Asks(Net):
         return loss * 2 if bool((torch.ones(4, device=self.device) > 0).all()) else loss
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", [Encoder, Compared, FromTheHost, NotCausal])
 def test_known(tmp_path: Path, accelerator: str, cls: type[Encoder]) -> None:
     became(row(tmp_path, accelerator, cls).graph, replayed=18, eager=RAGGED)
 
 
+@pytest.mark.long
 def test_a_number_that_moves_seldom(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, KnowsANumber)
     because = ["`far` of the `KnowsANumber` changed from -inf to -1.0"]
     became(done.graph, replayed=15, captures=2, because=because, eager=RAGGED)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "cls", [OfTheBatch, Drawn, WrittenInto, OfAParameter, OtherMemory, OtherPlace, AddressAsked, Asks]
 )

@@ -35,6 +35,7 @@ def run(folder: Path, accelerator: str, *callbacks: Callback, **kwargs: Any) -> 
     )
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("n", [1, 3])
@@ -52,6 +53,7 @@ def test_the_same_run(tmp_path: Path, accelerator: str, n: int, accumulate: int,
     assert "features.0" in (timings.report or "")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision(tmp_path: Path, accelerator: str, precision: Any) -> None:
     if precision == "16-mixed" and accelerator == "cpu":
@@ -63,6 +65,7 @@ def test_mixed_precision(tmp_path: Path, accelerator: str, precision: Any) -> No
     assert ("step_ms/scaler" in tags) == (precision == "16-mixed")
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_steps_and_the_tags_of_a_run_with_graphs(
     tmp_path: Path, accelerator: str, accumulate: int
@@ -95,6 +98,7 @@ class _SlowHook(Net):
         time.sleep(0.2)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("graphed", [False, True])
 def test_hooks_before_a_step_are_in_the_gap(tmp_path: Path, accelerator: str, graphed: bool) -> None:
     """Of a run with graphs and of one without: what the host does there is no part of the step."""
@@ -177,6 +181,7 @@ class TwoNets(pl.LightningModule):
         return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.one, self.other)]
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("n", [1, 3])
 def test_manual_optimization(tmp_path: Path, accelerator: str, n: int) -> None:
     def fit(name: str, *callbacks: Callback) -> dict[str, Tensor]:
@@ -285,6 +290,7 @@ class _ByHand(pl.LightningModule):
         return _SlowSGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "how",
     [
@@ -385,6 +391,7 @@ def test_a_pattern_that_matches_nothing(tmp_path: Path, accelerator: str) -> Non
         run(tmp_path, accelerator, LayerTimings(modules=["blocks.*"]))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("where", ["forward", "backward", "end"])
 def test_an_exception_leaves_nothing_behind(tmp_path: Path, accelerator: str, where: str) -> None:
     class Fails(Net):

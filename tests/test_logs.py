@@ -183,6 +183,7 @@ def host_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     return Counts()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("window", [1, 2])
 def test_everything(
@@ -214,6 +215,7 @@ def test_everything(
         assert eager == captured
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 @pytest.mark.parametrize("timings", [True, False])
 def test_graphs_that_share_sums(
@@ -256,6 +258,7 @@ class FromOverrides(Net):
         self.log("after_step", self.head.weight.sum(), on_step=True, on_epoch=True, prog_bar=True)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_overrides(tmp_path: Path, accelerator: str, scope: Any, window: int) -> None:
@@ -299,6 +302,7 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 3])
 def test_tensorboard(tmp_path: Path, accelerator: str, every: int) -> None:
     kwargs: dict[str, Any] = {
@@ -470,6 +474,7 @@ def _nested(self: Net, loss: Tensor) -> None:
     self.log("name", {"a": {"b": loss}})
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("misuse", [_twice, _vector, _unknown_reduction, _neither, _nested])
 def test_misuse(

@@ -223,6 +223,7 @@ def assert_same(
 
 
 # Of the steps of each epoch, the last has another shape: 24 of the one and 3 of the other.
+@pytest.mark.spread
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("cls", [GAN, Untoggled, InOne, TogglesInside])
 def test_same_as_plain(tmp_path: Path, accelerator: str, cls: type[GAN], precision: Any) -> None:
@@ -368,6 +369,7 @@ def test_refused(tmp_path: Path, accelerator: str, case: str) -> None:
     assert "on_train_batch" not in str(error.value)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_and_eager(tmp_path: Path, accelerator: str, case: str) -> None:
     """With `on_unsupported="eager"` all comes out as without graphs."""

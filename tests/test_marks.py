@@ -129,6 +129,7 @@ def test_what_selects_nothing(arguments: dict[str, Any], message: str) -> None:
         select_layers(Model(), LayerTimings(**arguments))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("arguments", [{"modules": ["*"]}, {"types": ["Identity"]}])
 def test_too_many_layers(arguments: dict[str, Any]) -> None:
     model = nn.ModuleList(nn.Identity() for _ in range(20_000))
@@ -279,6 +280,7 @@ def hooks_of(module: nn.Module | None) -> list[str]:
     ]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("placement", ["forked", "serial"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_timed_run_is_the_same(
@@ -354,6 +356,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("turns", [False, True])

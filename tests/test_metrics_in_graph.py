@@ -240,6 +240,7 @@ class ManyMetrics(Watched):
                 metric.reset()
 
 
+@pytest.mark.spread(2)
 @UNIMPORTANT
 @pytest.mark.parametrize("method", ["update", "forward"])
 def test_which_metrics_are_in_the_graph(tmp_path: Path, accelerator: str, method: str) -> None:
@@ -325,6 +326,7 @@ class Everyday(Watched):
         self.seen.append(self.accuracy.compute())
 
 
+@pytest.mark.spread(2)
 @UNIMPORTANT
 @pytest.mark.parametrize("window", [1, 2])
 def test_everyday(tmp_path: Path, accelerator: str, window: int) -> None:
@@ -451,6 +453,7 @@ class Collections(Watched):
         self.called.reset()
 
 
+@pytest.mark.spread(2)
 @UNIMPORTANT
 @pytest.mark.parametrize("groups", [True, False, [["precision", "recall"], ["auroc"]]])
 def test_collections(tmp_path: Path, accelerator: str, groups: bool | list[list[str]]) -> None:
@@ -887,6 +890,7 @@ OF_THE_HOST = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", OF_THE_HOST, ids=lambda cls: cls.__name__)
 def test_a_metric_of_the_host_that_the_step_reads(
     tmp_path: Path, accelerator: str, cls: type[Net]

@@ -272,6 +272,7 @@ SAME: list[type[Net]] = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("cls", SAME, ids=lambda cls: cls.__name__)
 def test_same(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
@@ -400,6 +401,7 @@ REFUSED: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_refused_and_the_same_eagerly(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:

@@ -29,6 +29,7 @@ from tests.test_clock import events, steps
 from tests.test_layer_timings import TwoNets, run
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")  # there is nothing to validate on
 @pytest.mark.parametrize("first", ["timings", "saves"])
 @pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_end"])
@@ -242,6 +243,7 @@ class _Unpacks(Net):
         return self.logits(super().forward(x))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("graphed", [False, True])
 @pytest.mark.parametrize(
     ("pack", "logits"),
@@ -332,6 +334,7 @@ def _changed(
     return last, str(graph.report if graphed else timings.report)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_layer_that_another_one_replaces(tmp_path: Path, accelerator: str, graphed: bool) -> None:
     """The times of its name go on."""
@@ -432,6 +435,7 @@ class _Pickles(Net):
         self.__dict__["loaded"] = torch.load(found, weights_only=False)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_pickle_in_the_middle_of_a_step(tmp_path: Path, accelerator: str, graphed: bool) -> None:
     """Also in the warm-up steps of a run with graphs, the last of which is timed."""

@@ -154,6 +154,7 @@ BUILDS: dict[str, Callable[[], Net]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("scope", ["auto", "forward_backward"])
 def test_same_as_plain(tmp_path: Path, accelerator: str, name: str, scope: Any) -> None:
@@ -176,6 +177,7 @@ def _logged(trace: Trace) -> Trace:
     return trace
 
 
+@pytest.mark.long
 def test_the_verification_would_change_it(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +334,7 @@ class CollectsAtTheEnd(Collects):
 COLLECTORS = [Collects, CollectsParts, CollectsArrays, CollectsInTheMiddle, CollectsAtTheEnd]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("collector", COLLECTORS)
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_gradients_that_somebody_keeps(

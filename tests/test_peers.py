@@ -250,6 +250,7 @@ def test_goals() -> None:
     assert all(any(each.name.startswith(start) for each in WORKLOADS) for start in starts)
 
 
+@pytest.mark.long
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     short = ["--tiny", "--steps", "2", "--rounds", "2", "--no-limits", "--peers", EAGER, ONE_STREAM]

@@ -164,6 +164,7 @@ LOOKS: dict[str, Callable[[int], bool]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("looks", LOOKS)
 @pytest.mark.parametrize("window", [1, 3])
 def test_whoever_looks_finds_what_is_there(
@@ -198,6 +199,7 @@ def test_what_was_seen_stays(tmp_path: Path, accelerator: str, monkeypatch: pyte
     assert not differences(copies[half:], runs.loaders[1].seen)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["callback_metrics", "logged_metrics", "progress_bar_metrics"])
 def test_a_dictionary_that_is_kept(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, name: str
@@ -307,6 +309,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", [Sized, Looking])
 def test_the_loop_ends_and_validates_where_it_would(
@@ -348,6 +351,7 @@ class OnPlateau(Net):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("build", [Net, ByEpoch, OnPlateau])
 def test_schedules(
     tmp_path: Path,
@@ -375,6 +379,7 @@ def _raises(index: int, trainer: Any) -> None:
         raise Interrupted
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("how", ["should_stop", "an exception", "min_steps"])
 def test_a_loader_ends_the_run(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, how: str
@@ -433,6 +438,7 @@ OTHERS: dict[str, Callable[[], tuple[Callback, ...]]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("which", OTHERS)
 def test_lightnings_own_callbacks(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, which: str
@@ -501,6 +507,7 @@ def test_the_callbacks_are_others_in_mid_epoch(
     assert not differences(plain.seen, graph.seen)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["check_val_every_n_epoch", "limit_val_batches"])
 def test_validation_is_switched_on_in_mid_epoch(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, name: str
@@ -567,6 +574,7 @@ class KeepsGradients(Notes):
         CSVLogger.log_metrics(self, metrics, step)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("kind", [Notes, KeepsGradients])
 def test_a_logger_that_keeps_gradients(
@@ -609,6 +617,7 @@ class Watched(Net):
         self.latest = outputs["loss"]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("reason", ["a hook", "another lightning"])
 def test_lightnings_own_loop_otherwise(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, reason: str
@@ -724,6 +733,7 @@ class Metering(Sized):
         return found
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("looks", LOOKS)
 def test_metrics(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, looks: str) -> None:
     runs = Both(tmp_path, accelerator, monkeypatch, lambda: Metering(LOOKS[looks]), build=Measures)

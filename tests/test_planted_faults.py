@@ -261,6 +261,7 @@ def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 KWARGS: dict[str, Any] = {"logger": False, "max_epochs": 4}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_caught(tmp_path: Path, accelerator: str, name: str) -> None:
     fault = FAULTS[name]
@@ -286,6 +287,7 @@ def test_caught(tmp_path: Path, accelerator: str, name: str) -> None:
     assert_same(plain, graph)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.control])
 def test_without_the_guard_it_trains_wrong(
     tmp_path: Path, accelerator: str, name: str, monkeypatch: pytest.MonkeyPatch

@@ -844,6 +844,7 @@ class OnHost(Callback):
         self.calls += 1
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_step_of_the_callback(tmp_path: Path, accelerator: str, reports: Reports, parts: bool) -> None:
     expected = ["forward", "head", "backward"]

@@ -164,6 +164,7 @@ _number = st.integers(0, 31)
 _ops = st.lists(st.tuples(st.sampled_from(_KINDS), _number, _number, _number), min_size=10, max_size=30)
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("streams", [2, 4])
 def test_random_ops(make_backend: Make, streams: int, accelerator: str) -> None:
     backend = make_backend(streams)

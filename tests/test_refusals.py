@@ -98,6 +98,7 @@ REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore:You have turned on", "ignore:Using ModelCheckpoint with manual")
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated, and in use

@@ -72,6 +72,7 @@ SAVERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", SAVERS)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_model_checkpoint(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
@@ -94,6 +95,7 @@ def test_model_checkpoint_by_the_clock(
     became(done.graph, replayed=18, eager=ONE_SHAPE)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("metric", ["loss_epoch", "val_loss", "loss_step"])
 def test_early_stopping(tmp_path: Path, accelerator: str, metric: str, watched: bool) -> None:
@@ -106,6 +108,7 @@ def test_early_stopping(tmp_path: Path, accelerator: str, metric: str, watched: 
     became(done.graph, replayed=11, eager={"another batch signature": 2})
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("interval", ["step", "epoch", None])
 def test_learning_rate_monitor(tmp_path: Path, accelerator: str, interval: Any) -> None:
     watch = lambda: LearningRateMonitor(interval, log_momentum=True, log_weight_decay=True)  # noqa: E731
@@ -139,6 +142,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", SEARCHES)
 def test_learning_rate_finder(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
@@ -166,6 +170,7 @@ class SearchesAgain(LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_learning_rate_finder_in_later_epochs(tmp_path: Path, accelerator: str, watched: bool) -> None:
     setting = alone(lambda: SearchesAgain(num_training_steps=20, early_stop_threshold=None))
@@ -199,6 +204,7 @@ def test_batch_size_finder(tmp_path: Path, accelerator: str) -> None:
     became(done.graph, replayed=18, eager=ONE_SHAPE)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_gradient_accumulation_scheduler(tmp_path: Path, accelerator: str, watched: bool) -> None:
     setting = alone(lambda: GradientAccumulationScheduler({0: 1, 2: 2}))
@@ -238,6 +244,7 @@ FINETUNINGS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", FINETUNINGS)
 def test_finetuning(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
@@ -308,6 +315,7 @@ class _Tuned(Net):
         return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=True)
 
 
+@pytest.mark.long
 def test_a_tuner_looks_for_a_learning_rate(tmp_path: Path, accelerator: str) -> None:
     def fit(trainer: pl.Trainer, module: _Tuned, train: Any, validation: Any, **kwargs: Any) -> None:
         Tuner(trainer).lr_find(module, train, validation, num_training=20, early_stop_threshold=None)
@@ -318,6 +326,7 @@ def test_a_tuner_looks_for_a_learning_rate(tmp_path: Path, accelerator: str) -> 
     assert done.graph.counts.replayed > 0
 
 
+@pytest.mark.long
 def test_a_tuner_looks_for_a_batch_size(tmp_path: Path, accelerator: str) -> None:
     def fit(trainer: pl.Trainer, module: _Tuned, train: Any, validation: Any, **kwargs: Any) -> None:
         tuner = Tuner(trainer)

@@ -107,6 +107,7 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] =
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.filterwarnings(SIZE)
@@ -161,6 +162,7 @@ def test_names_that_differ_in_every_batch(tmp_path: Path, accelerator: str) -> N
     assert "`batch['name']` changed: expected '0.png', found '5.png'" in done.graph.counts.variety
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("rows", [(1,), (8, 5), (8, 8, 5, 3)], ids=str)
 @pytest.mark.filterwarnings(SIZE)
 def test_batch_sizes(tmp_path: Path, accelerator: str, rows: tuple[int, ...]) -> None:
@@ -206,6 +208,7 @@ def _both(batch: Any) -> tuple[Tensor, Tensor]:
     return (x, y) if other is None else (x + other[0], y)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings(SIZE)
 def test_combined_loaders(tmp_path: Path, accelerator: str, mode: Any) -> None:
@@ -245,6 +248,7 @@ def test_a_sequential_loader_fails_without_us_too(tmp_path: Path, accelerator: s
             train(make(Net), tmp_path / name, callback, accelerator=accelerator, train_loader=data)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("mode", ["sequential", "max_size", "min_size"])
 def test_several_validation_loaders(tmp_path: Path, accelerator: str, mode: Any) -> None:
     class Validates(Net):
@@ -287,6 +291,7 @@ STREAMS: dict[str, tuple[type[_Stream], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
@@ -328,6 +333,7 @@ class _Rows(Dataset[Any]):
         return row + 0.1 * torch.randn(12), (row[0] > 0).long()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("persistent", [False, True], ids=["anew", "persistent"])
 def test_workers(tmp_path: Path, accelerator: str, persistent: bool) -> None:
     def data() -> Any:
@@ -374,6 +380,7 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers(tmp_path: Path, accelerator: str, name: str) -> None:
     done = row(tmp_path, accelerator, Net, on(SAMPLERS[name]))
@@ -447,6 +454,7 @@ def test_transfer_hooks_of_a_module(tmp_path: Path, accelerator: str) -> None:
     assert graph.moved == plain.moved > 21  # type: ignore[union-attr]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])
 @pytest.mark.parametrize("reload", [0, 1])
 @pytest.mark.filterwarnings(SIZE)
@@ -519,6 +527,7 @@ class Extras(Net):
 STEPS = [BatchOnly, OtherNames, OtherNameOfIndex, Stars, Defaults, Tensors, Extras]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", STEPS)
 def test_signatures_and_outputs_of_training_step(
     tmp_path: Path, accelerator: str, cls: type[Net]

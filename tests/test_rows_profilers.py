@@ -92,6 +92,7 @@ class ProfilesItself(Net):
             return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("profiler", ["simple", "advanced"])
 def test_actions_of_the_users_own(tmp_path: Path, accelerator: str, profiler: str) -> None:
     done = row(tmp_path, accelerator, ProfilesItself, profiler=profiler)
@@ -110,6 +111,7 @@ def test_a_profiler_of_the_interpreter_inside_the_step(tmp_path: Path, accelerat
         train(make(HasAProfilerInside), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("names", [True, False], ids=["names", "no names"])
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
 def test_pytorch(tmp_path: Path, accelerator: str, names: bool) -> None:
@@ -136,6 +138,7 @@ def test_pytorch(tmp_path: Path, accelerator: str, names: bool) -> None:
     assert any("[pl][module]" in name for name in plain) == names
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
 def test_pytorch_by_default(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, setting=Kept(PyTorchProfiler), limit_val_batches=0)

@@ -94,8 +94,30 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
+# Those that are another way to say what the one beside them says, or that change nothing near a step.
+LONG_OPTIONS = {
+    "limit_train_batches, all",
+    "limit_val_batches, float",
+    "max_steps at an epoch's end",
+    "max_epochs",
+    "min_epochs",
+    "overfit_batches, float",
+    "val_check_interval, float",
+    "num_sanity_val_steps, all",
+    "log_every_n_steps, 1000",
+    "enable_progress_bar",
+    "enable_model_summary",
+    "deterministic, warn",
+    "use_distributed_sampler=False",
+    "fast_dev_run",
+}
+
+
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_OPTIONS)) for name in OPTIONS]
+)
 @pytest.mark.filterwarnings(
     "ignore:You requested to overfit",
     "ignore:The number of training batches",
@@ -183,6 +205,7 @@ class Described(Net):
         return {"loss": output["loss"] * (self.hparams["width"] / 24)}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("graph", [False, True], ids=["scalars", "log_graph"])
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:.*:torch.jit.TracerWarning")
 def test_several_loggers(tmp_path: Path, accelerator: str, graph: bool) -> None:
@@ -466,6 +489,7 @@ COURSES: dict[str, tuple[type[Net], dict[str, Any], int, int]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", COURSES)
 def test_courses(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:
@@ -497,6 +521,7 @@ def _failing(moment: str, error: BaseException) -> type[Net]:
     return cls
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_exceptions(tmp_path: Path, accelerator: str, moment: str, kind: type[BaseException]) -> None:
@@ -590,6 +615,7 @@ ASKING: dict[str, tuple[Callable[[Any], None], str, type[Net], type[Exception] |
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:lightning_cudagraph. the graphs of a `fit` ended behind step")
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", ASKING)
@@ -699,6 +725,7 @@ def _validates_in_between(trainer: pl.Trainer, module: Any, *loaders: Any, **kwa
     trainer.validate(module, loaders[1], verbose=False)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("fit", [_twice, _validates_in_between])
 def test_fit_twice(tmp_path: Path, accelerator: str, fit: Callable[..., None]) -> None:
     done = row(tmp_path, accelerator, fit=fit)
@@ -742,6 +769,7 @@ def _callback(name: str) -> CUDAGraphCallback | None:
     }[name]()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("step", [12, 16], ids=["mid-epoch", "epoch's end"])
 @pytest.mark.parametrize("weights_only", [False, True], ids=["all", "weights_only"])
 @pytest.mark.filterwarnings(

@@ -54,6 +54,7 @@ def clock() -> Any:
     return SimpleNamespace(monotonic=look, perf_counter=look)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_timer(
@@ -219,6 +220,7 @@ class Fails(Net):
             raise KeyboardInterrupt
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("step", "place"),
     [

@@ -60,6 +60,7 @@ BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", BEHIND)
 def test_the_optimizer_steps_behind_the_graph(tmp_path: Path, accelerator: str, name: str) -> None:
     make_optimizer, make_scheduler, reason = BEHIND[name]

@@ -311,6 +311,7 @@ LOOPS: list[tuple[type[Loop], int]] = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("loop", "replays"), LOOPS, ids=lambda value: getattr(value, "__name__", ""))
 def test_same_as_the_function(accelerator: str, loop: type[Loop], replays: int) -> None:
     step = assert_equal_runs(lambda: loop(device_of(accelerator)), replays)
@@ -319,6 +320,7 @@ def test_same_as_the_function(accelerator: str, loop: type[Loop], replays: int) 
     assert {*step.counts.recaptures} <= ({kept} if issubclass(loop, KeepsGradients) else set())
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("sizes", [(8,), (8, 8, 5)])
 def test_backward_and_optimizer_apart(accelerator: str, sizes: tuple[int, ...]) -> None:
     """Two graphs: one leaves gradients, the other finds them, wherever an eager call has left them."""

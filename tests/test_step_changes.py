@@ -140,6 +140,7 @@ CHANGES: dict[type[Changes], str] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("loop", CHANGES, ids=lambda loop: loop.__name__)
 def test_changes_lead_to_another_capture(
     accelerator: str, loop: type[Changes], monkeypatch: pytest.MonkeyPatch
@@ -387,6 +388,7 @@ def test_refused(accelerator: str, loop: type[Loop]) -> None:
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("loop", REFUSED, ids=lambda loop: loop.__name__)
 def test_refused_and_eager(accelerator: str, loop: type[Loop]) -> None:
     """With `on_unsupported="eager"` all comes out as without a graph."""

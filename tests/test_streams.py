@@ -83,6 +83,7 @@ def _run(folder: Path, accelerator: str, streams: AskedStreams | None, **kwargs:
     return train(build, folder, None if streams is None else callback, **kwargs)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("streams", [1, 2, 4, 8, "auto"])
 def test_same_as_plain(tmp_path: Path, accelerator: str, streams: AskedStreams) -> None:
     plain = _run(tmp_path / "plain", accelerator, None)
@@ -92,6 +93,7 @@ def test_same_as_plain(tmp_path: Path, accelerator: str, streams: AskedStreams) 
     assert graph.counts.captures == 1
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_same_with_lists_of_tensors_and_clipping(
@@ -158,6 +160,7 @@ class _PerSample(Branched):
         return loss + 0.1 * sum(gradient.square().mean() for gradient in gradients.values())
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("streams", [1, 4])
 @pytest.mark.parametrize("cls", [_Checkpointed, _Penalised, _PerSample])
 def test_nested_passes(
@@ -191,6 +194,7 @@ def test_without_a_rule_the_numbers_are_others(
     _run(tmp_path, accelerator, 8, raises=VerificationError, verify_every_n_steps=1)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("times", "said"),
     [
@@ -227,6 +231,7 @@ def test_the_fastest_is_chosen_if_it_is_worth_it(
 _MIB = 1 << 20
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("of", ["workspaces", "graphs"])
 @pytest.mark.parametrize(
     ("memory_bytes", "said"),
@@ -402,6 +407,7 @@ def test_a_loop_of_ones_own(accelerator: str, streams: AskedStreams) -> None:
     assert differences(trained("off"), trained("auto")) == []
 
 
+@pytest.mark.spread(4)
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_nothing_in_the_benchmarks_is_waited_for(accelerator: str, workload: Workload) -> None:

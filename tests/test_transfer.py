@@ -76,6 +76,7 @@ def assert_same(plain: Run, graph: Run) -> None:
     assert plain.csv == graph.csv
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_straight_into_the_buffers(

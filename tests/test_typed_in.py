@@ -87,6 +87,7 @@ def names(file: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["ReadsTheEpoch", "ReadsAGlobal"])
 def test_what_the_step_reads_is_watched(
     tmp_path: Path, accelerator: str, names: dict[str, Any], name: str
@@ -167,6 +168,7 @@ assert callback.counts.captures > 1, callback.report
 """
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("way", ["-", "-c"])
 def test_a_script_on_the_standard_input(accelerator: str, way: str) -> None:
     script = SCRIPT.replace("ACCELERATOR", repr(accelerator))

@@ -199,6 +199,7 @@ _WHOLE = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("kind", _WHOLE, ids=lambda kind: kind.__name__)
 def test_autocast_comes_to_what_ops_consist_of(
@@ -219,6 +220,7 @@ def _not_reaching(*_: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verify_replays", [0, 2])
 def test_without_that_it_would_not(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, verify_replays: int
@@ -266,6 +268,7 @@ def looped(accelerator: str) -> Loop:
     return run
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["behind", "inside"])
 @pytest.mark.parametrize("kind", [Custom, Checkpointed, Switched, Distances], ids=lambda k: k.__name__)
 def test_autocast_in_a_loop_of_ones_own(looped: Loop, kind: type[Whole], backward_inside: bool) -> None:
@@ -275,6 +278,7 @@ def test_autocast_in_a_loop_of_ones_own(looped: Loop, kind: type[Whole], backwar
     )
 
 
+@pytest.mark.long
 def test_without_that_its_warm_up_would_be_another(
     looped: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +362,7 @@ class Encodes(Whole):
         return self.layer(x.reshape(-1, 4, 12))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "kind", [UnderAMode, Selective, Registered, Encodes], ids=lambda kind: kind.__name__
 )
@@ -446,6 +451,7 @@ class SmoothedByTheOp(Smoothed):
         return torch.ops.aten.cross_entropy_loss(*args, 1, -100, 0.1)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("kind", "what"),
     [

@@ -99,6 +99,7 @@ def test_the_state_is_that_before_the_step(tmp_path: Path, accelerator: str) -> 
         assert torch.equal(value.cpu(), module.state_dict()[name].cpu()), name
 
 
+@pytest.mark.long
 def test_without_verification_it_would_train_wrong(tmp_path: Path, accelerator: str) -> None:
     plain = train(make(ReadsAGlobal), tmp_path / "plain", accelerator=accelerator)
     callback = CUDAGraphCallback(verify_replays=0)

@@ -19,11 +19,20 @@ BEGUN_S = 240.0
 FOR_EVER = "trains_for_ever"
 IN_A_CAPTURE = ("an_error_in_a_capture_on_rank_1", "an_error_in_a_capture_on_rank_1_eager")
 
+# Of what is the same for both ranks or in both ways of exchange, the default run takes one.
+long = pytest.mark.long
 
-IN_A_STEP = ("an_error_in_a_step_on_rank_0", "an_error_in_a_step_on_rank_1")
 
-
-@pytest.mark.parametrize("case", [*IN_A_STEP, *IN_A_CAPTURE, "an_error_behind_a_signal"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "an_error_in_a_step_on_rank_0",
+        pytest.param("an_error_in_a_step_on_rank_1", marks=long),
+        IN_A_CAPTURE[0],
+        pytest.param(IN_A_CAPTURE[1], marks=long),
+        "an_error_behind_a_signal",
+    ],
+)
 def test_an_error_in_a_step_of_one_process_ends_all(tmp_path: Path, accelerator: str, case: str) -> None:
     ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
     # Behind a signal, the host of the other one can be through with the last step, which waits on the
@@ -43,7 +52,7 @@ def test_an_error_in_a_step_of_one_process_ends_all(tmp_path: Path, accelerator:
     assert apart_s < ALL_ENDED_S, apart_s
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=long), 1])
 def test_an_error_before_training_in_one_process_ends_all(
     tmp_path: Path, accelerator: str, rank: int
 ) -> None:
@@ -57,7 +66,9 @@ def test_an_error_before_training_in_one_process_ends_all(
     assert abs(ended[0].ended_s - ended[1].ended_s) < ALL_ENDED_S
 
 
-@pytest.mark.parametrize(("rank", "where"), [(0, ""), (1, ""), (1, "_over_sockets")])
+@pytest.mark.parametrize(
+    ("rank", "where"), [pytest.param(0, "", marks=long), (1, ""), (1, "_over_sockets")]
+)
 def test_an_error_in_one_process_ends_all(
     tmp_path: Path, accelerator: str, rank: int, where: str
 ) -> None:
@@ -72,6 +83,7 @@ def test_an_error_in_one_process_ends_all(
     assert apart_s < ALL_ENDED_S, apart_s
 
 
+@long
 def test_all_learn_why_where_the_one_with_the_store_ends_at_once(tmp_path: Path) -> None:
     case = "an_error_on_rank_1_of_three"
     ended = launch(tmp_path, [case], "cpu", timeout_s=BEGUN_S, size=3)
@@ -80,7 +92,7 @@ def test_all_learn_why_where_the_one_with_the_store_ends_at_once(tmp_path: Path)
         assert "rank 1: ValueError: no more cheese" in ended[rank].cases[case], ended[rank]
 
 
-@pytest.mark.parametrize("where", ["", "_over_sockets"])
+@pytest.mark.parametrize("where", ["", pytest.param("_over_sockets", marks=long)])
 def test_a_process_that_is_killed_ends_all(tmp_path: Path, accelerator: str, where: str) -> None:
     case = f"killed_on_rank_1{where}"
     ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
@@ -90,7 +102,9 @@ def test_a_process_that_is_killed_ends_all(tmp_path: Path, accelerator: str, whe
     assert reason in told, ended[0]
 
 
-@pytest.mark.parametrize("where", ["on_rank_0", "on_rank_1", "on_rank_1_over_sockets"])
+@pytest.mark.parametrize(
+    "where", ["on_rank_0", pytest.param("on_rank_1", marks=long), "on_rank_1_over_sockets"]
+)
 def test_who_has_more_to_do_than_the_others_ends(tmp_path: Path, accelerator: str, where: str) -> None:
     cases = [f"fewer_epochs_{where}"]
     assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=BEGUN_S), cases)
@@ -111,7 +125,7 @@ def _sender(number: int, ranks: tuple[int, ...]) -> Callable[[Path, list[Process
     return send
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=str)
+@pytest.mark.parametrize("ranks", [pytest.param((0, 1), marks=long), (1,)], ids=str)
 def test_a_signal_ends_all_behind_the_same_batch(
     tmp_path: Path, accelerator: str, ranks: tuple[int, ...]
 ) -> None:
@@ -127,7 +141,9 @@ def test_a_signal_ends_all_behind_the_same_batch(
     assert "Received SIGTERM: 15" in ended[ranks[0]].said
 
 
-@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param((0,), marks=long), (1,), pytest.param((0, 1), marks=long)], ids=str
+)
 def test_ctrl_c_ends_all(tmp_path: Path, accelerator: str, ranks: tuple[int, ...]) -> None:
     act = _sender(signal.SIGINT, ranks)
     ended = launch(

@@ -10,6 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+import torch
+
 from lightning_cudagraph.capture.processes.board import machine
 from tests.distributed.launch import ROOT, free_port
 
@@ -61,20 +64,27 @@ def torchrun(
     return said
 
 
-def test_two_machines_train_as_without_the_callback(tmp_path: Path, accelerator: str) -> None:
-    local_size = 1 if accelerator == "gpu" else 2  # as many GPUs as there are
+@pytest.mark.long
+@pytest.mark.parametrize("local_size", [1, 2])
+def test_two_machines_train_as_without_the_callback(
+    tmp_path: Path, accelerator: str, local_size: int
+) -> None:
+    if accelerator == "gpu" and torch.cuda.device_count() < 2 * local_size:
+        pytest.skip(f"needs {2 * local_size} CUDA GPUs")
     command = ["-m", "tests.distributed.hosts", str(tmp_path), accelerator]
     torchrun(tmp_path, command, local_size, agents=2, gpus=accelerator == "gpu")
     for rank in range(2 * local_size):
         assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == "ok"
 
 
+@pytest.mark.long  # they share a page in test_together.py
 def test_processes_of_one_machine_have_one_name_for_it() -> None:
     code = "from lightning_cudagraph.capture.processes.board import machine; print(machine())"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
     assert said.stdout.decode().strip() == machine()
 
 
+@pytest.mark.long
 def test_an_example_with_torchrun(tmp_path: Path, accelerator: str) -> None:
     """As `examples/slurm/char_gpt.sbatch` starts it, in a small setting."""
     size = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 16, "sample_chars": 10}
@@ -96,6 +106,7 @@ def test_an_example_with_torchrun(tmp_path: Path, accelerator: str) -> None:
     assert "11 warmed up, 29 replayed, 0 eager" in said, said[-3000:]
 
 
+@pytest.mark.long  # in processes that are forked: test_steps.py
 def test_the_example_of_fabric(tmp_path: Path, accelerator: str) -> None:
     (said,) = torchrun(tmp_path, ["examples/fabric_ddp.py", "--batches", "80"], local_size=2)
     assert "44 warmed up, 36 replayed, 0 eager; captured 3 time(s)" in said, said[-3000:]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_cudagraph.capture.processes import failures
 from lightning_cudagraph.capture.processes.agreement import Intent
 from lightning_cudagraph.capture.processes.board import VALUE_BITS, Board
 from lightning_cudagraph.capture.processes.ranks import Ranks
@@ -38,6 +39,12 @@ def _made(size: int) -> Iterator[tuple[Ranks, ...]]:
             ranks.close()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def waits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one with the store waits for others to read, which here are in the same thread."""
+    monkeypatch.setattr(failures, "_READ_TIMEOUT_S", 0.1)
 
 
 @pytest.fixture

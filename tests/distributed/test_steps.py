@@ -101,8 +101,8 @@ def test_a_process_that_ends_in_a_call_ends_all(
     "name",
     [
         "an_uncaught_error_without_with",
-        "an_uncaught_error_before_the_first_call",
-        "an_uncaught_error_between_two_steps",
+        pytest.param("an_uncaught_error_before_the_first_call", marks=pytest.mark.long),
+        pytest.param("an_uncaught_error_between_two_steps", marks=pytest.mark.long),
         "an_uncaught_error_well_before_another_step",
     ],
 )

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.launch import assert_all_ok, launch
 
 CASES = (
-    "all_reduces_are_timed",
     "all_reduces_are_timed_with_accumulation",
-    "the_slowest_is_named",
     "a_late_host_is_named",
+)
+CASES_LONG = (
+    "all_reduces_are_timed",
+    "the_slowest_is_named",
 )
 
 
-def test_processes_time_their_steps(tmp_path: Path, accelerator: str) -> None:
-    assert_all_ok(launch(tmp_path, CASES, accelerator, timeout_s=240), CASES)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(CASES, id="some"),
+        pytest.param(CASES_LONG, id="more", marks=pytest.mark.long),
+    ],
+)
+def test_processes_time_their_steps(tmp_path: Path, accelerator: str, cases: tuple[str, ...]) -> None:
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=240), cases)

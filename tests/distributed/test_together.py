@@ -10,10 +10,7 @@ from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
 
 SAME = (
     "same_numbers",
-    "same_numbers_with_sampled_times",
-    "same_numbers_accumulated",
     "same_numbers_accumulated_with_sampled_times",
-    "same_numbers_in_buckets",
     "same_numbers_in_buckets_accumulated",
     "same_numbers_without_broadcasts",
     "same_numbers_with_the_optimizer_behind",
@@ -21,26 +18,35 @@ SAME = (
     "same_numbers_over_sockets",
     "same_numbers_with_shared_logs",
     "same_numbers_on_several_streams",
-    "same_numbers_with_averaged_weights",
-    "same_numbers_with_learning_rates_logged",
     "same_numbers_with_scheduled_accumulation",
     "same_numbers_stopped_early",
+)
+# One part of what is together in a case of `SAME`, or another callback of Lightning's.
+SAME_LONG = (
+    "same_numbers_with_sampled_times",
+    "same_numbers_accumulated",
+    "same_numbers_in_buckets",
+    "same_numbers_with_averaged_weights",
+    "same_numbers_with_learning_rates_logged",
     "same_numbers_stopped_by_the_clock",
 )
 AGREED = (
     "another_shape",
-    "another_shape_over_sockets",
     "another_shape_on_the_short_way",
     "a_guard_in_one_process",
     "a_guard_in_one_process_over_sockets",
     "a_capture_that_one_refuses",
-    "a_capture_that_one_refuses_over_sockets",
     "a_capture_that_one_refuses_goes_on",
     "a_capture_that_fails_in_the_backward_pass",
     "a_check_that_one_fails",
     "a_check_that_one_fails_alone",
-    "a_check_that_one_fails_alone_goes_on",
     "sent_back_to_one_stream",
+)
+AGREED_LONG = (
+    "another_shape_over_sockets",
+    "a_capture_that_one_refuses_over_sockets",
+    "a_check_that_one_fails_alone_goes_on",
+    "a_shorter_stream_over_sockets",
 )
 DIFFERENT = (
     "different_arguments",
@@ -50,22 +56,29 @@ DIFFERENT = (
     "a_shorter_loader",
     "different_accumulation",
     "a_shorter_stream",
-    "a_shorter_stream_over_sockets",
 )
 SIGNALS = (
     "a_signal_before_and_in_an_evaluation",
-    "a_signal_in_an_evaluation_of_one",
     "a_signal_in_an_evaluation_of_one_over_sockets",
-    "a_signal_at_the_end_of_an_epoch_of_one",
     "a_signal_at_the_end_of_one",
     "a_signal_before_what_all_need",
     "a_signal_in_an_evaluation",
     "a_signal_where_all_share_each_batch",
 )
+SIGNALS_LONG = (
+    "a_signal_in_an_evaluation_of_one",
+    "a_signal_at_the_end_of_an_epoch_of_one",
+)
 
 
 @pytest.mark.parametrize(
-    "cases", [SAME[::2], SAME[1::2], SIGNALS], ids=["same numbers", "same numbers too", "signals"]
+    "cases",
+    [
+        pytest.param(SAME[::2], id="same numbers"),
+        pytest.param(SAME[1::2], id="same numbers too"),
+        pytest.param(SIGNALS, id="signals"),
+        pytest.param((*SAME_LONG, *SIGNALS_LONG), id="more", marks=pytest.mark.long),
+    ],
 )
 def test_processes_train_as_without_the_callback(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
@@ -73,7 +86,14 @@ def test_processes_train_as_without_the_callback(
     assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=400), cases)
 
 
-@pytest.mark.parametrize("cases", [AGREED, DIFFERENT], ids=["agreed", "different from the start"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(AGREED, id="agreed"),
+        pytest.param(DIFFERENT, id="different from the start"),
+        pytest.param(AGREED_LONG, id="more", marks=pytest.mark.long),
+    ],
+)
 def test_processes_decide_together_at_once(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:

@@ -1,0 +1,77 @@
+"""The tests that the default run takes: all but the long ones.
+
+A test is long by its mark `long`, or if it has the mark `spread` and is not among the cases that stand
+for all of them. `--long` takes all; so does the name of a test (`file.py::test`). `tests/gpu` is
+always whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+GPU = Path(__file__).parent / "gpu"
+
+
+def takes_all(config: pytest.Config) -> bool:
+    """Tell if this run takes the long tests too."""
+    return config.getoption("--long") or any("::" in argument for argument in config.args)
+
+
+def long_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The tests that the default run leaves out."""
+    spread: dict[object, list[pytest.Item]] = {}
+    found = []
+    for item in items:
+        if GPU in item.path.parents:
+            continue
+        if item.get_closest_marker("long"):
+            found.append(item)
+        elif item.get_closest_marker("spread"):
+            spread.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    for cases in spread.values():
+        mark = cases[0].get_closest_marker("spread")
+        assert mark is not None
+        kept = representatives(_indices(cases), *mark.args, **mark.kwargs)
+        found += [item for index, item in enumerate(cases) if index not in kept]
+    return found
+
+
+def _indices(cases: Sequence[pytest.Item]) -> list[dict[str, int]]:
+    """The values of the parameters of each case, numbered as they first appear."""
+    seen: dict[str, dict[int, int]] = {}
+    return [
+        {
+            name: seen.setdefault(name, {}).setdefault(id(value), len(seen[name]))
+            for name, value in case.callspec.params.items()  # type: ignore[attr-defined]
+        }
+        for case in cases
+    ]
+
+
+def representatives(cases: Sequence[Mapping[str, int]], every: int = 1, first: int = 0) -> list[int]:
+    """Cases of a product of parameters that stand for all: a diagonal, where each value appears.
+
+    Args:
+        cases: the index of the value of each parameter, for each case.
+        every: of the diagonal, take one case in so many.
+        first: the first of these.
+
+    Returns:
+        The positions of the cases in the order of `cases`.
+    """
+    # Parameters that are given together, as in `parametrize(("a", "b"), ...)`, are one.
+    columns = {tuple(case[name] for case in cases) for name in cases[0]}
+    longest, *others = sorted(columns, key=lambda column: (-max(column), column))
+    sizes = [max(column) + 1 for column in others]
+    diagonal = []
+    for position, index in enumerate(longest):
+        # Shifted from one round to the next, lest two parameters always go together.
+        rounds = index // sizes[0] if sizes else 0
+        wanted = [(index + k * rounds) % size for k, size in enumerate(sizes)]
+        if wanted == [column[position] for column in others]:
+            diagonal.append(position)
+    diagonal.sort(key=lambda position: longest[position])
+    return diagonal[first::every]
