@@ -1009,6 +1009,7 @@ class Hides(Evaluated):
         return self(batch[0]) * self.scales.queue[0]
 
 
+@pytest.mark.usefixtures("only_numbers_are_checked")
 @pytest.mark.filterwarnings(*_IGNORED)
 def test_verified(tmp_path: Path, accelerator: str) -> None:
     """What no guard sees shows in the outputs, which are compared."""

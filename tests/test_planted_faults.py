@@ -287,6 +287,7 @@ def test_caught(tmp_path: Path, accelerator: str, name: str) -> None:
     assert_same(plain, graph)
 
 
+@pytest.mark.usefixtures("only_numbers_are_checked")
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.control])
 def test_without_the_guard_it_trains_wrong(

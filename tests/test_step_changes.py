@@ -428,6 +428,7 @@ class Planted(Loop):
         self.numbers.queue[0] += 0.5
 
 
+@pytest.mark.usefixtures("only_numbers_are_checked")
 def test_verification_catches_what_no_audit_sees(accelerator: str) -> None:
     with pytest.raises(VerificationError, match=r"other numbers.* What the step returned differs"):
         run(Planted(device_of(accelerator)), graphed=True)

@@ -23,6 +23,9 @@ from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from tests.harness import Net, assert_same, differences, fused_adamw, make, train
 
+# What the numbers of a check say by themselves; names come from elsewhere (tests/test_walker.py).
+pytestmark = pytest.mark.usefixtures("only_numbers_are_checked")
+
 EPSILON = torch.finfo(torch.float32).eps
 
 

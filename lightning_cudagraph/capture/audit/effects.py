@@ -9,7 +9,6 @@ which run on the host, and of methods that Lightning calls around the step.
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -18,18 +17,15 @@ from typing import Any
 from torch import Tensor
 
 from lightning_cudagraph.capture.audit.frozen import effect_error
-from lightning_cudagraph.capture.audit.host_lines import line_that_sets, nearest_line
+from lightning_cudagraph.capture.audit.host_lines import is_set_elsewhere, line_that_sets, nearest_line
 from lightning_cudagraph.capture.audit.host_objects import (
-    UNSET,
     VALUES,
-    attributes_of,
     is_users_module,
-    slot_value,
-    slots_of,
 )
 from lightning_cudagraph.capture.audit.host_state import Change
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from lightning_cudagraph.capture.audit.walker import Moved, Root, Walk
+from lightning_cudagraph.capture.own_modes import not_compiled
 from lightning_cudagraph.capture.sentry import is_users
 
 __all__ = ["OF_OPTIMIZER", "Effects"]
@@ -89,23 +85,21 @@ class Effects:
         """
         hidden = [moved for moved in self._found if not moved.can_be_set]
         self._refuse(hidden, self._mentioned.users_code)
-        before = [(moved.holder, _contents(moved.holder)) for moved in self._found]
+        before = [(moved, moved.contents()) for moved in self._found]
         try:
             yield
             self._refuse(self._found, captured().users_code)
         except BaseException:
-            for holder, contents in before:
-                _put_back(holder, contents)
+            for moved, contents in before:
+                moved.put_back(contents)
             raise
 
     def _refuse(self, found: Sequence[Moved], captured: Sequence[CodeType]) -> None:
         for moved in found:
             change = Change(moved.path, moved.of, moved.holder, draws=False)
-            line = line_that_sets(change, captured)
-            if line is None:
-                if line_that_sets(change, self._mentioned.users_code) is not None:
-                    continue  # that code runs on the host in replays too
-                line = nearest_line(change, captured)
+            if is_set_elsewhere(change, captured, self._mentioned.users_code):
+                continue  # that code runs on the host in replays too
+            line = line_that_sets(change, captured) or nearest_line(change, captured)
             error = effect_error(change, line)
             error.in_optimizer = moved.of.startswith(OF_OPTIMIZER)
             raise error
@@ -116,40 +110,6 @@ class Effects:
         # A tensor in an attribute of a module: such attributes are carried over from step to step in the
         # graph, or refused by the capture.
         return not (_is_of_tensors(moved.now) and self._is_carried(moved.holder))
-
-
-def _contents(holder: Any) -> Any:
-    """What an object holds, as far as it can be put back."""
-    kind = type(holder)
-    attributes = attributes_of(holder)
-    own: Any = None
-    if issubclass(kind, dict):
-        own = [*dict.items(holder)]
-    elif (base := _base_of(kind)) is not None:
-        own = [*base.__iter__(holder)]
-    slots = {name: slot_value(slot, holder) for name, slot in slots_of(kind).items()}
-    return None if attributes is None else dict(attributes), own, slots
-
-
-def _put_back(holder: Any, contents: Any) -> None:
-    attributes, own, slots = contents
-    kind = type(holder)
-    if attributes is not None and (now := attributes_of(holder)) is not None:
-        now.clear()
-        now.update(attributes)
-    if issubclass(kind, dict):
-        dict.clear(holder)
-        dict.update(holder, own)
-    elif (base := _base_of(kind)) is not None:
-        base.clear(holder)
-        (base.update if base is set else base.extend)(holder, own)
-    for name, slot in slots_of(kind).items():
-        if slots[name] is not UNSET:
-            slot.__set__(holder, slots[name])
-
-
-def _base_of(kind: type) -> Any:
-    return next((base for base in (list, deque, set) if issubclass(kind, base)), None)
 
 
 def _is_of_tensors(value: Any) -> bool:
@@ -173,6 +133,7 @@ def _code_noted(mentioned: MentionedNames) -> Iterator[None]:
             if is_users(code, frame.f_globals) and is_users_module(str(frame.f_globals.get("__name__"))):
                 mentioned.note(frame)
 
+    not_compiled(note, with_what_it_calls=True)
     sys.setprofile(note)
     try:
         yield

@@ -14,11 +14,12 @@ import numpy as np
 from lightning_cudagraph.capture.audit.host_state import Change
 from lightning_cudagraph.capture.sentry import Location, location_in
 
-__all__ = ["NUMPYS_OWN", "line_that_sets", "nearest_line", "stores"]
+__all__ = ["NUMPYS_OWN", "is_set_elsewhere", "line_that_sets", "nearest_line", "stores"]
 
 # Behind the functions of `numpy.random`.
 NUMPYS_OWN: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
 _ITEM = "[]"
+_NOWHERE = 3
 
 
 def line_that_sets(change: Change, codes: Iterable[CodeType]) -> Location | None:
@@ -31,19 +32,25 @@ def line_that_sets(change: Change, codes: Iterable[CodeType]) -> Location | None
     Returns:
         The line, or None if there is none.
     """
+    found = [*_lines(change, codes)]
+    return location_in(*min(found, key=lambda line: line[0])[1:]) if found else None
+
+
+def is_set_elsewhere(change: Change, codes: Iterable[CodeType], others: Iterable[CodeType]) -> bool:
+    """Whether other code sets, changes or mentions an attribute rather than some code does."""
+    here = min((rank for rank, _, _ in _lines(change, codes)), default=_NOWHERE)
+    return min((rank for rank, _, _ in _lines(change, others)), default=_NOWHERE) < here
+
+
+def _lines(change: Change, codes: Iterable[CodeType]) -> Iterator[tuple[int, CodeType, int]]:
+    """The lines that set the attribute (0), change an item of it (1), or mention it (2)."""
     name = "random" if change.holder is NUMPYS_OWN else change.attribute
-    items: list[tuple[CodeType, int]] = []
-    mentions: list[tuple[CodeType, int]] = []
     for code in codes:
         sets = set(stores(code))
         for mentioned, line in _names(code):
-            if mentioned != name:
-                continue
-            if (name, line) in sets and not change.draws:
-                return location_in(code, line)
-            (items if (_ITEM, line) in sets else mentions).append((code, line))
-    found = items or mentions
-    return location_in(*found[0]) if found else None
+            if mentioned == name:
+                is_set = (name, line) in sets and not change.draws
+                yield 0 if is_set else 1 if (_ITEM, line) in sets else 2, code, line
 
 
 def nearest_line(change: Change, codes: Sequence[CodeType]) -> Location | None:

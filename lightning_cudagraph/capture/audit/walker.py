@@ -64,7 +64,8 @@ _CLOSED = (
     *(MethodWrapperType, WrapperDescriptorType),
 )
 # Of these, and of attributes and slots, all parts can be set.
-_MUTABLE = (dict, list, deque, set)
+_SEQUENCES: tuple[Any, ...] = (list, deque, set)
+_MUTABLE = (dict, *_SEQUENCES)
 _SHOWN = VALUES - {bytes}
 _MAX_SHOWN = 60
 # Nothing else of them is looked at.
@@ -95,34 +96,6 @@ class Root(NamedTuple):
     in_tuple: bool = False
 
 
-class Moved(NamedTuple):
-    """A part of an object that is not what it was.
-
-    Attributes:
-        path: of the part, as the user would write it.
-        of: what the path starts at, in words.
-        holder: the object that holds it.
-        was: what it was; `UNSET` if there was nothing.
-        now: what it is; `UNSET` if there is nothing.
-        can_be_set: it can be put back to what it was.
-    """
-
-    path: str
-    of: str
-    holder: Any
-    was: Any
-    now: Any
-    can_be_set: bool
-
-    @property
-    def words(self) -> str:
-        """The change in words, with both values where they are numbers or texts."""
-        label = f"`{self.path}` of {self.of}"
-        if type(self.was) in _SHOWN and type(self.now) in _SHOWN:
-            return f"{label} changed from {str(self.was)[:_MAX_SHOWN]} to {str(self.now)[:_MAX_SHOWN]}"
-        return f"{label} changed"
-
-
 @dataclass(eq=False)
 class _Node:
     """One object whose parts are compared.
@@ -150,13 +123,75 @@ class _Node:
     def changes(self) -> Iterator[Moved]:
         now = self.read()
         if now.keys() == self.parts.keys() and [*now] != [*self.parts] and not self.ignored:
-            yield Moved(
-                self.path, self.of, self.owner, UNSET, UNSET, self.can_be_set
-            )  # in another order
+            yield Moved(self, None, UNSET, UNSET)
         for label in {**self.parts, **now}:
             was, part = self.parts.get(label, UNSET), now.get(label, UNSET)
             if label not in self.ignored and not _same(was, part):
-                yield Moved(_joined(self.path, label), self.of, self.owner, was, part, self.can_be_set)
+                yield Moved(self, label, was, part)
+
+
+class Moved(NamedTuple):
+    """A part of an object that is not what it was.
+
+    Attributes:
+        node: the object.
+        label: of the part; None if the parts are in another order.
+        was: what it was; `UNSET` if there was nothing.
+        now: what it is; `UNSET` if there is nothing.
+    """
+
+    node: _Node
+    label: Any
+    was: Any
+    now: Any
+
+    @property
+    def path(self) -> str:
+        """That of the part, as the user would write it."""
+        return self.node.path if self.label is None else _joined(self.node.path, self.label)
+
+    @property
+    def of(self) -> str:
+        """What the path starts at, in words."""
+        return self.node.of
+
+    @property
+    def holder(self) -> Any:
+        """The object that holds the part."""
+        return self.node.owner
+
+    @property
+    def can_be_set(self) -> bool:
+        """Whether the part can be put back to what it was."""
+        return self.node.can_be_set
+
+    @property
+    def words(self) -> str:
+        """The change in words, with both values where they are numbers or texts."""
+        label = f"`{self.path}` of {self.of}"
+        if type(self.was) in _SHOWN and type(self.now) in _SHOWN:
+            return f"{label} changed from {str(self.was)[:_MAX_SHOWN]} to {str(self.now)[:_MAX_SHOWN]}"
+        return f"{label} changed"
+
+    def contents(self) -> Any:
+        """What the object holds now, as far as `put_back` needs it."""
+        holder = self.node.holder
+        base = next((base for base in _SEQUENCES if issubclass(type(holder), base)), None)
+        return self.node.read().get(self.label, UNSET) if base is None else [*base.__iter__(holder)]
+
+    def put_back(self, contents: Any) -> None:
+        """Bring the part back to what it was when `contents` was called."""
+        holder = self.node.holder
+        base: Any = next((base for base in _SEQUENCES if issubclass(type(holder), base)), None)
+        if base is not None:
+            base.clear(holder)
+            (base.update if base is set else base.extend)(holder, contents)
+        elif issubclass(type(holder), dict):
+            key = self.label.key if type(self.label) is _Item else self.label
+            key = key.key if type(key) is _ById else key
+            dict.pop(holder, key, None) if contents is UNSET else dict.__setitem__(holder, key, contents)
+        elif (slot := slots_of(type(holder)).get(self.label)) is not None and contents is not UNSET:
+            slot.__set__(holder, contents)
 
 
 def _same(was: Any, now: Any) -> bool:
@@ -197,13 +232,13 @@ class _ById:
     """A key that is no plain value, known by its identity, without its own `__hash__` and `__eq__`."""
 
     def __init__(self, key: Any) -> None:
-        self._key = key
+        self.key = key
 
     def __hash__(self) -> int:
-        return id(self._key)
+        return id(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and other._key is self._key
+        return isinstance(other, _ById) and other.key is self.key
 
 
 def _items(value: dict[Any, Any]) -> dict[Any, Any]:
