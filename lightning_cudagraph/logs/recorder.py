@@ -213,12 +213,12 @@ class Logs:
             return made
 
         loop._results = recorder
-        vars(self._module)[TO_TENSOR] = to_device_tensor
         try:
-            with self._metrics.recording(recorder.events.append):
+            with ExitStack() as stack:
+                stack.enter_context(in_place(self._module, TO_TENSOR, to_device_tensor))
+                stack.enter_context(self._metrics.recording(recorder.events.append))
                 yield recorder.events
         finally:
-            del vars(self._module)[TO_TENSOR]
             loop._results = results
             connector._current_fx = current_fx
 

@@ -248,7 +248,7 @@ def _items(value: dict[Any, Any]) -> dict[Any, Any]:
 
 def _base_of_dict(value: dict[Any, Any]) -> Any:
     """The class whose methods read it: the order of an OrderedDict is kept apart from its items."""
-    return OrderedDict if isinstance(value, OrderedDict) else dict
+    return OrderedDict if issubclass(type(value), OrderedDict) else dict
 
 
 def _attributes(attributes: dict[str, Any]) -> dict[Any, Any]:
@@ -489,6 +489,6 @@ class Walk:
 
 def _compared(node: _Node) -> Any:
     """The object of a node whose referents are compared."""
-    if isinstance(node.holder, type):
+    if issubclass(type(node.holder), type):
         return gc.get_referents(namespace_of(node.holder))[0]  # the dictionary behind the proxy
     return node.holder

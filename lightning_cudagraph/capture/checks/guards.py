@@ -33,13 +33,22 @@ from lightning_cudagraph.capture.checks.reads import PythonValues
 from lightning_cudagraph.capture.checks.structure import Structure, described
 from lightning_cudagraph.capture.checks.switches import global_switches
 from lightning_cudagraph.capture.recomputed import recomputed_names
+from lightning_cudagraph.compat.torch_names import _BaseDataLoaderIter
 
 __all__ = ["Guards"]
 
 _State = dict[str, Any]
 
 # They change in every step by themselves; records and files are refused where they are written.
-_STOPS = (Optimizer, LRScheduler, DataLoader, logging.Handler, FileIO, TextIOWrapper)
+_STOPS = (
+    Optimizer,
+    LRScheduler,
+    DataLoader,
+    _BaseDataLoaderIter,
+    logging.Handler,
+    FileIO,
+    TextIOWrapper,
+)
 # A part that has changed so often, with checks that found the step the same, is not compared any more.
 _CHECKS_TO_CLEAR = 3
 

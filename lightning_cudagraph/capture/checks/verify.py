@@ -284,7 +284,7 @@ class Verifier:
         """Look at the ops of the step, from the state before it, and go back to that."""
         try:
             return trace()
-        except CUDAGraphError:
+        except (CUDAGraphError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # under a mode of the dispatcher some of torch's own code fails
             self._note(f"the ops of the step cannot be told by name: {type(error).__name__}: {error}")
@@ -353,7 +353,8 @@ class Verifier:
     def _put(self, live: _Values, outcome: _Outcome) -> None:
         with torch.no_grad():
             for name, tensor in live.items():
-                tensor.copy_(outcome.values[name])
+                # By `data`, so that no version is counted: a step around this one may have saved it.
+                tensor.data.copy_(outcome.values[name])
         self.backend.set_rng_state(outcome.rng_state)
 
     def _note(self, text: str) -> None:

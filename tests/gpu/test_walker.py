@@ -1,0 +1,3 @@
+"""Verification on CUDA."""
+
+from tests.test_walker import *  # noqa: F403

@@ -1,0 +1,240 @@
+"""What objects hold, of whatever class; what steps change in them; and which op came to another number.
+
+`tests/matrix` has the places and moments; here are the parts by themselves.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cudagraph import CaptureError, CUDAGraphCallback
+from lightning_cudagraph.capture.audit.effects import Effects
+from lightning_cudagraph.capture.audit.walker import Root, Walk
+from lightning_cudagraph.capture.checks.tape import OpTape
+from tests.harness import Net, assert_same, differences, make, train
+
+
+class Holder:
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+
+def _numbers() -> Iterator[float]:
+    number = 1.0
+    while True:
+        yield number
+        number += 1.0
+
+
+def _changed(holder: Any, change: Callable[[], object]) -> list[str]:
+    walk = Walk([Root(holder, "", "the holder")])
+    assert walk.changes(everything=True) == []
+    change()
+    found = walk.changes(everything=True)
+    return [moved.words for moved in found]
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "path"),
+    [
+        (types.SimpleNamespace(n=1.0), lambda part: setattr(part, "n", 2.0), "part.n"),
+        ([1.0, [2.0]], lambda part: part[1].__setitem__(0, 3.0), "part[1][0]"),
+        ({"a": {"b": 1}}, lambda part: part["a"].update(b=2), "part['a']['b']"),
+        (deque([1.0]), lambda part: part.__setitem__(0, 2.0), "part[0]"),
+        (({"n": 1},), lambda part: part[0].update(n=2), "part[0]['n']"),
+        ([*range(5000)], lambda part: part.__setitem__(4999, 0), "part[4999]"),
+        (bytearray(100_000), lambda part: part.__setitem__(99_999, 1), "part"),
+    ],
+    ids=["namespace", "list", "dict", "deque", "tuple", "large list", "large buffer"],
+)
+def test_a_change_has_a_path(part: Any, change: Callable[[Any], object], path: str) -> None:
+    words = _changed(Holder(part=part), lambda: change(part))
+    assert words
+    assert words[0].startswith(f"`{path}` of the holder changed")
+
+
+def test_an_equal_number_is_no_change_and_an_integer_for_a_float_is_one() -> None:
+    holder = Holder(n=1e9)
+    assert _changed(holder, lambda: setattr(holder, "n", float("1e9"))) == []
+    assert _changed(holder, lambda: setattr(holder, "n", 1000000000)) != []
+    nan = Holder(n=float("nan"))
+    assert _changed(nan, lambda: setattr(nan, "n", float("nan"))) == []
+
+
+def test_another_order_is_a_change() -> None:
+    holder = Holder(items=OrderedDict(a=1, b=2))
+    assert _changed(holder, lambda: holder.items.move_to_end("a")) != []
+
+
+def test_code_of_the_objects_does_not_run() -> None:
+    class Trap:
+        def __init__(self) -> None:
+            self.n = 1
+
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("compared")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    trap = Trap()
+    assert _changed(Holder(trap=trap), lambda: object.__setattr__(trap, "n", 2)) == [
+        "`trap.n` of the holder changed from 1 to 2"
+    ]
+
+
+def test_what_is_ignored_is_not_compared() -> None:
+    holder = Holder(n=1, m=1)
+    walk = Walk([Root(holder, "", "the holder")], ignored={("the holder", "n")})
+    holder.n = 2
+    assert walk.changes() == []
+    holder.m = 2
+    assert [moved.path for moved in walk.changes()] == ["m"]
+
+
+def test_generators_and_iterators_are_seen_to_move() -> None:
+    numbers, items = _numbers(), iter([1, 2, 3])
+    next(numbers)
+    holder = Holder(numbers=numbers, items=items)
+    assert _changed(holder, lambda: next(numbers)) != []
+    assert _changed(holder, lambda: next(items)) != []
+
+
+# ---- tapes
+
+
+def _tape_of(first: Callable[[], object], second: Callable[[], object]) -> OpTape:
+    tape = OpTape()
+    for step in (first, second):
+        with tape.beside({}):
+            step()
+    return tape
+
+
+def test_the_first_other_number_is_named_with_its_line() -> None:
+    x = torch.ones(3)
+    scale = 2.0
+
+    def step() -> Tensor:
+        return (x + 1.0) * scale  # HERE
+
+    def later() -> Tensor:
+        nonlocal scale
+        scale = 3.0
+        return step()
+
+    difference = _tape_of(step, later).difference
+    assert difference is not None
+    assert "`aten.mul.Tensor` had 2.0 in the captured step, has 3.0 now" in str(difference)
+    assert f"{__file__}:" in str(difference)
+    assert "# HERE" in str(difference)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (lambda: torch.ones(2).exp(), lambda: torch.ones(2).log(), "comes to `aten.exp`.*`aten.log`"),
+        (lambda: torch.ones(2), lambda: torch.ones(3), "aten.ones.* had 2 .* has 3 "),
+        (lambda: torch.ones(2).exp(), lambda: torch.ones(2), "comes to `aten.exp`, the step now to its"),
+        (lambda: torch.tensor(1.5), lambda: torch.tensor(2.5), "value 1.5 .* with 2.5"),
+        (lambda: torch.full((2,), float("nan")), lambda: torch.full((2,), 1.0), "had nan"),
+    ],
+    ids=["op", "shape", "end", "constant", "nan"],
+)
+def test_what_differs(first: Any, second: Any, text: str) -> None:
+    import re
+
+    difference = _tape_of(first, second).difference
+    assert difference is not None
+    assert re.search(text, str(difference)), str(difference)
+
+
+def test_the_same_ops_differ_in_nothing() -> None:
+    def step() -> Tensor:
+        return torch.full((2,), float("nan")).add(1).softmax(0)
+
+    assert _tape_of(step, step).difference is None
+
+
+# ---- in a run
+
+
+class PerEpoch(Net):
+    """A weight of the loss in an object of Python's own, another one in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(weight=1.0)
+
+    def on_train_epoch_start(self) -> None:
+        setattr(self.config, "wei" + "ght", 1.0 + self.current_epoch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        output["loss"] = output["loss"] * getattr(self.config, "wei" + "ght")
+        return output
+
+
+def test_a_change_that_no_name_tells_is_captured_again_with_the_culprit(
+    tmp_path: Path, accelerator: str
+) -> None:
+    plain = train(make(PerEpoch), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback()
+    graph = train(make(PerEpoch), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 3
+    assert all("`config.weight` of the `PerEpoch`" in reason for reason in graph.counts.recaptures)
+
+
+def test_without_walks_and_checks_it_trains_wrong(
+    tmp_path: Path, accelerator: str, only_numbers_are_checked: None
+) -> None:
+    plain = train(make(PerEpoch), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(verify_replays=0)
+    graph = train(make(PerEpoch), tmp_path / "graph", callback, accelerator=accelerator)
+    assert differences(plain.final["weights"], graph.final["weights"])
+
+
+class CountsApart(Net):
+    """Counts its steps in an object of Python's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = types.SimpleNamespace(calls=0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.box.calls += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_effect_is_refused_and_undone(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError, match=r"`box.calls` of the `CountsApart` at .*test_walker.py:\d+"):
+        train(make(CountsApart), tmp_path / "raises", CUDAGraphCallback(), accelerator=accelerator)
+    plain_module, module = make(CountsApart), make(CountsApart)
+    plain = train(plain_module, tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    graph = train(module, tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert module.box.calls == plain_module.box.calls > 20
+
+
+def test_without_that_it_counts_too_few(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from contextlib import nullcontext
+
+    monkeypatch.setattr(Effects, "refused", lambda *args: nullcontext())
+    module = make(CountsApart)
+    graph = train(module, tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    assert graph.counts.replayed > 10
+    assert module.box.calls < 20
