@@ -39,7 +39,7 @@ _quiet = settings(
 )
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.spread(4, first=3)
 @pytest.mark.parametrize("streams", [1, 2, 3, 4])
 def test_every_order_comes_to_the_same(streams: int) -> None:
     raced: list[int] = []

@@ -84,7 +84,7 @@ def test_same_as_plain(
     assert counted(graph) == graphed()
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(3)  # all of them: test_family.py
 @pytest.mark.parametrize("name", SAME_KERNELS)
 def test_optimizers_with_the_same_kernels(tmp_path: Path, accelerator: str, name: str) -> None:
     def build() -> Net:
@@ -96,7 +96,7 @@ def test_optimizers_with_the_same_kernels(tmp_path: Path, accelerator: str, name
     assert counted(graph) == graphed()
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(5)  # all of them: test_family.py
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_optimizers_with_capturable_arithmetic(tmp_path: Path, accelerator: str, name: str) -> None:
     def build() -> Net:

@@ -86,7 +86,7 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
 }
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("form", "clip"),
     [  # Lightning itself refuses to clip for fused optimizers in mixed precision

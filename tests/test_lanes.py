@@ -94,7 +94,13 @@ def test_a_stream_on_which_others_have_multiplied_is_passed_over(simulated: Torc
     assert _is_own(side, simulated)
 
 
-def test_no_two_are_given_the_same_stream(simulated: Torch) -> None:
+@pytest.fixture
+def none_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams are in use, so that garbage need not be collected for each of many."""
+    monkeypatch.setattr(side_streams, "_MANY_LANES", 2 * _STREAMS)
+
+
+def test_no_two_are_given_the_same_stream(simulated: Torch, none_is_over: None) -> None:
     sides = [SideStream(_DEVICE) for _ in range(_STREAMS // 2)]
     simulated.workspaces.clear()  # then the streams of the first do not show by their memory
     for _ in range(_STREAMS // 2):
@@ -193,7 +199,7 @@ def test_two_threads_are_not_given_the_same(simulated: Torch, monkeypatch: pytes
     assert len({side.stream.cuda_stream for side in found}) == 2
 
 
-def test_a_stream_for_events_is_not_that_of_a_capture(simulated: Torch) -> None:
+def test_a_stream_for_events_is_not_that_of_a_capture(simulated: Torch, none_is_over: None) -> None:
     sides = [SideStream(_DEVICE) for _ in range(_STREAMS - 1)]
     taken = {side.stream.cuda_stream for side in sides}
     assert all(stream_beside(_DEVICE).cuda_stream not in taken for _ in range(3))

@@ -453,7 +453,7 @@ class Collections(Watched):
         self.called.reset()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @UNIMPORTANT
 @pytest.mark.parametrize("groups", [True, False, [["precision", "recall"], ["auroc"]]])
 def test_collections(tmp_path: Path, accelerator: str, groups: bool | list[list[str]]) -> None:
