@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_cudagraph.capture.audit.effects import OF_OPTIMIZER
 from lightning_cudagraph.capture.audit.host_calls import HostRules, allowance
 from lightning_cudagraph.capture.audit.host_objects import VALUES, attributes_of, is_users_class
-from lightning_cudagraph.capture.audit.walker import Root
+from lightning_cudagraph.capture.audit.walker import PRIVATE, Root
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.compat.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
 from lightning_cudagraph.errors import CaptureError
@@ -170,8 +170,7 @@ def outside_of_model(trainer: pl.Trainer) -> list[Root]:
         roots.append(Root(value, "", of, frozenset(left_out), is_entered=True))
     for optimizer in trainer.optimizers:
         of = f"{OF_OPTIMIZER} `{type(optimizer).__qualname__}`"
-        private = {n for n in vars(optimizer) if n.startswith("_")}
-        roots.append(Root(optimizer, "", of, frozenset({"state", "param_groups"} | private), True))
+        roots.append(Root(optimizer, "", of, frozenset({"state", "param_groups", PRIVATE}), True))
         roots += [
             Root(group, f"param_groups[{index}]", of, _OF_GROUPS, True)
             for index, group in enumerate(optimizer.param_groups)

@@ -110,11 +110,9 @@ def test_without_verification_it_would_train_wrong(tmp_path: Path, accelerator: 
     assert differences(plain.final["weights"], graph.final["weights"])
 
 
-def test_a_late_change_is_caught_after_a_pause_or_by_the_cautious(
+def test_a_late_change_is_caught_by_the_cautious(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(VerificationError):
-        train(make(ReadsAGlobalLate), tmp_path / "a", CUDAGraphCallback(), accelerator=accelerator)
     monkeypatch.setattr(Verifier, "pause", lambda self: None)
     plain = train(make(ReadsAGlobalLate), tmp_path / "plain", accelerator=accelerator)
     missed = train(make(ReadsAGlobalLate), tmp_path / "b", CUDAGraphCallback(), accelerator=accelerator)

@@ -51,7 +51,10 @@ from lightning_cudagraph.capture.audit.host_objects import (
 )
 from lightning_cudagraph.capture.sentry import is_users
 
-__all__ = ["Moved", "Root", "Walk"]
+__all__ = ["PRIVATE", "Moved", "Root", "Walk"]
+
+# Among names that are left out: all that begin with an underscore.
+PRIVATE = "_*"
 
 # Objects that are looked into. Where there are more, the rest is left to checks against eager steps.
 _MAX_OBJECTS = 20_000
@@ -73,7 +76,7 @@ _READ_WHOLE = (StringIO, BytesIO, torch.Generator, logging.Logger)
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Compared by identity; what is in them is looked into by itself.
 _OWN = ("__class__", "__dict__")
-_MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Root(NamedTuple):
@@ -120,13 +123,17 @@ class _Node:
     ignored: set[Any]
     can_be_set: bool
 
+    def _ignores(self, label: Any) -> bool:
+        is_private = PRIVATE in self.ignored and isinstance(label, str) and label.startswith("_")
+        return is_private or label in self.ignored
+
     def changes(self) -> Iterator[Moved]:
         now = self.read()
         if now.keys() == self.parts.keys() and [*now] != [*self.parts] and not self.ignored:
             yield Moved(self, None, UNSET, UNSET)
         for label in {**self.parts, **now}:
             was, part = self.parts.get(label, UNSET), now.get(label, UNSET)
-            if label not in self.ignored and not _same(was, part):
+            if not self._ignores(label) and not _same(was, part):
                 yield Moved(self, label, was, part)
 
 
@@ -438,8 +445,9 @@ class Walk:
         attributes = attributes_of(value)
         if issubclass(kind, nn.Module) and attributes is not None and not names:
             # Not one of the model's: what a metric keeps for itself, its states too, is its own.
-            private = {n for n in attributes if n[0] == "_" or n == "training"} - _MODULE_TABLES
-            names = frozenset(private | attributes.get("_defaults", {}).keys())
+            names = frozenset({PRIVATE, "training", *attributes.get("_defaults", ())})
+            for table in _MODULE_TABLES:
+                self._queue.append(Root(attributes.get(table), path, of))
         if attributes is not None:
             self._add(attributes, value, path, of, lambda: _attributes(attributes), names)
             self._seen[id(attributes)] = attributes
@@ -482,7 +490,7 @@ class Walk:
         is_large = len(node.parts) > _QUICK_MEMBERS or (view is not None and view.nbytes > _QUICK_BYTES)
         (self._large if is_large else self._nodes).append(node)
         for label, part in node.parts.items():
-            if type(part) not in VALUES and label not in ignored and label not in _OWN:
+            if type(part) not in VALUES and not node._ignores(label) and label not in _OWN:
                 in_tuple = issubclass(type(owner), tuple)
                 self._queue.append(Root(part, _joined(path, label), of, in_tuple=in_tuple))
 

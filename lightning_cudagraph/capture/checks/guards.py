@@ -21,6 +21,7 @@ from io import FileIO, TextIOWrapper
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader
 from lightning_cudagraph.capture.audit.effects import Effects
 from lightning_cudagraph.capture.audit.host_objects import is_users_class
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
-from lightning_cudagraph.capture.audit.walker import Moved, Root, Walk
+from lightning_cudagraph.capture.audit.walker import PRIVATE, Moved, Root, Walk
 from lightning_cudagraph.capture.checks.reads import PythonValues
 from lightning_cudagraph.capture.checks.structure import Structure, described
 from lightning_cudagraph.capture.checks.switches import global_switches
@@ -45,6 +46,7 @@ _STOPS = (
     LRScheduler,
     DataLoader,
     _BaseDataLoaderIter,
+    DistributedDataParallel,
     logging.Handler,
     FileIO,
     TextIOWrapper,
@@ -193,8 +195,7 @@ class Guards:
                 of = f"`{name}`" if name else f"the `{type(module).__qualname__}`"
                 left_out = self._unwatched | recomputed_names(module) | self._host_names(module)
                 if self._stays_on_host(module):  # what it keeps for itself is its own
-                    private = {n for n in vars(module) if n.startswith("_")}
-                    roots.append(Root(module, "", of, left_out | private, is_entered=True))
+                    roots.append(Root(module, "", of, left_out | {PRIVATE}, is_entered=True))
                 elif is_users_class(type(module)):
                     roots.append(Root(module, "", of, left_out))
             roots += [

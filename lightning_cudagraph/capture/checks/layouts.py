@@ -14,22 +14,9 @@ __all__ = ["Layouts"]
 
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 
-# Private, and each a single call in C for all tensors: Dynamo's guard of class, device, dtype, shape,
-# strides and `requires_grad`; and the addresses, in builds of torch for CUDA.
-_Guard = Any
-_AddressesEqual = Callable[[Sequence[Tensor], list[int]], bool]
-
-
-def _equal_one_by_one(tensors: Sequence[Tensor], addresses: list[int]) -> bool:
-    return list(map(_data_ptr, tensors)) == addresses
-
-
-def _equal_at_once(tensors: Sequence[Tensor], addresses: list[int]) -> bool:
-    equal: Any = torch._C._tensors_data_ptrs_at_indices_equal
-    return bool(equal(tensors, addresses, [*range(len(addresses))]))
-
 
 def _guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Dynamo's guard of class, device, dtype, shape, strides and `requires_grad`: one call for all."""
     guards: Any = torch._C._dynamo.guards
     check: Callable[..., bool] = guards.TensorGuards(
         *tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]
@@ -50,17 +37,7 @@ def _guards_work() -> bool:
         return False
 
 
-def _addresses_work() -> bool:
-    try:
-        tensors = [torch.empty(2), torch.empty(2)]
-        addresses = [*map(_data_ptr, tensors)]
-        return _equal_at_once(tensors, addresses) and not _equal_at_once(tensors, addresses[::-1])
-    except (AttributeError, TypeError):
-        return False
-
-
 _has_guards = _guards_work()
-_addresses_equal: _AddressesEqual = _equal_at_once if _addresses_work() else _equal_one_by_one
 
 
 def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
@@ -101,4 +78,4 @@ class Layouts:
                 return True
             # Dynamo's guard also compares what modes of the calling thread do to all tensors.
             self._check = _guard_of(now) if _has_guards else None
-        return not _addresses_equal(now, self._addresses)
+        return [*map(_data_ptr, now)] != self._addresses

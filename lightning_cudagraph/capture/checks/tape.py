@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cudagraph.capture.sentry import Location, user_location
 from lightning_cudagraph.capture.writes import storage_id
+from lightning_cudagraph.compat.torch_names import TorchDispatchMode
 
 __all__ = ["OpTape", "TapeDifference"]
 

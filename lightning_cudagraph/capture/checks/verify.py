@@ -18,6 +18,7 @@ is no rounding.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -282,15 +283,20 @@ class Verifier:
 
     def _traced(self, trace: Callable[[], str], live: _Values, before: _Outcome) -> str:
         """Look at the ops of the step, from the state before it, and go back to that."""
+        failed = False
         try:
             return trace()
         except (CUDAGraphError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # under a mode of the dispatcher some of torch's own code fails
             self._note(f"the ops of the step cannot be told by name: {type(error).__name__}: {error}")
-            return ""
+            failed = True
         finally:
             self._put(live, before)
+        if failed:
+            # Generators of torch's that the error has left (of checkpointing) hold hooks until they go.
+            gc.collect()
+        return ""
 
     def _somewhere(self, is_here: bool) -> bool:
         """Whether something is so in any process of the run."""
