@@ -273,6 +273,7 @@ REFUSED: dict[type[Base], str] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", REFUSED)
 def test_not_carried(tmp_path: Path, accelerator: str, cls: type[Base]) -> None:
     refused(tmp_path, accelerator, cls, match=REFUSED[cls])

@@ -162,6 +162,7 @@ def test_where_it_is_compiled(accelerator: str, how: How) -> None:
     assert_replayed(accelerator, FIT["Adam"], how)
 
 
+@pytest.mark.long
 def test_a_function_that_calls_a_step_compiled_in_its_place(accelerator: str) -> None:
     """Of SGD: uncompiled, an op of it takes the learning rate as a number."""
     assert_replayed(accelerator, FIT["SGD-momentum"], both)
@@ -201,6 +202,7 @@ def test_a_step_that_is_compiled_later_or_no_longer(accelerator: str, how: How, 
     assert graph.counts.captures == 2
 
 
+@pytest.mark.long
 def test_a_learning_rate_that_becomes_a_float(accelerator: str) -> None:
     """The step is not changed for a graph then, either."""
 
@@ -377,6 +379,7 @@ def test_with_a_gradient_scaler(tmp_path: Path, accelerator: str, form: str) -> 
     assert "the optimizer steps eagerly" not in callback.report
 
 
+@pytest.mark.long
 def test_behind_a_graph(tmp_path: Path, accelerator: str) -> None:
     """With a float for its learning rate, and a graph of forward and backward."""
 

@@ -301,6 +301,7 @@ def test_something_foreign_would_be_found(
     assert graph.foreign or any(isinstance(outcome, str) for outcome in graph.outcomes.values())
 
 
+@pytest.mark.long
 def test_a_callback_in_use(tmp_path: Path, accelerator: str) -> None:
     """A copy of it makes a run of its own; the original goes on."""
     made: list[CUDAGraphCallback] = []

@@ -160,6 +160,7 @@ def test_two_fits_in_one_folder(tmp_path: Path, accelerator: str) -> None:
     assert len(points(whole, "step_ms/total")) == 2 * len(REPLAYED)
 
 
+@pytest.mark.long
 def test_one_trainer_that_fits_twice(tmp_path: Path, accelerator: str) -> None:
     logger = TensorBoardLogger(tmp_path)
 
@@ -209,6 +210,7 @@ class WithoutExperiment(TensorBoardLogger):
         raise AttributeError("no experiment")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", [WithoutExperiment, NullExperiment])
 def test_a_run_whose_logger_has_no_writer(tmp_path: Path, accelerator: str, kind: Any) -> None:
     """It gets nothing, which is said once, and the run is the same."""
@@ -243,6 +245,7 @@ def test_a_run_whose_logger_has_no_writer(tmp_path: Path, accelerator: str, kind
     assert_same(run("plain", None), graph)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kwargs", [{"logger": False}, {"fast_dev_run": 12}], ids=["none", "dummy"])
 def test_a_run_without_loggers(tmp_path: Path, accelerator: str, kwargs: Any) -> None:
     def run(name: str, callback: CUDAGraphCallback | None) -> Any:

@@ -289,7 +289,7 @@ def test_limited(tmp_path: Path, accelerator: str, kind: str, limit: float) -> N
     assert (counts.warmed_up, counts.replayed) == (3, 3)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.filterwarnings(*_IGNORED)
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_metrics_alone(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:
@@ -337,6 +337,7 @@ class DropsOut(Evaluated):
         self.features[3].train()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", [DropsOut, Evaluated])
 def test_unwatched(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     """Without anybody's code between two batches, as most evaluations are."""
@@ -421,6 +422,7 @@ class Counts(Evaluated):
         return super().validation_step(batch, batch_idx)
 
 
+@pytest.mark.long
 def test_buffers(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, Counts, ours=evaluating, max_epochs=6)
     assert evaluation_of(done.graph).replayed > 4
@@ -501,7 +503,7 @@ class WritesInference(Evaluated):
         self.log("made_here", self.made_here)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("cls", "message"),
     [

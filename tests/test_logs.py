@@ -286,6 +286,7 @@ class InTheMiddle(Callback):
         self.log("in_the_middle", loss * 3, on_step=True, on_epoch=True, reduce_fx="max")
 
 
+@pytest.mark.long
 def test_a_name_that_a_hook_on_the_host_logs_too(tmp_path: Path, accelerator: str) -> None:
     _, graph = _both(
         tmp_path, Everything, callbacks=lambda: (InTheMiddle(),), accelerator=accelerator, max_epochs=4
@@ -323,6 +324,7 @@ def test_tensorboard(tmp_path: Path, accelerator: str, every: int) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_fit_twice(tmp_path: Path, accelerator: str) -> None:
     """The second fit finds what the first has left in Lightning's results."""
     ends = []
@@ -377,6 +379,7 @@ def test_a_number_that_changes_with_the_epoch(tmp_path: Path, accelerator: str) 
     assert graph.counts.replayed >= 30
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("epoch_batches", [2, 3])
 def test_a_number_that_changes_once_during_the_warm_up(
     tmp_path: Path, accelerator: str, epoch_batches: int
@@ -437,6 +440,7 @@ _CHANGING: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("cls", _CHANGING, ids=lambda cls: cls.__name__)
 def test_a_number_that_changes(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     verified = {"verify_every_n_steps": 1} if cls is Hidden else {}

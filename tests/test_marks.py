@@ -137,6 +137,7 @@ def test_too_many_layers(arguments: dict[str, Any]) -> None:
         select_layers(model, LayerTimings(**arguments))
 
 
+@pytest.mark.long
 def test_many_layers_and_an_automatic_choice() -> None:
     model = nn.ModuleList(nn.ReLU() for _ in range(20_000))
     assert len(select_layers(model, LayerTimings())) == 32
@@ -298,6 +299,7 @@ def test_a_timed_run_is_the_same(
     assert "not timed: `unused`: the step does not call it, or past its hooks only" in report
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_spans_lie_in_each_other(
     tmp_path: Path, accelerator: str, reentrant: bool, readings: list[Reading]

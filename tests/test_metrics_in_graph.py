@@ -342,6 +342,7 @@ def test_everyday(tmp_path: Path, accelerator: str, window: int) -> None:
     assert on_host(graph) == {}
 
 
+@pytest.mark.long
 @UNIMPORTANT
 def test_captures_that_take_turns(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
@@ -803,6 +804,7 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.long
 def test_a_metric_in_the_graph_launches_nothing(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -970,6 +972,7 @@ PUT_OFF = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", PUT_OFF, ids=lambda cls: cls.__name__)
 def test_the_state_of_a_metric_that_is_put_off_is_not_read(
     tmp_path: Path, accelerator: str, cls: type[Net]

@@ -97,6 +97,7 @@ def test_a_closure_that_is_called_several_times(
         assert len(spans[tag]) == calls
 
 
+@pytest.mark.long
 def test_steps_do_not_wait_for_the_collector(tmp_path: Path, accelerator: str) -> None:
     """The events of a step are gone when it has been read, also in a run without garbage collection."""
     alive: list[int] = []
@@ -168,6 +169,7 @@ class _GoesBackBehind(Callback):
         trainer.strategy.backward(pl_module(batch[0]).mean(), None)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("cls", "others"),
     [(_StepsTwice, ()), (_LooksAgain, ()), (Net, (_GoesBackBehind(),))],
@@ -343,6 +345,7 @@ def test_a_layer_that_another_one_replaces(tmp_path: Path, accelerator: str, gra
     assert "does not call it" not in report
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_layer_that_is_removed(tmp_path: Path, accelerator: str, graphed: bool) -> None:
     last, report = _changed(_Removes, tmp_path, accelerator, graphed)
@@ -397,6 +400,7 @@ class _PartlyCompiled(Net):
 
 
 # Inductor's own imports, in torch 2.11.
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("n", [1, 2])
 def test_layers_in_compiled_code(tmp_path: Path, accelerator: str, n: int) -> None:

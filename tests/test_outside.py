@@ -220,6 +220,7 @@ def _two_kinds() -> DataLoader[Any]:
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_parameters_that_have_no_gradient_in_this_kind_of_batch(
     tmp_path: Path, accelerator: str, scope: Any
@@ -360,6 +361,7 @@ def test_gradients_that_somebody_keeps(
     assert graph.counts.replayed >= 5
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_gradients_that_somebody_keeps_by_scope(tmp_path: Path, accelerator: str, scope: Any) -> None:
     collectors = [Collects(), Collects()]

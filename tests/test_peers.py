@@ -142,6 +142,7 @@ def test_steps_in_the_middle_are_traced(accelerator: str) -> None:
 
 
 # of torch: `make_graphed_callables` captures on a stream of its own, and the profiler profiles twice
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:The AccumulateGrad node's stream does not match", "ignore:Warning. Profiler clears events"
 )

@@ -224,6 +224,7 @@ def test_combined_loaders(tmp_path: Path, accelerator: str, mode: Any) -> None:
     became(done.graph, replayed=3 * length - WARMUP - missing, eager=eager)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("form", ["dict", "list", "nested"])
 @pytest.mark.filterwarnings(SIZE)
 def test_several_loaders(tmp_path: Path, accelerator: str, form: str) -> None:

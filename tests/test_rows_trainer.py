@@ -403,6 +403,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", MODULES)
 @pytest.mark.filterwarnings(
     "ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:Found 1 module.* in eval mode"

@@ -121,6 +121,7 @@ def test_model_summary(tmp_path: Path, accelerator: str) -> None:
     became(done.graph, replayed=18, eager=ONE_SHAPE)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("bar", ["tqdm", "rich"])
 def test_progress_bars(
     tmp_path: Path, accelerator: str, capfd: pytest.CaptureFixture[str], bar: str
@@ -157,6 +158,7 @@ def test_progress_bars(
     assert bar == "rich" or len(shown_graph) > 48
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_lambda_callback_on_the_host(tmp_path: Path, accelerator: str, watched: bool) -> None:
     """Hooks made of functions log, move the learning rate, and replace a parameter's memory."""

@@ -112,6 +112,7 @@ def test_a_subclass_with_the_same_step(tmp_path: Path, accelerator: str) -> None
     assert graph.counts.replayed == 18
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["LBFGS", "OneCycle", "reads back"])
 @pytest.mark.filterwarnings("ignore:lightning_cudagraph. all steps eager")
 def test_scope_step_insists(tmp_path: Path, accelerator: str, name: str) -> None:

@@ -339,6 +339,7 @@ class _AnotherFit(Callback):
             train(make(Branched), self._folder, watched=False, **other)
 
 
+@pytest.mark.long
 def test_another_fit_ends_meanwhile(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

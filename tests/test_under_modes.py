@@ -534,6 +534,7 @@ class CompiledProducts(Products):
         return self.fast(x)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", [NotRead, CompiledProducts], ids=lambda kind: kind.__name__)
 def test_where_torch_reads_nothing(tmp_path: Path, accelerator: str, kind: type[Net]) -> None:
     plain = _fit(kind, tmp_path / "plain", accelerator)

@@ -170,6 +170,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("make_optimizer", "cause"),
     [

@@ -127,6 +127,7 @@ def test_batches_that_are_timed_apart() -> None:
     assert step.durations_ms[step.layout.tags.index("step_ms/total")] == pytest.approx(15.0)
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_run_that_accumulates(accelerator: str, tmp_path: Path, eager: bool) -> None:
     timings = LayerTimings(window_steps=4, trace_steps=3)

@@ -103,7 +103,8 @@ def test_a_process_that_is_killed_ends_all(tmp_path: Path, accelerator: str, whe
 
 
 @pytest.mark.parametrize(
-    "where", ["on_rank_0", pytest.param("on_rank_1", marks=long), "on_rank_1_over_sockets"]
+    "where",
+    [*(pytest.param(name, marks=long) for name in ("on_rank_0", "on_rank_1")), "on_rank_1_over_sockets"],
 )
 def test_who_has_more_to_do_than_the_others_ends(tmp_path: Path, accelerator: str, where: str) -> None:
     cases = [f"fewer_epochs_{where}"]

@@ -77,7 +77,10 @@ def test_processes_decide_together_at_once(
 @pytest.mark.parametrize(
     ("name", "statuses", "reason"),
     [
-        ("an_error_in_the_step_before_averages", {1}, "ValueError: no more cheese"),
+        pytest.param(
+            *("an_error_in_the_step_before_averages", {1}, "ValueError: no more cheese"),
+            marks=pytest.mark.long,
+        ),
         # Python forgets that it was Ctrl-C once anything executes a string while it ends.
         ("ctrl_c_over_sockets", {1, -signal.SIGINT}, "KeyboardInterrupt"),
     ],
@@ -100,7 +103,7 @@ def test_a_process_that_ends_in_a_call_ends_all(
 @pytest.mark.parametrize(
     "name",
     [
-        "an_uncaught_error_without_with",
+        pytest.param("an_uncaught_error_without_with", marks=pytest.mark.long),
         pytest.param("an_uncaught_error_before_the_first_call", marks=pytest.mark.long),
         pytest.param("an_uncaught_error_between_two_steps", marks=pytest.mark.long),
         "an_uncaught_error_well_before_another_step",

@@ -12,16 +12,13 @@ SAME = (
     "same_numbers",
     "same_numbers_accumulated_with_sampled_times",
     "same_numbers_in_buckets_accumulated",
-    "same_numbers_without_broadcasts",
     "same_numbers_with_the_optimizer_behind",
     "same_numbers_on_the_short_way",
     "same_numbers_over_sockets",
     "same_numbers_with_shared_logs",
-    "same_numbers_on_several_streams",
-    "same_numbers_with_scheduled_accumulation",
     "same_numbers_stopped_early",
 )
-# One part of what is together in a case of `SAME`, or another callback of Lightning's.
+# One part of what is together in a case of `SAME`, or another setting or callback.
 SAME_LONG = (
     "same_numbers_with_sampled_times",
     "same_numbers_accumulated",
@@ -29,16 +26,16 @@ SAME_LONG = (
     "same_numbers_with_averaged_weights",
     "same_numbers_with_learning_rates_logged",
     "same_numbers_stopped_by_the_clock",
+    "same_numbers_without_broadcasts",
+    "same_numbers_on_several_streams",
+    "same_numbers_with_scheduled_accumulation",
 )
 AGREED = (
     "another_shape",
-    "another_shape_on_the_short_way",
     "a_guard_in_one_process",
     "a_guard_in_one_process_over_sockets",
     "a_capture_that_one_refuses",
-    "a_capture_that_one_refuses_goes_on",
     "a_capture_that_fails_in_the_backward_pass",
-    "a_check_that_one_fails",
     "a_check_that_one_fails_alone",
     "sent_back_to_one_stream",
 )
@@ -47,6 +44,9 @@ AGREED_LONG = (
     "a_capture_that_one_refuses_over_sockets",
     "a_check_that_one_fails_alone_goes_on",
     "a_shorter_stream_over_sockets",
+    "another_shape_on_the_short_way",
+    "a_capture_that_one_refuses_goes_on",
+    "a_check_that_one_fails",
 )
 DIFFERENT = (
     "different_arguments",
@@ -61,13 +61,13 @@ SIGNALS = (
     "a_signal_before_and_in_an_evaluation",
     "a_signal_in_an_evaluation_of_one_over_sockets",
     "a_signal_at_the_end_of_one",
-    "a_signal_before_what_all_need",
-    "a_signal_in_an_evaluation",
-    "a_signal_where_all_share_each_batch",
 )
 SIGNALS_LONG = (
     "a_signal_in_an_evaluation_of_one",
     "a_signal_at_the_end_of_an_epoch_of_one",
+    "a_signal_before_what_all_need",
+    "a_signal_in_an_evaluation",
+    "a_signal_where_all_share_each_batch",
 )
 
 
