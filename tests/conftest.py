@@ -10,6 +10,7 @@ import torch
 
 from lightning_cudagraph.capture.audit.walker import Walk
 from lightning_cudagraph.capture.checks.tape import OpTape
+from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.streams import stream_choice
 from tests import lengths
 from tests.declared import captures_looked_at
@@ -60,6 +61,12 @@ def _ops_write_what_they_are_said_to_write(request: pytest.FixtureRequest) -> It
     with captures_looked_at() as lies:
         yield
         assert not lies()
+
+
+@pytest.fixture(autouse=True)
+def _no_time_for_later_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which replays are checked after the first pauses would depend on the pace of the machine."""
+    monkeypatch.setattr(Verifier, "_is_affordable", lambda self: False)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,7 +212,8 @@ def test_a_learning_rate_that_moves_at_once_needs_no_check_more(
     callback = CUDAGraphCallback()
     train(make(Net), tmp_path, callback, accelerator=accelerator)
     assert callback.report is not None
-    assert "2 replay(s) verified against eager steps" in callback.report
+    # With one after each pause for which there is time.
+    assert re.search(r"note +[2-4] replay\(s\) verified against eager steps", callback.report)
 
 
 class _Scaled(torch.autograd.Function):
@@ -371,6 +373,38 @@ def test_a_check_that_runs_out_of_memory_lets_training_go_on(
 
 class _Graph:
     """Stands for a captured step."""
+
+
+_is_affordable = Verifier._is_affordable
+
+
+def test_what_is_checked_after_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Always after the first three, later and at growing distances within the budget."""
+    monkeypatch.setattr(Verifier, "_is_affordable", _is_affordable)
+    verifier = Verifier(EmulatorBackend(), replays=2, every_n_steps=None, budget=0.5)
+    graph = _Graph()
+    value = {"x": torch.zeros(1)}
+
+    def check() -> None:
+        verifier.check(graph, {}, lambda: value, lambda: (None, value))
+
+    assert not verifier.due(graph, 10)
+    for _ in range(3):
+        verifier.pause()
+        assert verifier.due(graph, 10)
+        check()
+        assert not verifier.due(graph, 10)
+    verifier._spent_s = 1e9
+    verifier.pause()
+    assert not verifier.due(graph, 10)
+    assert not verifier.due(graph, 64)
+    verifier._spent_s, verifier._longest_s = 0.0, 0.0
+    assert verifier.due(graph, 64)
+    check()
+    assert [n for n in (65, 255, 256) if verifier.due(graph, n)] == [256]
+    silent = Verifier(EmulatorBackend(), replays=0, every_n_steps=None, budget=0.5)
+    silent.pause()
+    assert not silent.due(graph, 64)
 
 
 class _Jittering:

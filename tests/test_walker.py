@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -51,9 +52,19 @@ def _changed(holder: Any, change: Callable[[], object]) -> list[str]:
         (deque([1.0]), lambda part: part.__setitem__(0, 2.0), "part[0]"),
         (({"n": 1},), lambda part: part[0].update(n=2), "part[0]['n']"),
         ([*range(5000)], lambda part: part.__setitem__(4999, 0), "part[4999]"),
+        (np.array([{"n": 1}, None]), lambda part: part[0].update(n=2), "part[0]['n']"),
         (bytearray(100_000), lambda part: part.__setitem__(99_999, 1), "part"),
     ],
-    ids=["namespace", "list", "dict", "deque", "tuple", "large list", "large buffer"],
+    ids=[
+        "namespace",
+        "list",
+        "dict",
+        "deque",
+        "tuple",
+        "large list",
+        "array of objects",
+        "large buffer",
+    ],
 )
 def test_a_change_has_a_path(part: Any, change: Callable[[Any], object], path: str) -> None:
     words = _changed(Holder(part=part), lambda: change(part))

@@ -40,8 +40,18 @@ Access = tuple[Callable[[], Any], Callable[[Any], None]]
 VALUES = frozenset(
     {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 )
-# Installed beside the user's own packages, and none of theirs.
-_NOT_USERS = ("numpy", "tensorboard", "tensorboardX", "wandb", "comet_ml", "mlflow", "clearml", "aim")
+# Installed beside the user's own packages, and none of theirs; Triton is what torch compiles with.
+_NOT_USERS = (
+    "numpy",
+    "triton",
+    "tensorboard",
+    "tensorboardX",
+    "wandb",
+    "comet_ml",
+    "mlflow",
+    "clearml",
+    "aim",
+)
 _FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
 # Classes of Lightning's that users derive their own from, apart from modules.
 _PARTS = ("Callback", "LightningDataModule")

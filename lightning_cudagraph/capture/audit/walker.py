@@ -36,6 +36,7 @@ from types import (
 )
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -466,6 +467,8 @@ class Walk:
             self._add(value, value, path, of, lambda: _members(value, base))
         elif slots := slots_of(kind):
             self._add(value, value, path, of, lambda: {**_slots(value, slots), "__class__": type(value)})
+        elif issubclass(kind, np.ndarray) and value.dtype.hasobject:
+            self._add(None, value, path, of, lambda: _members(value.ravel().tolist(), list))
         elif (view := _buffer(value)) is not None:
             self._add(None, value, path, of, lambda: {"": view.tobytes()}, view=view)
         else:
