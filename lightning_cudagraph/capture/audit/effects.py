@@ -1,4 +1,4 @@
-"""What steps change on the host, found in warm-up steps, which are real ones.
+"""Effects of steps on Python objects, found in warm-up steps, which are real ones.
 
 An object that a warm-up step has left other than it found it is changed by each step, and a replay
 would not change it. If code that is captured has changed it, the step is refused, and the object is put

@@ -37,7 +37,7 @@ def line_that_sets(change: Change, codes: Iterable[CodeType]) -> Location | None
 
 
 def is_set_elsewhere(change: Change, codes: Iterable[CodeType], others: Iterable[CodeType]) -> bool:
-    """Whether other code sets, changes or mentions an attribute rather than some code does."""
+    """True if other code sets, changes or mentions an attribute rather than `codes` does."""
     here = min((rank for rank, _, _ in _lines(change, codes)), default=_NOWHERE)
     return min((rank for rank, _, _ in _lines(change, others)), default=_NOWHERE) < here
 

@@ -117,7 +117,7 @@ def lineage(cls: type) -> tuple[type, ...]:
 
 @cache
 def is_users_module(module: str) -> bool:
-    """Whether a module of this name comes from neither Python's library, torch nor Lightning."""
+    """True if a module of this name comes from neither Python's library, torch nor Lightning."""
     top = module.partition(".")[0]
     if top in _NOT_USERS or top in _FRAMEWORKS:
         return False

@@ -160,7 +160,7 @@ class Moved(NamedTuple):
 
     @property
     def of(self) -> str:
-        """What the path starts at, in words."""
+        """The start of the path, in words."""
         return self.node.of
 
     @property
@@ -170,7 +170,7 @@ class Moved(NamedTuple):
 
     @property
     def can_be_set(self) -> bool:
-        """Whether the part can be put back to what it was."""
+        """True if the part can be put back to what it was."""
         return self.node.can_be_set
 
     @property
@@ -182,7 +182,7 @@ class Moved(NamedTuple):
         return f"{label} changed"
 
     def contents(self) -> Any:
-        """What the object holds now, as far as `put_back` needs it."""
+        """The parts of the object now, as far as `put_back` needs them."""
         holder = self.node.holder
         base = next((base for base in _SEQUENCES if issubclass(type(holder), base)), None)
         return self.node.read().get(self.label, UNSET) if base is None else [*base.__iter__(holder)]
@@ -203,7 +203,7 @@ class Moved(NamedTuple):
 
 
 def _same(was: Any, now: Any) -> bool:
-    """Whether one part is as good as another: the same object, or a value that says the same."""
+    """Compare two parts: the same object, or a value that says the same."""
     if was is now:
         return True
     kind = type(was)
@@ -291,7 +291,7 @@ def _of_function(value: FunctionType) -> dict[Any, Any]:
 
 
 def _referents(value: Any) -> dict[Any, Any]:
-    """What an object holds beside its attributes, which can lie in it or in a dictionary of theirs."""
+    """The referents of an object beside its attributes, which can lie in it or in their dictionary."""
     attributes = attributes_of(value)
     known = {id(attributes), id(type(value))}
     if attributes is not None:
