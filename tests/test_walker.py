@@ -239,6 +239,23 @@ def test_an_effect_is_refused_and_undone(tmp_path: Path, accelerator: str) -> No
     assert module.box.calls == plain_module.box.calls > 20
 
 
+class CountsUnderAName(Net):
+    """Counts in an attribute with a name that begins as one of Lightning's own does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_box = types.SimpleNamespace(calls=0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.training_box.calls += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_name_that_only_begins_like_a_harmless_one(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError, match=r"`training_box.calls` of the `CountsUnderAName`"):
+        train(make(CountsUnderAName), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
 def test_without_that_it_counts_too_few(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

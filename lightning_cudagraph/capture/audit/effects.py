@@ -105,7 +105,7 @@ class Effects:
             raise error
 
     def _is_effect(self, moved: Moved) -> bool:
-        if any(moved.path.startswith(path) for path in self._harmless):
+        if any(moved.path == at or moved.path.startswith((f"{at}.", f"{at}[")) for at in self._harmless):
             return False
         # A tensor in an attribute of a module: such attributes are carried over from step to step in the
         # graph, or refused by the capture.
