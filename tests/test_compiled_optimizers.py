@@ -472,7 +472,7 @@ class _LeftAlone:
 
 
 def _can_be_compiled() -> bool:
-    """Whether methods that Dynamo leaves alone may be given to `torch.compile`: torch 2.10 loses `self`."""
+    """Whether `torch.compile` may be given a method that Dynamo leaves alone: 2.10 loses `self`."""
     try:
         torch.compile(_LeftAlone().step, backend="eager")()
     except TypeError:
