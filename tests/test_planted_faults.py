@@ -261,7 +261,6 @@ def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 KWARGS: dict[str, Any] = {"logger": False, "max_epochs": 4}
 
 
-@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_caught(tmp_path: Path, accelerator: str, name: str) -> None:
     fault = FAULTS[name]
@@ -287,9 +286,19 @@ def test_caught(tmp_path: Path, accelerator: str, name: str) -> None:
     assert_same(plain, graph)
 
 
+# By the control: one fault of each is short.
+_CONTROLLED = {fault.control: name for name, fault in reversed(FAULTS.items()) if fault.control}
+
+
 @pytest.mark.usefixtures("only_numbers_are_checked")
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.control])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _CONTROLLED.values() else pytest.mark.long)
+        for name, fault in FAULTS.items()
+        if fault.control
+    ],
+)
 def test_without_the_guard_it_trains_wrong(
     tmp_path: Path, accelerator: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
