@@ -26,7 +26,7 @@ import lightning_cudagraph
 from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep, LayerTimings
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.nccl import check_nccl
-from lightning_cudagraph.capture.processes.wrappers import check_wrapper
+from lightning_cudagraph.capture.processes.ddp import check_wrapper
 from lightning_cudagraph.compat import features
 from lightning_cudagraph.compat.features import Feature
 from lightning_cudagraph.compat.names import PrivateName, accepts, members
