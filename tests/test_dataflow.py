@@ -87,16 +87,16 @@ class _NoWriteAfterRead(Flow):
 
 
 class _BarrierWaitsForNothing(Flow):
-    def barrier(self, cost: float = 1.0) -> Placed:
-        placed = self._place(0, set(), cost)
+    def barrier(self) -> Placed:
+        placed = self._place(0, set(), 1.0)
         self._front = placed.number
         self._memory.clear()
         return placed
 
 
 class _NothingWaitsForBarriers(Flow):
-    def barrier(self, cost: float = 1.0) -> Placed:
-        placed = super().barrier(cost)
+    def barrier(self) -> Placed:
+        placed = super().barrier()
         self._front = -1
         return placed
 

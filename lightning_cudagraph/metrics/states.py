@@ -216,10 +216,9 @@ class StepMetrics:
                 note(GroupCall(metric, method))
                 return result
             if id(metric) in self._choice.in_graph:
-                if not self._choice.was_tried(metric, method, args, kwargs):
+                if not self._choice.was_tried(metric, method):
                     forbid(
-                        f"a call of `{name}.{method}` with another number or kind of arguments than in"
-                        " the steps before",
+                        f"a call of `{name}.{method}`, which the steps before have not called",
                         "Call the metric in the same way in every step.",
                         user_location(),
                     )

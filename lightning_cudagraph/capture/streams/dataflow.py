@@ -189,7 +189,6 @@ class Flow:
         reads: Iterable[Span],
         writes: Iterable[Span],
         cost: float = 1.0,
-        stream: int | None = None,
         besides: Callable[[int, float], Iterable[int]] = _nothing,
     ) -> Placed:
         """Place the next op.
@@ -198,8 +197,7 @@ class Flow:
             reads: memory that it reads.
             writes: older memory that it writes; `made` takes what it allocates itself.
             cost: how long it takes, in a unit of one's own: about one for a small kernel.
-            stream: where it goes, if that is not left to this.
-            besides: given the stream, and when the op would begin there, what else it shall wait for.
+            besides: given the stream, and when the op would begin there, the other ops to wait for.
         """
         reads, writes = list(reads), list(writes)
         needed: set[int] = set()
@@ -212,8 +210,7 @@ class Flow:
                 needed.update(self._write_after_read(piece))
         if self._front >= 0:
             needed.add(self._front)
-        if stream is None:
-            stream = self._choose(needed, cost)
+        stream = self._choose(needed, cost)
         needed.update(besides(stream, self._begins(stream, needed)))
         placed = self._place(stream, needed, cost)
         for span in reads:
@@ -246,9 +243,9 @@ class Flow:
             self._memory.one(span).writer = placed.number
         return sorted(early)
 
-    def barrier(self, cost: float = 1.0) -> Placed:
+    def barrier(self) -> Placed:
         """Place something that comes after all before it, and before all after it, on stream 0."""
-        placed = self._place(0, {last for last in self._last if last >= 0}, cost)
+        placed = self._place(0, {last for last in self._last if last >= 0}, 1.0)
         self._front = placed.number
         self._memory.clear()  # who comes now comes after all who have been there
         return placed
