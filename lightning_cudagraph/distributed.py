@@ -150,7 +150,7 @@ class Distributed:
         return None if peers is None else SharedRun(f"graphs/{peers.number}", lambda: peers.waited_s)
 
     def compare(self, arguments: Mapping[str, Any], refused: UnsupportedError | None = None) -> None:
-        """At the start: let no process begin what another one does not.
+        """Let no process begin what another one does not, at the start.
 
         Args:
             arguments: what was asked for in this process, by name.
@@ -256,7 +256,7 @@ class Distributed:
             stack.callback(self._patches.close)
 
     def _end(self) -> None:
-        """All have agreed to: Lightning ends the run behind this batch, or this epoch."""
+        """Have Lightning end the run behind this batch, or this epoch, as all have agreed."""
         self._all_end = True
         self._trainer._signal_connector.received_sigterm = True
 

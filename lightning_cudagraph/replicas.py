@@ -4,7 +4,7 @@ The steps of a kind are alike but for one: buffers are broadcast in the step aft
 gradients, and so not in the step that follows a validation. Such a step is not in the graph.
 
 The wrapper's gradients lie in buckets that are allocated once, in the second step; the graph writes into
-them, or into its own gradients beside them, as an eager step does.
+them, or into gradients of its own, as an eager step does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Replicas", "has_replicas"]
 
 
 def has_replicas(strategy: Strategy) -> bool:
-    """Whether there are collectives in steps: of a wrapper, or of sharded weights."""
+    """Tell if there are collectives in steps: of a wrapper, or of sharded weights."""
     model = strategy.model
     return isinstance(model, DistributedDataParallel) or bool(sharded_modules(model))
 
@@ -45,7 +45,7 @@ class Replicas(DDPState):
 
     @property
     def syncs(self) -> bool:
-        """Whether gradients are averaged in the step that is about to run."""
+        """Tell if gradients are averaged in the step that is about to run."""
         return any(ddp.require_backward_grad_sync for ddp in self.wrappers)
 
     def described(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Replicas(DDPState):
         self.shards.ran()
 
     def unlike_others(self, place: Place) -> str:
-        """Why the step that is about to run does not do what others of its kind do, or nothing."""
+        """Return why the step that is about to run is not like others of its kind, or nothing."""
         for ddp in self.wrappers:
             # Another name since torch 2.13.
             name = (

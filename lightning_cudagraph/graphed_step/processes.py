@@ -45,12 +45,12 @@ _HOST_WAITS = ("c10d::barrier", "c10d::monitored_barrier_")
 
 
 def is_in_group() -> bool:
-    """Whether there is a process group."""
+    """Tell if there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def are_several() -> bool:
-    """Whether this process is one of several."""
+    """Tell if this process is one of several."""
     return is_in_group() and dist.get_world_size() > 1
 
 
@@ -78,7 +78,7 @@ class StepProcesses:
         self._at_exit = AtExit(ended)
 
     def compare(self, asked: Mapping[str, Any], refused: UnsupportedError | None) -> None:
-        """At the first call: let no process begin what another one does not.
+        """Let no process begin what another one does not, at the first call.
 
         Args:
             asked: what was asked for in this process, by name.
@@ -132,7 +132,7 @@ def digest_of(kind: str) -> int:
 
 
 class CollectiveRules(TorchDispatchMode):
-    """Refuses collectives that a graph cannot hold.
+    """A mode that refuses collectives that a graph cannot hold.
 
     Args:
         alone: what it is a graph of, if each process would decide by itself when it is replayed; or

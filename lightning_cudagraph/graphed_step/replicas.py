@@ -55,7 +55,7 @@ class StepReplicas(DDPState):
         self.record_times(False)
 
     def own_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether the gradients of all these are parts of the wrappers' buckets.
+        """Tell if the gradients of all these are parts of the wrappers' buckets.
 
         An eager call writes where the call before has left them, and so does a graph: who keeps one
         finds the next one in it. Where some are, and others are not, copies of these alone would have to
@@ -80,7 +80,7 @@ class StepReplicas(DDPState):
         return bool(self.wrappers)
 
     def switches(self) -> Switches:
-        """What a forward pass would find now.
+        """The switches that a forward pass would find now.
 
         Raises:
             ConfigurationError: inside of `join()`, where processes call the step as often as they like.

@@ -37,7 +37,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made = World()
     monkeypatch.setattr(module, "_abort", made.abort)
-    for name in ("_LOOK_EVERY_S", "_ABORT_TIMEOUT_S"):
+    for name in ("_LOOK_EVERY_S", "_ABORT_AFTER_S", "_ABORT_TIMEOUT_S"):
         monkeypatch.setattr(module, name, 0.02)
     yield made
     made.stuck.set()
@@ -66,6 +66,26 @@ def test_the_device_does_not_wait_for_who_has_failed(
     assert world.aborted.wait(LIMIT_S)
     said = capfd.readouterr().err
     assert "rank 1 ends, because another process has failed: rank 0: ValueError: no more" in said
+
+
+def test_the_device_may_wait_on_another_stream(
+    world: World, store: dist.HashStore, failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in warm-up, where the thread that looks does not see it; an error that is told is enough."""
+    monkeypatch.setattr(failures, "_is_stuck", lambda: False)
+    store.set("failed", "rank 0: ValueError: no more cheese")
+    assert world.aborted.wait(LIMIT_S)
+
+
+def test_who_comes_to_his_end_in_time_aborts_nothing(
+    world: World, store: dist.HashStore, failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ABORT_AFTER_S", LIMIT_S)
+    store.set("failed", "rank 0: ValueError: no more cheese")
+    while not store.check(["read/1"]):
+        threading.Event().wait(0.01)
+    failures.close()
+    assert not world.aborted.is_set()
 
 
 def test_python_does_not_end_before_what_ends_the_waits(

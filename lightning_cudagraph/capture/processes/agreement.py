@@ -1,4 +1,4 @@
-"""What the processes of a run decide together, as the engine needs to know it.
+"""The decisions that the processes of a run take together, as the engine needs to know them.
 
 NCCL says it of collectives: whether one is captured must be the same in all processes, and a graph
 with collectives in it must be launched by all of them. So before each step every process votes for what
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Intent(IntEnum):
-    """What a process would do with a batch, by itself."""
+    """The plan of a process for a batch, by itself."""
 
     REPLAY = 0
     VERIFY = 1
@@ -28,7 +28,7 @@ class Intent(IntEnum):
 
 
 class Agreement(Protocol):
-    """How the processes of a run agree. All of them call each method, in the same order."""
+    """The agreement of the processes of a run. All call each method, in the same order."""
 
     def vote(self, intent: Intent) -> tuple[Intent, Intent]:
         """Vote for what this process would do with its batch.

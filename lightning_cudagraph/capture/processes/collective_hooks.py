@@ -112,7 +112,7 @@ def _handing_on(op: Any) -> Callable[..., Any]:
 
 
 def _are_gathered() -> bool:
-    """Whether collectives are gathered, to be issued together: there is nothing to wait for yet."""
+    """Tell if collectives are gathered, to be issued together: there is nothing to wait for yet."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return bool(getattr(world, "pg_coalesce_state", None))
 

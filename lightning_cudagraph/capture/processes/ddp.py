@@ -54,7 +54,7 @@ class DDPState:
             ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE if does else _NEVER)
 
     def is_settled(self) -> bool:
-        """Whether the reducers have had the iterations that no capture can hold."""
+        """Tell if the reducers have had the iterations that no capture can hold."""
         iterations = [ddp._get_ddp_logging_data().get("iteration", 0) for ddp in self.wrappers]
         # One that averages nothing (a teacher under `no_grad`) has none.
         averaging = [number for number in iterations if number > 0] or iterations
@@ -96,7 +96,7 @@ class DDPState:
             self.leave(before)
 
     def is_broken(self) -> bool:
-        """Whether a step was left in the middle of its backward pass: gradients are waited for."""
+        """Tell if a step was left in the middle of its backward pass: gradients are waited for."""
         return self._is_broken
 
     def reset(self) -> None:

@@ -34,6 +34,8 @@ GIVE_THE_SAME = "give all of them the same numbers of batches, steps and epochs.
 _FAILED, _ENDED, _READ = "failed", "ended", "read"
 LOOK_EVERY = timedelta(seconds=1)
 _LOOK_EVERY_S = LOOK_EVERY.total_seconds()
+# How long a process that knows of an error of another has to come to its end by itself.
+_ABORT_AFTER_S = 3.0
 # How long the device may take for what is launched, before it is taken to wait for other processes.
 _DRAIN_S = 5.0
 # How long the abort of a process group may take, which waits for the graphs with its collectives.
@@ -158,7 +160,7 @@ class Failures:
         return error
 
     def end(self) -> None:
-        """This process has come to its end, without an error: tell the others."""
+        """Tell the others that this process has come to its end, without an error."""
         if self.has_ended and self._rank != 0:
             return  # they were told of one before, with which the store may have ended
         with contextlib.suppress(RuntimeError):
@@ -166,7 +168,7 @@ class Failures:
             self._let_others_read()
 
     def tell(self, error: BaseException, leave: Callable[[], None]) -> None:
-        """This process ends with an error: tell the others, and wait for nothing that they leave.
+        """Tell the others that this process ends with an error, and wait for nothing that they leave.
 
         Args:
             error: the error.
@@ -222,7 +224,7 @@ class Failures:
         return f"The process with rank {ranks} is gone without a word (killed, say, or by `os._exit`)"
 
     def _look_out(self) -> None:
-        """In a thread: say why another process has failed, and end waits for it on the device."""
+        """Say why another process has failed, and end waits for it on the device; in a thread."""
         while not self._closed.wait(_LOOK_EVERY_S):
             try:
                 self._read()
@@ -231,19 +233,18 @@ class Failures:
                 if self._failed is None and self.has_ended:
                     return
                 why = self._failed or self._text_of_gone() or "the process with the store has ended"
-            if why is None:
-                continue
-            if self._device.type != "cuda":
-                # Collectives between hosts end with the process that does not come.
-                self._say(why)
-                return
-            if self._is_stuck():  # else the process that is gone may have done all of its part
-                self._say(why)
-                self._abort()
-                return
+            # One that is gone without a word may have done all of its part.
+            if why and (self._failed or self._device.type != "cuda" or self._is_stuck()):
+                break
+        else:
+            return
+        self._say(why)
+        # Collectives between hosts end with the process that does not come.
+        if self._device.type == "cuda" and not self._closed.wait(_ABORT_AFTER_S):
+            self._abort()
 
     def _is_stuck(self) -> bool:
-        """Whether what this process has launched waits for what others will not launch any more."""
+        """Tell if what this process has launched waits for what others will not launch any more."""
         if self._device.type != "cuda":
             return False
         launched = torch.cuda.Event()

@@ -56,7 +56,7 @@ _at_exit: AtExit | None = None
 
 
 class Vote(NamedTuple):
-    """What a process says before a step, or the lowest or the highest that the processes have said.
+    """The vote of a process before a step, or the lowest or the highest of all.
 
     Attributes:
         intent: what it would do with its batch.
@@ -167,7 +167,8 @@ class Peers:
             # By locks that do not work here, a process would be missed that is there.
             all_have = all(self.gather_within(not page.gone()))
         if self.rank == 0 and path:
-            os.unlink(path)  # it lives as long as it is mapped
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # it lives as long as it is mapped
         return page if all_have else None
 
     def vote(self, mine: Vote) -> tuple[Vote, Vote]:
@@ -353,7 +354,7 @@ class Peers:
                 )
 
     def compare(self, asked: Mapping[str, str], refused: UnsupportedError | None = None) -> None:
-        """At the start: let no process begin what another one does not.
+        """Let no process begin what another one does not, at the start.
 
         Args:
             asked: what was asked for in this process, in words, by what it is called.
@@ -382,7 +383,7 @@ class Peers:
                 raise UnsupportedError(f"On rank {rank}: {reason}", remedy)
 
     def fail(self, error: BaseException) -> None:
-        """This process ends with an error: tell the others, and wait for nothing that they leave."""
+        """Tell the others that this process ends with an error, and wait for nothing that they leave."""
         self._has_failed = True
         self._failures.tell(error, self._leave_votes)
 

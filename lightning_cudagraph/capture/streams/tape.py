@@ -27,7 +27,7 @@ _GENERATOR: Span = (-2, -1)
 
 
 class Tape(Generic[W]):
-    """What is called in one part of a replay.
+    """The calls of one part of a replay.
 
     Args:
         streams: on how many streams ops are.
@@ -47,7 +47,7 @@ class Tape(Generic[W]):
         self.barriers: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[W]:
-        """What is on the tape, in the order in which it came."""
+        """The calls in the order in which they came."""
         return iter(self._work)
 
     def place(self, func: Any, args: Any, kwargs: Any) -> Placed | None:
@@ -96,7 +96,7 @@ class Tape(Generic[W]):
         self._waits.append([self._places[number] for number in waits])
 
     def order(self, seed: int) -> Iterator[W]:
-        """All of it, in an order that the waits allow; another one for each seed."""
+        """The calls in an order that the waits allow; another one for each seed."""
         if self._streams == 1:
             return iter(self._work)
         return (self._work[place] for place in self._order(seed))
