@@ -103,12 +103,7 @@ class _Entry:
 
 
 class Probe:
-    """Learn what a call changes in the books of a metric and of those inside it, and undo it.
-
-    Args:
-        name: of the metric.
-        metric: the metric.
-    """
+    """Learn what a call changes in the books of a metric and of those inside it, and undo it."""
 
     def __init__(self, name: str, metric: nn.Module) -> None:
         self._name = name
@@ -202,12 +197,7 @@ class GraphCall(MetricCall):
 
 
 class GroupCall(MetricCall):
-    """The part of a collection in a call, besides its metrics: members of a group share a state.
-
-    Args:
-        collection: the collection.
-        method: of it that was called.
-    """
+    """The part of a collection in a call, besides its metrics: members of a group share a state."""
 
     def __init__(self, collection: MetricCollection, method: str) -> None:
         self._own = vars(collection)

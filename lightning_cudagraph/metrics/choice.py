@@ -27,10 +27,6 @@ __all__ = ["MetricChoice", "calls_members"]
 class MetricChoice:
     """Find out in warm-up steps which metrics can be in the graph.
 
-    Args:
-        model: whose metrics.
-        trials: of single calls.
-
     Attributes:
         in_graph: the metrics that are, by identity, with their names.
         refused: why others are not.

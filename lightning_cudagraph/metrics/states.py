@@ -47,14 +47,7 @@ _UNKNOWN = "it was called in another way than in warm-up"
 
 
 class StepMetrics:
-    """The metrics of a model whose training step is captured.
-
-    Args:
-        model: the model.
-        trainer: its trainer.
-        backend: where steps run.
-        rules: what the names of the framework mean to the audit.
-    """
+    """The metrics of a model whose training step is captured."""
 
     def __init__(self, model: nn.Module, trainer: Any, backend: Backend, rules: HostRules) -> None:
         self._model = model
@@ -125,11 +118,7 @@ class StepMetrics:
             yield
 
     def tell_reads(self, mentioned: MentionedNames) -> None:
-        """Have the reads of a capture of metrics that only the host calls compared.
-
-        Args:
-            mentioned: what the captured step mentions.
-        """
+        """Have the reads of a capture of metrics that only the host calls compared."""
         self._reads.tell(mentioned, lambda metric, name: self._is_kept(vars(metric)))
 
     def write_back(self) -> None:

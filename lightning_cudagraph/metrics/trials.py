@@ -75,14 +75,7 @@ def known_only(known: set[int]) -> Iterator[None]:
 
 
 class MetricTrials:
-    """Trials of calls.
-
-    Args:
-        module: the module that is trained.
-        trainer: its trainer.
-        backend: where steps run.
-        rules: what the names of the framework mean to the audit.
-    """
+    """Trials of calls."""
 
     def __init__(self, module: nn.Module, trainer: Any, backend: Backend, rules: HostRules) -> None:
         self._trainer = trainer
@@ -94,15 +87,7 @@ class MetricTrials:
     def why_not(
         self, name: str, metric: Metric, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
-        """Return why a call cannot be in a graph, in a few words, or None if it can.
-
-        Args:
-            name: of the metric.
-            metric: the metric; it is not touched.
-            method: ``"forward"`` or ``"update"``.
-            args: positional arguments.
-            kwargs: keyword arguments.
-        """
+        """Return why a call cannot be in a graph, in a few words, or None if it can."""
         if (reason := self._at_sight(metric, method)) is not None:
             return reason
         rng_state = self._backend.rng_state()

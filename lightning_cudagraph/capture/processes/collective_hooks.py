@@ -55,13 +55,7 @@ _hooks: list[CollectiveHook] = []
 
 
 def run_collective(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-    """Run a collective, with the hooks around it.
-
-    Args:
-        func: the op.
-        args: its arguments.
-        run: runs it.
-    """
+    """Run a collective, with the hooks around it."""
     name = _NAMES.get(func._schema.name.rpartition("::")[2])
     if not _hooks or name is None or _are_gathered():
         return run()

@@ -61,12 +61,7 @@ def returned_unrun(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def wait_for(func: Any, returned: Any) -> None:
-    """Wait until a collective that was run has ended.
-
-    Args:
-        func: the op.
-        returned: what it has returned.
-    """
+    """Wait until a collective that was run has ended."""
     if func.namespace == _FUNCTIONAL:
         torch.ops._c10d_functional.wait_tensor(returned)
         return

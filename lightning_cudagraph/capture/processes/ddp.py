@@ -69,11 +69,7 @@ class DDPState:
         return tuple(ddp.require_forward_param_sync for ddp in self.wrappers)
 
     def leave(self, left: tuple[bool, ...]) -> None:
-        """Leave what an eager step leaves.
-
-        Args:
-            left: what `left` returns after that.
-        """
+        """Leave what an eager step leaves: what `left` returns after it."""
         for ddp, value in zip(self.wrappers, left, strict=True):
             ddp.require_forward_param_sync = value
 

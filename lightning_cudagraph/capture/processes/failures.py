@@ -49,11 +49,6 @@ _POLL_S = 0.02
 class Failures:
     """The errors of other processes, as this one knows them, and its own, as they learn it.
 
-    Args:
-        store: a part of the store, of one run.
-        rank: of this process.
-        size: how many processes there are.
-
     Attributes:
         page: the page that all processes share, if there is one.
         has_ended: a process is known to have come to its end without an error.
@@ -76,11 +71,7 @@ class Failures:
         self._aborting: threading.Thread | None = None
 
     def watch(self, device: torch.device) -> None:
-        """Look for failures of others from now on, in a thread.
-
-        Args:
-            device: where this process trains.
-        """
+        """Look for failures of others from now on, in a thread."""
         self._device = device
         if self._watch is None:
             self._watch = threading.Thread(target=self._look_out, name="cudagraph-peers", daemon=True)
@@ -150,11 +141,7 @@ class Failures:
         return self.alone(f"{text} {self._text_of_gone() or otherwise}")
 
     def alone(self, text: str) -> PeerError:
-        """An error that this process has come to by itself, and that it tells the others.
-
-        Args:
-            text: its text.
-        """
+        """An error that this process has come to by itself, and that it tells the others."""
         error = PeerError(text)
         error.is_told = False
         return error

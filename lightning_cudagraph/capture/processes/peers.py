@@ -127,11 +127,7 @@ class Peers:
         self._since_s = 0.0  # of the vote at hand
 
     def watch(self, device: torch.device) -> None:
-        """Look for failures of others from now on, in a thread; before `start`.
-
-        Args:
-            device: where this process trains.
-        """
+        """Look for failures of others from now on, in a thread; before `start`."""
         self._failures.watch(device)
 
     def start(self, timeout: timedelta) -> None:
@@ -338,9 +334,6 @@ class Peers:
 
     def _refuse_exited(self, keys: list[str]) -> None:
         """Do not wait for a process that has ended.
-
-        Args:
-            keys: under which each process says something.
 
         Raises:
             PeerError: naming it.

@@ -49,11 +49,6 @@ def machine() -> str:
 class SharedPage:
     """The page, as one process sees it.
 
-    Args:
-        path: of the file that it is mapped from.
-        rank: of this process.
-        size: how many processes there are.
-
     Raises:
         OSError: if there is no such file here, or no locks on it.
     """

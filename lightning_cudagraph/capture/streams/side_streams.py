@@ -43,9 +43,6 @@ def _matmul(operand: Tensor, pool: torch.cuda.MemPool) -> None:
 class _PooledStream:
     """A stream, and the pool with the workspaces of the handles that work on it.
 
-    Args:
-        device: a CUDA device.
-
     Attributes:
         shares: the stream is that of others, too, because there was no other.
     """
@@ -68,11 +65,7 @@ class _PooledStream:
             _matmul(torch.zeros(16, 16, device=self.device), self.pool)
 
     def note_workspaces(self, snapshot: list[dict[str, Any]]) -> None:
-        """Note that all of them are in the pool.
-
-        Args:
-            snapshot: torch's, of all memory.
-        """
+        """Note that all of them are in the pool."""
         self._made_bytes = self._used_bytes(snapshot)
 
     def has_workspaces(self, snapshot: list[dict[str, Any]]) -> bool:
@@ -162,9 +155,6 @@ def event_stream(device: torch.device) -> torch.cuda.Stream:
 
 class SideStream:
     """The one side stream of warm-up and capture.
-
-    Args:
-        device: a CUDA device.
 
     Attributes:
         stream: the stream. It has no other use until this object is gone.

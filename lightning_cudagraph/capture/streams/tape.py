@@ -29,9 +29,6 @@ _GENERATOR: Span = (-2, -1)
 class Tape(Generic[W]):
     """The calls of one part of a replay.
 
-    Args:
-        streams: on how many streams ops are.
-
     Attributes:
         barriers: the ops that all streams waited for, and how often.
     """
@@ -64,14 +61,7 @@ class Tape(Generic[W]):
         return self._flow.add(access.reads, writes, access.cost)
 
     def add(self, work: W, placed: Placed | None, result: Any = None, arguments: Any = ()) -> None:
-        """Put an op that has run on the tape.
-
-        Args:
-            work: what a replay calls.
-            placed: what `place` has said of it.
-            result: what it returned.
-            arguments: the tensors that it was given.
-        """
+        """Put an op that has run on the tape."""
         if placed is None:
             placed = self._flow.barrier()
         waits = [*placed.waits]
