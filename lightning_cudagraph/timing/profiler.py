@@ -21,7 +21,7 @@ import torch
 from lightning_cudagraph.capture.emulator import EmulatedGraph
 from lightning_cudagraph.capture.streams.stream_choice import is_trial
 from lightning_cudagraph.errors import TimerError
-from lightning_cudagraph.timing.timers import TimedBlock, TimerRegistry, Timing, name_of
+from lightning_cudagraph.timing.timers import TimedBlock, Timing, Timings, name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,7 +49,7 @@ class _Outside(threading.local):
     """The blocks outside of graphs that one thread has timed, and that have not been reported."""
 
     def __init__(self) -> None:
-        self.blocks = TimerRegistry[Any]()
+        self.blocks = Timings()
         self.unreported_since_s = 0.0  # the outermost one was entered, or some were reported
         self.is_reporting = False
 
@@ -101,7 +101,7 @@ class Profiler(Generic[Context]):
     _graphs: WeakSet[Any]
     _captures: list[tuple[ref[Any], int]]  # under way: graph and thread
     _outside: _Outside
-    _unreported: set[TimerRegistry[Any]]  # outside of graphs, of all threads
+    _unreported: set[Timings]  # outside of graphs, of all threads
     _n_entered: int  # `with` blocks
 
     def __new__(cls, dump_fn: Callable[[Context, float], None]) -> Self:
@@ -167,7 +167,7 @@ class Profiler(Generic[Context]):
         self._captures.clear()
         blocks = self._outside.blocks
         try:
-            if not (blocks._open() or is_capturing):
+            if not (blocks.open() or is_capturing):
                 self._report(blocks)
         finally:
             for text in self._forget_outside() + texts:
@@ -181,8 +181,8 @@ class Profiler(Generic[Context]):
             self._unreported, self._outside = set(), _Outside()
         texts = []
         for blocks in unreported:
-            still_open = blocks._open()
-            if len(blocks._timings) <= len(still_open):
+            still_open = blocks.open()
+            if len(blocks) <= len(still_open):
                 continue
             if still_open:
                 still_open[0].is_told = True
@@ -289,7 +289,7 @@ class Profiler(Generic[Context]):
 
     def _begun(self, graph: Any) -> None:
         with _lock:
-            setattr(graph, _BLOCKS, TimerRegistry())
+            setattr(graph, _BLOCKS, Timings())
             self._graphs.add(graph)
             _events_in[graph] = []
             self._captures.append((ref(graph), get_ident()))
@@ -308,18 +308,18 @@ class Profiler(Generic[Context]):
             _events_in.pop(graph, None)
 
     def _replayed(self, graph: Any) -> None:
-        blocks: TimerRegistry[Context] | None = getattr(graph, _BLOCKS, None)
-        if blocks is None or not blocks._timings or self._is_capturing() or is_trial():
+        blocks: Timings | None = getattr(graph, _BLOCKS, None)
+        if blocks is None or not len(blocks) or self._is_capturing() or is_trial():
             return
-        for timing in blocks._open():
-            blocks._discard(timing)
+        for timing in blocks.open():
+            blocks.discard(timing)
             timing.is_told = True
             text = f"{timing} has been entered and not left, so that it has no end: it is not reported."
             warnings.warn(text, RuntimeWarning, stacklevel=3)
         self._report(blocks)
 
-    def _report(self, blocks: TimerRegistry[Context]) -> None:
-        times = blocks._read()  # all, before code of the user's runs
+    def _report(self, blocks: Timings) -> None:
+        times = blocks.read()  # all, before code of the user's runs
         outside = self._outside
         was_reporting, outside.is_reporting = outside.is_reporting, True
         try:
@@ -331,7 +331,7 @@ class Profiler(Generic[Context]):
     def _settle(self) -> None:
         """Some blocks of this thread outside of graphs have been reported or forgotten."""
         self._outside.unreported_since_s = monotonic()
-        if not self._outside.blocks._timings:
+        if not len(self._outside.blocks):
             self._unreported.discard(self._outside.blocks)
 
     def _is_capturing(self) -> bool:
@@ -346,10 +346,10 @@ class Profiler(Generic[Context]):
             return None
         timing = Timing(context)
         if not timing.captured:
-            if not outside.blocks._n_open:
+            if not outside.blocks.n_open:
                 outside.unreported_since_s = monotonic()
             self._unreported.add(outside.blocks)
-            return outside.blocks._enter(timing)
+            return outside.blocks.enter(timing)
         graph = self._graph_here()
         if graph is None:
             warnings.warn(
@@ -360,16 +360,16 @@ class Profiler(Generic[Context]):
             )
             return None
         _events_in[graph].extend(timing.events)
-        blocks: TimerRegistry[Context] = getattr(graph, _BLOCKS)
-        return blocks._enter(timing)
+        blocks: Timings = getattr(graph, _BLOCKS)
+        return blocks.enter(timing)
 
     def _left(self, timing: Timing, failed: bool) -> None:
         blocks = timing.home
         if blocks is None:  # `reset` has forgotten it
             return
         if failed or Profiler.active is not self:
-            blocks._discard(timing)
-            if not timing.captured and not blocks._n_open:
+            blocks.discard(timing)
+            if not timing.captured and not blocks.n_open:
                 blocks.clear()  # of a block that failed as a whole, nothing is reported
                 self._unreported.discard(blocks)  # of another thread, if that has ended
         elif timing.captured:
@@ -378,12 +378,12 @@ class Profiler(Generic[Context]):
                 # A step is captured in parts, of which a later one holds the end.
                 _events_in[graph].extend(timing.events)
                 blocks = here
-            blocks._leave(timing)
+            blocks.leave(timing)
         else:
-            blocks._leave(timing)
+            blocks.leave(timing)
             is_due = (
-                not blocks._n_open
-                or len(blocks._timings) > _MOST_UNREPORTED
+                not blocks.n_open
+                or len(blocks) > _MOST_UNREPORTED
                 or monotonic() - self._outside.unreported_since_s >= _LONGEST_UNREPORTED_S
             )
             if is_due and not self._is_capturing():

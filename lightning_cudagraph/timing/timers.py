@@ -13,7 +13,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
-from contextlib import _AsyncGeneratorContextManager, _GeneratorContextManager
+from contextlib import asynccontextmanager, contextmanager
 from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
@@ -27,7 +27,7 @@ from lightning_cudagraph.errors import TimerError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["EventTimer", "TimedBlock", "TimerRegistry", "Timing", "name_of"]
+__all__ = ["EventTimer", "TimedBlock", "TimerRegistry", "Timing", "Timings", "name_of"]
 
 Context = TypeVar("Context")
 P = ParamSpec("P")
@@ -39,9 +39,9 @@ _in_graphs: list[Any] = []
 # Messages of torch, CUDA and the emulator for an event without a time.
 _NO_TIME_YET = ("invalid resource handle", "invalid argument", "must have been recorded")
 # Results of functions that return before their work begins.
-_NOT_BEGUN = (
+_NOT_BEGUN: tuple[type, ...] = (
     *(Coroutine, Generator, AsyncGenerator, asyncio.Future),
-    *(_GeneratorContextManager, _AsyncGeneratorContextManager),
+    *(type(make(iter)(())) for make in (contextmanager, asynccontextmanager)),  # type: ignore[arg-type]
 )
 _OWN = "lightning_cudagraph.timing."
 
@@ -54,7 +54,7 @@ class Timing:
         captured: it is part of a graph.
         events: the one at the start and the one at the end.
         is_left: both have been recorded.
-        home: the registry that holds it.
+        home: the list that holds it.
         is_told: the user has been warned that it was never left.
     """
 
@@ -64,7 +64,7 @@ class Timing:
         self.context = context
         self.captured = is_captured_here()
         self.events = event_here(), event_here()
-        self.home: TimerRegistry[Any] | None = None
+        self.home: Timings | None = None
         self.is_left = self.is_told = False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and str(frame.f_globals.get("__name__")).startswith(_OWN):
@@ -145,6 +145,73 @@ def _read_ms(timings: Sequence[Timing], last: Timing) -> list[float]:
     except RuntimeError:
         # Another stream is behind the last one's, or one of them has never been replayed.
         return [timing.read_ms() for timing in timings]
+
+
+class Timings:
+    """Timings that are read together, in the order in which their blocks were entered.
+
+    Attributes:
+        n_open: the number of blocks that have been entered and not left.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def clear(self) -> None:
+        """Forget all."""
+        for timing in getattr(self, "_all", ()):
+            timing.home = None
+        self._all: list[Timing] = []
+        self._last: Timing | None = None
+        self.n_open = 0
+
+    def open(self) -> list[Timing]:
+        """Timings of blocks that have been entered and not left."""
+        return [timing for timing in self._all if not timing.is_left] if self.n_open else []
+
+    def enter(self, timing: Timing) -> Timing:
+        """Take the timing of a block that is being entered."""
+        timing.home = self
+        self._all.append(timing)
+        self.n_open += 1
+        return timing
+
+    def leave(self, timing: Timing) -> None:
+        """Note that a block has been left, be it one of another list, entered before all here."""
+        if (home := timing.home) is not self:
+            assert home is not None
+            home.discard(timing)
+            timing.home = self
+            self._all.insert(0, timing)
+            self.n_open += 1
+        self._last = timing
+        self.n_open -= 1
+
+    def discard(self, timing: Timing) -> None:
+        """Forget a timing whose block has not been left."""
+        timing.home = None
+        self._all.remove(timing)
+        self.n_open -= 1
+
+    def wait(self) -> None:
+        """Block the host until the end of the block that was left last has been reached."""
+        if self._last is not None:
+            _read_ms([self._last], self._last)
+
+    def read(self) -> list[tuple[Any, float]]:
+        """Contexts and milliseconds of blocks that have been left; outside of graphs, each once."""
+        if self._last is None:
+            return []
+        left = [timing for timing in self._all if timing.is_left]
+        times_ms = _read_ms(left, self._last)
+        if not all(timing.captured for timing in left):
+            self._all = [t for t in self._all if t.captured or not t.is_left]
+            if not self._all:
+                self._last = None
+        return [(timing.context, time_ms) for timing, time_ms in zip(left, times_ms, strict=True)]
 
 
 class TimedBlock:
@@ -407,9 +474,7 @@ class TimerRegistry(Generic[Context]):
     """
 
     def __init__(self) -> None:
-        self._timings: list[Timing] = []  # in the order in which they were entered
-        self._last: Timing | None = None
-        self._n_open = 0
+        self._timings = Timings()
 
     def time(self, context: Context) -> TimedBlock:
         """A block to be entered by ``with``, or put on a function: each call is a block of its own.
@@ -428,72 +493,27 @@ class TimerRegistry(Generic[Context]):
             TimerError: if a block is still open, if the graph has not been replayed or its capture has
                 failed, or if a capture is under way.
         """
-        for timing in self._open():
+        for timing in self._timings.open():
             raise TimerError(
                 f"{timing} has been entered and not left, so that it has no end.",
                 "Leave it before the times are read, best by `with`; `clear()` forgets it.",
             )
-        return self._read()
+        return self._timings.read()
 
     def synchronize(self) -> None:
         """Block the host until the end of the block that was left last has been reached."""
-        if self._last is not None:
-            _read_ms([self._last], self._last)
+        self._timings.wait()
 
     def clear(self) -> None:
         """Forget all blocks."""
-        for timing in self._timings:
-            timing.home = None
-        self.__init__()  # type: ignore[misc]
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
-
-    # For `TimedBlock` and `Profiler`:
-
-    def _open(self) -> list[Timing]:
-        """Timings of blocks that have been entered and not left."""
-        return [timing for timing in self._timings if not timing.is_left] if self._n_open else []
-
-    def _read(self) -> list[tuple[Context, float]]:
-        """As `elapsed_times`, without the blocks that are open."""
-        if self._last is None:
-            return []
-        left = [timing for timing in self._timings if timing.is_left]
-        times_ms = _read_ms(left, self._last)
-        if not all(timing.captured for timing in left):
-            self._timings = [t for t in self._timings if t.captured or not t.is_left]
-            if not self._timings:
-                self._last = None
-        return [(timing.context, time_ms) for timing, time_ms in zip(left, times_ms, strict=True)]
-
-    def _enter(self, timing: Timing) -> Timing:
-        """Take the timing of a block that is being entered."""
-        timing.home = self
-        self._timings.append(timing)
-        self._n_open += 1
-        return timing
-
-    def _leave(self, timing: Timing) -> None:
-        """Note that a block has been left, be it that of another registry, entered before all here."""
-        if (home := timing.home) is not self:
-            assert home is not None
-            home._discard(timing)
-            timing.home = self
-            self._timings.insert(0, timing)
-            self._n_open += 1
-        self._last = timing
-        self._n_open -= 1
-
-    def _discard(self, timing: Timing) -> None:
-        """Forget a timing whose block has not been left."""
-        timing.home = None
-        self._timings.remove(timing)
-        self._n_open -= 1
+        self._timings.clear()
 
     def _entered(self, context: Context) -> Timing:
-        return self._enter(_kept(Timing(context)))
+        return self._timings.enter(_kept(Timing(context)))
 
     def _left(self, timing: Timing, failed: bool) -> None:
         if timing.home is not None:  # `clear` has not forgotten it
-            (timing.home._discard if failed else timing.home._leave)(timing)
+            (timing.home.discard if failed else timing.home.leave)(timing)
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
