@@ -479,17 +479,14 @@ def test_layers_of_one_kind_have_one_line(tmp_path: Path) -> None:
     assert lines_of(tmp_path, of_times({**times_ms, "stem": 0.05}), "a") == expected
 
 
-def test_a_run_shows_the_layers_of_the_run_before(tmp_path: Path) -> None:
-    """So that TensorBoard, which shows equal charts once, lays one over the other."""
+def test_a_run_shows_its_own_layers(tmp_path: Path) -> None:
+    """Files of other runs beside it are not read."""
     names = [f"layers.{i}" for i in range(9)]
     rising = of_times({name: 1.0 + i for i, name in enumerate(names)})
     falling = of_times({name: 9.0 - i for i, name in enumerate(names)})
     first = lines_of(tmp_path, rising, "first")
     assert first == [f"layers.{i}$" for i in (5, 6, 7, 8)]
-    assert lines_of(tmp_path, falling, "second") == first
-    assert lines_of(tmp_path / "apart", falling, "alone") == [f"layers.{i}$" for i in range(4)]
-    # Another model has none of them.
-    assert lines_of(tmp_path, of_times({"a": 1.0, "b": 2.0}), "other") == ["a$", "b$"]
+    assert lines_of(tmp_path, falling, "second") == [f"layers.{i}$" for i in range(4)]
 
 
 def test_the_first_replays_do_not_choose_the_layers(tmp_path: Path) -> None:

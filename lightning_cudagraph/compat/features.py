@@ -88,7 +88,7 @@ BOARD = Feature(
     True,
 )
 CHARTS = Feature(
-    "finding custom scalars of other runs", "those of the user are not kept in the layout", True
+    "finding the user's custom scalars", "those of the user are not kept in the layout", True
 )
 CUDA_STREAMS = Feature(
     "asking for the address of a stream", "each replay asks for the whole stream", True

@@ -3,6 +3,11 @@
 A record is a length, an `Event` as protocol buffers write it, and checksums of both. The events of steps
 with the same tags have the same bytes but for the time, the step and the values, if the step is padded
 to a fixed length. So they are filled into copies of one template, all at once.
+
+TensorBoard's `EventFileWriter.add_event` would take longer than a short step: it computes checksums byte
+by byte in Python, in a thread that holds the interpreter meanwhile. For 30, 72 and 200 times a step it
+needs 220, 505 and 1450 µs of the processor, and records made at once 3, 7 and 18 µs (one core of an AMD
+EPYC, `python -m benchmarks.bulk_writing`).
 """
 
 from __future__ import annotations

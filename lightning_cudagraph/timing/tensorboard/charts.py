@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import struct
 from collections.abc import Iterable, Mapping
@@ -43,7 +42,6 @@ _IN_CHART = (*STEP_PARTS, "all_reduce", "copy", "gap")
 _LAYOUT_TAG = b"custom_scalars__config__"
 # Layouts of charts stand near the beginning of a file.
 _SEARCHED_BYTES = 16 * 2**20
-_RUNS_SEARCHED = 3
 # Of a record: its length with a checksum, and the checksum of its data.
 _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 
@@ -133,15 +131,13 @@ def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
     return [tag for tag in innermost if tag in chosen]
 
 
-def _charts(summary: WindowSummary, before: Any) -> dict[str, dict[str, list[str | list[str]]]]:
+def _charts(summary: WindowSummary) -> dict[str, dict[str, list[str | list[str]]]]:
     """The custom scalars, as `SummaryWriter.add_custom_scalars` takes them.
 
-    TensorBoard merges those of several runs by their titles, and shows equal charts once. So a run shows
-    the layers that the run before it shows, if it has them.
+    TensorBoard merges those of several runs by their titles, and shows equal charts once.
 
     Args:
         summary: tells which layers are slow.
-        before: the custom scalars of a run before, or None.
     """
     times_ms = {tag: summary[tag].p50_ms for tag in summary.tags}
     # The tags of lines are regular expressions, which have to match at the beginning.
@@ -162,20 +158,10 @@ def _charts(summary: WindowSummary, before: Any) -> dict[str, dict[str, list[str
             [f"{RANKS_TAG}work_{which}" for which in ("median", "fastest", "slowest")],
         ]
     for way, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
-        title = f"slowest layers, {way} [ms]"
-        lines = _lines_in(before, title)
-        if not lines or not all(any(re.match(line, tag) for tag in times_ms) for line in lines):
-            lines = [f"{re.escape(tag)}$" for tag in _slowest(times_ms, prefix)]
+        lines: list[str] = [f"{re.escape(tag)}$" for tag in _slowest(times_ms, prefix)]
         if lines:
-            found[title] = ["Multiline", lines]
+            found[f"slowest layers, {way} [ms]"] = ["Multiline", lines]
     return {CATEGORY: found}
-
-
-def _lines_in(layout: Any, title: str) -> list[str]:
-    """The lines of one of our charts in a layout that was read."""
-    categories = [] if layout is None else [c for c in layout.category if c.title == CATEGORY]
-    ours = [chart for category in categories for chart in category.chart]
-    return [line for chart in ours if chart.title == title for line in chart.multiline.tag]
 
 
 class Charts:
@@ -183,8 +169,6 @@ class Charts:
 
     def __init__(self) -> None:
         self._written: Any = None
-        # What was there before this run.
-        self._before: Any = None
 
     def write(self, writer: Any, summary: WindowSummary) -> None:
         """Write them, with those that the user has written: of a run, the last ones count.
@@ -193,15 +177,13 @@ class Charts:
             writer: the logger's.
             summary: of the steps so far.
         """
-        writer.flush()
-        path = getattr(innards(writer)[1], "_file_name", None) if available(CHARTS) else None
-        theirs = _charts_in(path) if isinstance(path, str) else None
-        if self._written is None and isinstance(path, str):
-            self._before = theirs or next(filter(None, map(_charts_in, _files_beside(path))), None)
-        ours = _charts(summary, self._before)
+        ours = _charts(summary)
         if ours == self._written:
             return
         self._written = ours
+        writer.flush()
+        path = getattr(innards(writer)[1], "_file_name", None) if available(CHARTS) else None
+        theirs = _charts_in(path) if isinstance(path, str) else None
         if theirs is None:
             writer.add_custom_scalars(ours)
             return
@@ -213,19 +195,6 @@ class Charts:
         merged.MergeFromString(tensor.string_val[0])
         tensor.string_val[0] = merged.SerializeToString()
         writer.file_writer.add_summary(written)
-
-
-def _files_beside(path: str) -> list[str]:
-    """The event files of the last runs that are beside the one with this file, the newest first."""
-    own = os.path.dirname(os.path.abspath(path))
-    try:
-        with os.scandir(os.path.dirname(own)) as entries:
-            runs = [entry for entry in entries if entry.is_dir() and entry.path != own]
-        newest = sorted(runs, key=lambda run: -run.stat().st_mtime)[:_RUNS_SEARCHED]
-        files = [file for run in newest for file in os.scandir(run) if "tfevents" in file.name]
-        return [file.path for file in sorted(files, key=lambda file: -file.stat().st_mtime)]
-    except OSError:  # not a folder of this machine, or one that somebody clears
-        return []
 
 
 def _charts_in(path: str) -> Any:
