@@ -6,12 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from lightning_cudagraph.capture.backend import Backend, Event
-from lightning_cudagraph.timing.lead_in import Layouts, LeadIn, LeadInTimes
+from lightning_cudagraph.timing.lead_in import LeadIn, with_lead_in
 from lightning_cudagraph.timing.marks import StepMarks
-from lightning_cudagraph.timing.spans import Reading
+from lightning_cudagraph.timing.spans import MAX_LAYOUTS, Reading
 
 __all__ = ["FitClock", "Sink"]
 
@@ -86,8 +87,10 @@ class FitClock:
         self._every_n_steps = every_n_steps
         self._waited_s = waited_s
         self._waited_before_s = 0.0  # the step that comes next
-        self._layouts = Layouts()
-        self._lead_in_times = LeadInTimes(backend)
+        self._layout_of = lru_cache(MAX_LAYOUTS)(with_lead_in)
+        # To prepare the reading of some events takes longer than to read them, and steps take turns with
+        # the same ones.
+        self._event_times = lru_cache(MAX_LAYOUTS)(backend.event_times)
         self._unread: deque[_Unread] = deque()
         # Events that have been read, to be used again: making one takes longer than marking it.
         self._free: list[Event] = []
@@ -183,9 +186,16 @@ class FitClock:
 
     def _read_first(self) -> None:
         marks, lead_in, step, _, owned, batch, is_last, waited_ms = self._unread.popleft()
-        offsets_ms = [*marks.read(), *self._lead_in_times.offsets_ms(lead_in, marks.start)]
-        layout = self._layouts.of(marks.layout, lead_in)
+        offsets_ms = marks.read() + self._before_ms(lead_in, marks.start)
+        layout = self._layout_of(marks.layout, *lead_in.kind)
         reading = Reading(layout, step, time.time(), offsets_ms, batch, is_last, waited_ms)
         self._free += owned
         for sink in self._sinks:
             sink.add(reading)
+
+    def _before_ms(self, lead_in: LeadIn, start: Event) -> list[float]:
+        """The times of the events before a step, in milliseconds after its start: negative ones."""
+        if not lead_in.events:
+            return []
+        *times_ms, start_ms = self._event_times((*lead_in.events, start))()
+        return [time_ms - start_ms for time_ms in times_ms]

@@ -15,15 +15,14 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache
 from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_cudagraph.timing.crc32c import AlikeRows, masked_crc32c
-from lightning_cudagraph.timing.kept import kept
-from lightning_cudagraph.timing.spans import Reading, SpanLayout
+from lightning_cudagraph.timing.spans import MAX_LAYOUTS, Reading, SpanLayout
 
 __all__ = ["ReadingRecords", "ScalarRecords"]
 
@@ -129,8 +128,8 @@ class ReadingRecords:
     """Makes records of readings, in the threads of writers."""
 
     def __init__(self) -> None:
-        self._n_bytes: dict[tuple[str, ...], int] = {}
-        self._by_tags: dict[tuple[str, ...], ScalarRecords] = {}
+        self._n_bytes = lru_cache(MAX_LAYOUTS)(_n_bytes)
+        self._of_tags = lru_cache(MAX_LAYOUTS)(ScalarRecords)
         self._lock = Lock()
 
     def of(self, readings: Sequence[Reading]) -> list[bytes]:
@@ -154,13 +153,8 @@ class ReadingRecords:
 
     def n_bytes(self, readings: Sequence[Reading]) -> int:
         """How long the records of readings are, or will be."""
-        found = 0
-        for layout, n in Counter(reading.layout for reading in readings).items():
-            found += n * kept(self._n_bytes, layout.tags, partial(_n_bytes, layout.tags))
-        return found
-
-    def _of_tags(self, tags: tuple[str, ...]) -> ScalarRecords:
-        return kept(self._by_tags, tags, lambda: ScalarRecords(tags))
+        layouts = Counter(reading.layout for reading in readings)
+        return sum(n * self._n_bytes(layout.tags) for layout, n in layouts.items())
 
 
 def _n_bytes(tags: tuple[str, ...]) -> int:

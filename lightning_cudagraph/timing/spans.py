@@ -18,6 +18,7 @@ __all__ = [
     "BACKWARD_TAG",
     "EXPOSED_TAG",
     "FORWARD_TAG",
+    "MAX_LAYOUTS",
     "RANKS_TAG",
     "STEP_PARTS",
     "STEP_TAG",
@@ -37,6 +38,10 @@ TOTAL_TAG = f"{STEP_TAG}total"
 STEP_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
 # What of the step is no more than waiting for all-reduces: time that their own tag has as well.
 EXPOSED_TAG = f"{STEP_TAG}all_reduce_exposed"
+
+# What is prepared for a layout is kept for so many of them: steps take turns with few. Where each one
+# calls other layers, it is of no use for those to come, and would grow with the run.
+MAX_LAYOUTS = 64
 
 # Where a span is drawn on a timeline.
 Lane = Literal["forward", "backward", "optimizer", "communication", "copy", "host"]

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
 
-from lightning_cudagraph.timing.kept import kept
 from lightning_cudagraph.timing.lead_in import GAP_TAG
-from lightning_cudagraph.timing.spans import STEP_PARTS, STEP_TAG, TOTAL_TAG, Reading, Span, SpanLayout
+from lightning_cudagraph.timing.spans import (
+    MAX_LAYOUTS,
+    STEP_PARTS,
+    STEP_TAG,
+    TOTAL_TAG,
+    Reading,
+    Span,
+    SpanLayout,
+)
 
 __all__ = ["StepJoiner", "WholeSteps"]
 
@@ -32,7 +40,7 @@ class StepJoiner:
         self._batches: list[Reading] = []
         # The last that were timed apart: the first of a step, and one that is not.
         self._kinds: dict[bool, Reading] = {}
-        self._layouts: dict[tuple[SpanLayout, ...], SpanLayout] = {}
+        self._layout_of = lru_cache(MAX_LAYOUTS)(_joined_layout)
 
     def add(self, reading: Reading) -> Reading | None:
         """Take the reading of a batch; returns that of the step which is complete with it."""
@@ -65,8 +73,7 @@ class StepJoiner:
         return self._joined(batches)
 
     def _joined(self, batches: list[Reading]) -> Reading:
-        key = tuple(batch.layout for batch in batches)
-        layout = kept(self._layouts, key, lambda: _joined_layout(key))
+        layout = self._layout_of(tuple(batch.layout for batch in batches))
         offsets_ms = list(batches[0].offsets_ms)
         origin_ms = 0.0
         for before, batch in pairwise(batches):
@@ -78,7 +85,7 @@ class StepJoiner:
         return Reading(layout, last.step, last.walltime_s, offsets_ms, waited_ms=waited_ms)
 
 
-def _joined_layout(layouts: Sequence[SpanLayout]) -> SpanLayout:
+def _joined_layout(layouts: tuple[SpanLayout, ...]) -> SpanLayout:
     """The layout of batches whose marks follow one another."""
     calls: dict[str, list[tuple[int, int]]] = {}
     spans: dict[str, Span] = {}

@@ -6,18 +6,18 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_cudagraph.compat.features import CHARTS
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.timing.kept import kept
 from lightning_cudagraph.timing.spans import (
     BACKWARD_TAG,
     EXPOSED_TAG,
     FORWARD_TAG,
+    MAX_LAYOUTS,
     RANKS_TAG,
     STEP_PARTS,
     STEP_TAG,
@@ -70,13 +70,12 @@ class StepBand:
         # Step and milliseconds; those of readings that do not end with the optimizer's step apart.
         self._whole: list[tuple[int, float]] = []
         self._without_optimizer: list[tuple[int, float]] = []
-        self._calls: dict[SpanLayout, tuple[bool, list[tuple[int, int]]]] = {}
+        self._calls = lru_cache(MAX_LAYOUTS)(_step_calls)
 
     def add(self, readings: Iterable[Reading]) -> list[Band]:
         """Take readings; returns the bands of the windows that are complete with them."""
         for reading in readings:
-            layout = reading.layout
-            is_whole, calls = kept(self._calls, layout, partial(_step_calls, layout))
+            is_whole, calls = self._calls(reading.layout)
             offsets_ms = reading.offsets_ms
             time_ms = sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
             (self._whole if is_whole else self._without_optimizer).append((reading.step, time_ms))
