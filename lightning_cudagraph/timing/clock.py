@@ -5,34 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lightning_cudagraph.capture.backend import Backend, Event
 from lightning_cudagraph.timing.lead_in import LeadIn, with_lead_in
 from lightning_cudagraph.timing.marks import StepMarks
+from lightning_cudagraph.timing.sinks import Sink, Sinks
 from lightning_cudagraph.timing.spans import MAX_LAYOUTS, Reading
 
-__all__ = ["FitClock", "Sink"]
-
-
-class Sink(Protocol):
-    """Where readings go: the aggregates of the report, TensorBoard, other loggers, a trace file.
-
-    Readings come in the order of their steps. Not all have one layout: steps of a window of
-    accumulation differ in it, and a step after a pause has no gap before it. A layout that comes up
-    again is the same object, so that work done for it can be kept by its identity.
-    """
-
-    def add(self, reading: Reading) -> None:
-        """Take what a step's marks said. On the step's path: no more than an append."""
-
-    def pause(self) -> None:
-        """Something that is not a training step comes now: the time to write and to draw."""
-
-    def close(self) -> None:
-        """No more comes, be it because the run failed: write what is left, put back what was changed."""
+__all__ = ["FitClock"]
 
 
 class _Unread(NamedTuple):
@@ -83,7 +66,7 @@ class FitClock:
         waited_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._backend = backend
-        self._sinks = sinks
+        self._sinks = Sinks(sinks)
         self._every_n_steps = every_n_steps
         self._waited_s = waited_s
         self._waited_before_s = 0.0  # the step that comes next
@@ -158,8 +141,7 @@ class FitClock:
     def pause(self) -> None:
         """Something that is not a training step comes now (validation, a checkpoint)."""
         self.interrupted()
-        for sink in self._sinks:
-            sink.pause()
+        self._sinks.pause()
 
     def finish(self) -> None:
         """No more steps come: read what is left to read, waiting for it."""
@@ -170,9 +152,7 @@ class FitClock:
         """Close the sinks; events that have not been read are left alone."""
         self._unread.clear()
         self.interrupted()
-        with ExitStack() as stack:  # all, also where one of them fails
-            for sink in self._sinks:
-                stack.callback(sink.close)
+        self._sinks.close()
 
     def _passed(self) -> Event:
         event = self._free.pop() if self._free else self._backend.event()
@@ -190,8 +170,7 @@ class FitClock:
         layout = self._layout_of(marks.layout, *lead_in.kind)
         reading = Reading(layout, step, time.time(), offsets_ms, batch, is_last, waited_ms)
         self._free += owned
-        for sink in self._sinks:
-            sink.add(reading)
+        self._sinks.add(reading)
 
     def _before_ms(self, lead_in: LeadIn, start: Event) -> list[float]:
         """The times of the events before a step, in milliseconds after its start: negative ones."""

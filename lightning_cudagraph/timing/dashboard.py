@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from lightning_cudagraph.timing.figures import layer_bars, step_timeline
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tables import window_text
 from lightning_cudagraph.timing.windows import ReadingWindow, WindowSummary
@@ -32,7 +33,7 @@ class Wall(Protocol):
         """Show a picture made by matplotlib."""
 
 
-class Dashboard:
+class Dashboard(Sink):
     """Shows a table, ``cudagraph/layers``, and two pictures, ``cudagraph/slowest_layers`` and
     ``cudagraph/timeline``.
 
@@ -67,7 +68,6 @@ class Dashboard:
         self._can_draw = True
 
     def add(self, reading: Reading) -> None:
-        """Take what a step's marks said."""
         self.window.add(reading)
         self._not_told += 1
 

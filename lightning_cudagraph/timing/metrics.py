@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Protocol
 
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.windows import WindowSummary
 
@@ -50,7 +51,7 @@ class MetricNames:
         return name
 
 
-class MetricsWriter:
+class MetricsWriter(Sink):
     """Hands medians over a window to loggers: few numbers, since theirs may go through a network.
 
     That is done in pauses, off the step's path. Where none comes, it is done in between, no more often
@@ -83,7 +84,6 @@ class MetricsWriter:
         self._written_at_s = now_s()
 
     def add(self, reading: Reading) -> None:
-        """Take the times of one step."""
         self._readings.append(reading)
         self._n_new += 1
         if (

@@ -4,9 +4,9 @@ Under synchronous data parallelism every step takes all processes the same time,
 collectives for the last one. So a straggler does not show in the times of steps. It is the process that
 has the most work of its own, and waits the least.
 
-Each process sums up its own steps, and leaves the sums with the store that the process group was made
-with. The first process takes what it finds there, later, when all have come by. Nobody waits for
-anybody: what a process does not leave is not shown.
+Each process sums up its own steps. In pauses the sums of all are gathered in the first process, through
+the store that the process group was made with. No process waits for another: what one does not send is
+not shown.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lightning_cudagraph.timing.lead_in import GAP_TAG
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import (
     EXPOSED_TAG,
     RANKS_TAG,
@@ -234,17 +235,19 @@ def usual_parts(readings: Sequence[Reading]) -> dict[str, Usual]:
     return {part: usual[part] for part in PARTS if part in usual}
 
 
-class RankTimes:
+class RankTimes(Sink):
     """Sums up the steps of this process, window by window; in the first process, shows those of all.
 
-    A window has the steps of so many numbers: the same ones in all processes.
+    A window has the steps of so many numbers: the same ones in all processes. Windows are exchanged in
+    pauses, through a store and not by a collective: a process that fails, or comes to a pause of its
+    own, holds up none of the others.
 
     Args:
-        store: where processes leave what they have to say; of this run alone.
+        store: through which processes exchange them; of this run alone.
         rank: of this process.
-        size: how many processes there are.
-        window_steps: how many steps make a window.
-        on_table: told in the first process, soon after each window.
+        size: the number of processes.
+        window_steps: the number of steps of a window.
+        on_table: called in the first process for each window that all have sent.
 
     Attributes:
         trouble: why the times of the others are not known, or no more of them; or nothing.
@@ -264,40 +267,39 @@ class RankTimes:
         self._window_steps = window_steps
         self._on_table = on_table
         self._host = socket.gethostname()
-        self._readings: list[Reading] = []
-        self._window = -1
-        # Those that this process has left something for, and that have not been shown.
+        # Readings by the number of the window; the last one is not complete.
+        self._windows: dict[int, list[Reading]] = {}
+        # Windows that this process has sent, and that have not been shown.
         self._open: deque[int] = deque(maxlen=_WINDOWS_KEPT)
         self._tables: deque[RankTable] = deque(maxlen=2)
         self.trouble = ""
 
     def add(self, reading: Reading) -> None:
-        """Take what a whole step's marks said. On its path: an append, but at the end of a window."""
         window = reading.step // self._window_steps
-        if window != self._window:
-            self._leave()
-            self._look()
-            self._window = window
-        self._readings.append(reading)
+        if window not in self._windows:
+            self._windows[window] = []
+            if len(self._windows) > _WINDOWS_KEPT:
+                del self._windows[next(iter(self._windows))]
+        self._windows[window].append(reading)
 
     def pause(self) -> None:
-        """Show what has come in."""
-        self._look()
+        self._send(list(self._windows)[:-1])
+        self._receive()
 
     def finish(self) -> RankTable | None:
-        """The end of training has come; waits a little for what other processes have still to leave.
+        """Exchange the last windows, with a short wait for those of the others.
 
         Returns:
             In the first process, the last steps of all; None if they are not known.
         """
-        self._leave()
+        self._send(list(self._windows))
         deadline_s = monotonic() + _LAST_WORD_S
-        self._look()
+        self._receive()
         while self._rank == 0 and self._open and monotonic() < deadline_s and not self.trouble:
             threading.Event().wait(_POLL_S)
-            self._look()
+            self._receive()
         if self._open and not (self._tables or self.trouble):
-            self.trouble = f"not all have left theirs within {_LAST_WORD_S:.0f} s of the end"
+            self.trouble = f"not all have sent theirs within {_LAST_WORD_S:.0f} s of the end"
         # The last window may have a few steps only.
         return max(
             self._tables,
@@ -305,22 +307,20 @@ class RankTimes:
             default=None,
         )
 
-    def close(self) -> None:
-        """Nothing to do: what a run that failed has measured is not waited for."""
+    def _send(self, windows: list[int]) -> None:
+        for window in windows:
+            readings = self._windows.pop(window)
+            if self.trouble:
+                continue
+            first, last = readings[0].step, readings[-1].step
+            row = RankRow(self._rank, self._host, first, last, len(readings), usual_parts(readings))
+            key, text = self._key(window, self._rank), json.dumps(asdict(row))
+            self._try(lambda: self._store.set(key, text))  # noqa: B023
+            if self._rank == 0:
+                self._open.append(window)
 
-    def _leave(self) -> None:
-        """Leave what the window was."""
-        readings, self._readings = self._readings, []
-        if not readings or self.trouble:
-            return
-        first, last = readings[0].step, readings[-1].step
-        row = RankRow(self._rank, self._host, first, last, len(readings), usual_parts(readings))
-        self._try(lambda: self._store.set(self._key(self._window, self._rank), _packed(row)))
-        if self._rank == 0:
-            self._open.append(self._window)
-
-    def _look(self) -> None:
-        """In the first process: show the windows that all have come by."""
+    def _receive(self) -> None:
+        """In the first process: show the windows that all have sent."""
         for window in tuple(self._open):
             rows = None if self.trouble else self._try(lambda: self._taken(window))  # noqa: B023
             if rows is None:
@@ -353,10 +353,6 @@ class RankTimes:
         except RuntimeError as error:
             self.trouble = f"{type(error).__name__}: {error}"
             return None
-
-
-def _packed(row: RankRow) -> str:
-    return json.dumps(asdict(row))
 
 
 def _unpacked(text: bytes) -> RankRow:

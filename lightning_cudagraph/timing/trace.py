@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cudagraph.timing.lead_in import GAP_TAG
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.slices import LANES, TICKS_PER_MS, Slice, slices_of, step_end
 from lightning_cudagraph.timing.spans import STEP_TAG, Reading
 
@@ -161,7 +162,7 @@ def write_trace(
         raise
 
 
-class TraceWriter:
+class TraceWriter(Sink):
     """Keeps the last timed steps, and writes them as a trace file at the end.
 
     Args:
@@ -185,11 +186,7 @@ class TraceWriter:
         return self._where()
 
     def add(self, reading: Reading) -> None:
-        """Take what a step's marks said."""
         self._readings.append(reading)
-
-    def pause(self) -> None:
-        """Nothing to do."""
 
     def close(self) -> None:
         """Write the file. If that fails, it is said, and nothing else happens."""

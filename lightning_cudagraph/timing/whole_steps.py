@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol
 
 from lightning_cudagraph.timing.lead_in import GAP_TAG
+from lightning_cudagraph.timing.sinks import Sink, Sinks
 from lightning_cudagraph.timing.spans import (
     MAX_LAYOUTS,
     STEP_PARTS,
@@ -108,42 +107,19 @@ def _joined_layout(layouts: tuple[SpanLayout, ...]) -> SpanLayout:
     )
 
 
-class TakesReadings(Protocol):
-    """What is given readings: see `lightning_cudagraph.timing.clock.Sink`."""
-
-    def add(self, reading: Reading) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class WholeSteps:
-    """Gives others one reading for each step of the optimizer, and not one for each batch.
+class WholeSteps(Sinks):
+    """Gives sinks one reading for each step of the optimizer, and not one for each batch.
 
     Args:
-        sinks: the others.
-        apart: as `StepJoiner` has it.
+        sinks: the destinations.
+        apart: see `StepJoiner`.
     """
 
-    def __init__(self, sinks: Sequence[TakesReadings], apart: bool = False) -> None:
-        self._sinks = sinks
+    def __init__(self, sinks: Sequence[Sink], apart: bool = False) -> None:
+        super().__init__(sinks)
         self._joiner = StepJoiner(apart)
 
     def add(self, reading: Reading) -> None:
-        """Take what the marks of a batch said."""
         step = self._joiner.add(reading)
         if step is not None:
-            for sink in self._sinks:
-                sink.add(step)
-
-    def pause(self) -> None:
-        """Pass it on."""
-        for sink in self._sinks:
-            sink.pause()
-
-    def close(self) -> None:
-        """Close the others, from the last to the first."""
-        with ExitStack() as stack:  # all, also where one of them fails
-            for sink in self._sinks:
-                stack.callback(sink.close)
+            super().add(step)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_cudagraph.timing.lead_in import COPY_TAG, GAP_TAG
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import STEP_PARTS, STEP_TAG, TOTAL_TAG, Reading, SpanLayout
 
 __all__ = ["ReadingWindow", "Times", "WindowSummary"]
@@ -203,8 +204,8 @@ def _times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64]) -> 
     return times
 
 
-class ReadingWindow:
-    """The last readings.
+class ReadingWindow(Sink):
+    """The last readings; they stay when it is closed, for the report.
 
     Args:
         size: how many are kept, at most.
@@ -217,14 +218,7 @@ class ReadingWindow:
         return len(self._readings)
 
     def add(self, reading: Reading) -> None:
-        """Take what a step's marks said. On the step's path: it is kept, and nothing else."""
         self._readings.append(reading)
-
-    def pause(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do; they stay, for the report."""
 
     def summary(self) -> WindowSummary:
         """What they say."""

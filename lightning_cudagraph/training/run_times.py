@@ -20,7 +20,7 @@ from lightning_cudagraph.compat.features import BOARD, CHARTS, TIMES
 from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.profilers import delay_notes
 from lightning_cudagraph.replicas import has_replicas
-from lightning_cudagraph.timing.clock import FitClock, Sink
+from lightning_cudagraph.timing.clock import FitClock
 from lightning_cudagraph.timing.dashboard import Dashboard
 from lightning_cudagraph.timing.layers import (
     LayerChoice,
@@ -34,6 +34,7 @@ from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
 from lightning_cudagraph.timing.rank_times import RankTable, RankTimes, SharedRun, Store
 from lightning_cudagraph.timing.report import eager_report, fit_report
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.trace import TraceWriter
 from lightning_cudagraph.timing.whole_steps import WholeSteps

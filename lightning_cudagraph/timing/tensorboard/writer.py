@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_cudagraph.timing.metrics import MetricsWriter
 from lightning_cudagraph.timing.records import ReadingRecords
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tensorboard.board import Board, Rows
 from lightning_cudagraph.timing.tensorboard.charts import Band, Charts, StepBand
@@ -38,7 +39,7 @@ _READINGS_FOR_CHARTS = 16
 _READINGS_FOR_CHOICE = 200
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(Sink):
     """Shows the times of each step, and charts of them, in TensorBoard.
 
     There is a point for each replay that was timed, at the trainer's step. With accumulation, each
@@ -72,14 +73,12 @@ class TensorBoardWriter:
         return bool(self._boards)
 
     def add(self, reading: Reading) -> None:
-        """Take the times of one step."""
         readings = self._readings
         readings.append(reading)
         if len(readings) >= _READINGS_PER_FLUSH or reading.walltime_s >= self._flush_at_s:
             self.flush()
 
     def pause(self) -> None:
-        """Write what has been taken."""
         self.flush()
 
     def flush(self) -> None:
