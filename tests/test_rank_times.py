@@ -13,8 +13,9 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 from lightning_cudagraph.timing import rank_times
 from lightning_cudagraph.timing.metrics import MetricsWriter
 from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
-from lightning_cudagraph.timing.rank_times import RankRow, RankTable, RankTimes, Usual, usual_parts
+from lightning_cudagraph.timing.rank_times import RankRow, RankTable, RankTimes, part_times
 from lightning_cudagraph.timing.spans import EXPOSED_TAG, Reading, Span, SpanLayout
+from lightning_cudagraph.timing.windows import Times
 
 # Marks: begin, backward begins, last gradients, last all-reduce done, backward ends, end; gap before; an
 # all-reduce that begins and one that ends; the ends of a gather in the forward pass.
@@ -47,11 +48,13 @@ def row(rank: int, host: str = "node0", wait_ms: float = 0.5, **parts_ms: float)
     parts_ms = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "gap": 0.5} | parts_ms
     work_ms = sum(parts_ms.values())
     parts_ms |= {"work": work_ms, "wait": wait_ms, "step": work_ms + wait_ms}
-    return RankRow(rank, host, 0, 9, 10, {p: Usual(ms, ms, ms) for p, ms in parts_ms.items()})
+    return RankRow(
+        rank, host, 0, 9, 10, {p: Times(10, ms, ms, ms, ms, ms, 0.0) for p, ms in parts_ms.items()}
+    )
 
 
 def test_the_parts_of_a_step() -> None:
-    parts = usual_parts([reading(step) for step in range(5)])
+    parts = part_times([reading(step) for step in range(5)])
     assert {part: usual.p50_ms for part, usual in parts.items()} == pytest.approx(
         {
             "step": 5.5,
@@ -68,17 +71,17 @@ def test_the_parts_of_a_step() -> None:
 
 
 def test_means_and_percentiles_are_over_steps() -> None:
-    work = usual_parts([reading(step, scale=1.0 + step) for step in range(101)])["work"]
+    work = part_times([reading(step, scale=1.0 + step) for step in range(101)])["work"]
     assert work.p50_ms == pytest.approx(51 * 4.75)
     assert work.p95_ms == pytest.approx(96 * 4.75)
     assert work.mean_ms == pytest.approx(51 * 4.75)
 
 
 def test_steps_without_a_gap_are_not_compared_with_others() -> None:
-    parts = usual_parts([reading(0, 100.0, FIRST), reading(1), reading(2)])
+    parts = part_times([reading(0, 100.0, FIRST), reading(1), reading(2)])
     assert parts["step"].mean_ms == pytest.approx(5.5)
     assert parts["forward"].mean_ms == pytest.approx(34.0)
-    alone = usual_parts([reading(0, 1.0, FIRST), reading(1, 1.0, FIRST)])
+    alone = part_times([reading(0, 1.0, FIRST), reading(1, 1.0, FIRST)])
     assert alone["step"].mean_ms == pytest.approx(5.0)
 
 

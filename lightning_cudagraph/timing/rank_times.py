@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightning_cudagraph.timing.lead_in import GAP_TAG
 from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import (
     EXPOSED_TAG,
@@ -31,8 +30,8 @@ from lightning_cudagraph.timing.spans import (
     STEP_TAG,
     TOTAL_TAG,
     Reading,
-    SpanLayout,
 )
+from lightning_cudagraph.timing.windows import Times, WindowSummary, column_times
 
 __all__ = [
     "PARTS",
@@ -41,8 +40,7 @@ __all__ = [
     "RankTimes",
     "SharedRun",
     "Store",
-    "Usual",
-    "usual_parts",
+    "part_times",
 ]
 
 # What a process tells of its steps. The first three follow from the others.
@@ -61,8 +59,6 @@ PARTS = (
 _OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
 # What lies behind one another from the end of a step to the end of the next.
 _TILES = ("copy", "gap", "forward", "backward", "host", "optimizer")
-_ALL_REDUCE, _EXPOSED = "all_reduce", EXPOSED_TAG.removeprefix(STEP_TAG)
-_OTHERS = "other collectives"
 _WINDOWS_KEPT = 16
 # How long the first process waits at the end of training for what the others have still to leave.
 _LAST_WORD_S = 5.0
@@ -100,15 +96,6 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Usual:
-    """What something takes over the steps of a window, in milliseconds."""
-
-    mean_ms: float
-    p50_ms: float
-    p95_ms: float
-
-
-@dataclass(frozen=True)
 class RankRow:
     """The steps of one process.
 
@@ -129,7 +116,7 @@ class RankRow:
     first_step: int
     last_step: int
     n_steps: int
-    parts: dict[str, Usual]
+    parts: dict[str, Times]
 
     def p50_ms(self, part: str) -> float:
         """The median of a part; 0 if there is none."""
@@ -174,65 +161,31 @@ class RankTable:
         }
 
 
-class _Calls:
-    """The marks between which the parts lie of steps with one layout."""
-
-    def __init__(self, layout: SpanLayout) -> None:
-        self._of: dict[str, list[tuple[int, int]]] = {}
-        for span in layout.spans:
-            if not span.tag.startswith(STEP_TAG) or span.tag == TOTAL_TAG:
-                continue
-            part = span.tag.removeprefix(STEP_TAG)
-            if part in _OF_OPTIMIZER:
-                part = "optimizer"
-            elif span.lane == "communication" and part not in (_ALL_REDUCE, _EXPOSED):
-                part = _OTHERS
-            self._of.setdefault(part, []).extend(span.calls)
-
-    def parts_ms(self, offsets_ms: Sequence[float]) -> dict[str, float]:
-        return {
-            part: sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
-            for part, calls in self._of.items()
-        }
-
-
-def usual_parts(readings: Sequence[Reading]) -> dict[str, Usual]:
-    """What steps take, of `PARTS` those that they have.
+def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
+    """The times of steps, of `PARTS` those that they have.
 
     Args:
         readings: at least one, each of a whole step.
     """
-    layouts: dict[SpanLayout, _Calls] = {}
-    columns: dict[str, list[float]] = {}
-    # Where no gap at all is known, steps are what lies inside of them.
-    inside_only = not any(GAP_TAG in reading.layout.tags for reading in readings)
-    for reading in readings:
-        if (calls := layouts.get(reading.layout)) is None:
-            calls = layouts[reading.layout] = _Calls(reading.layout)
-        parts_ms = calls.parts_ms(reading.offsets_ms)
-        exposed_ms = parts_ms.pop(_EXPOSED, 0.0)
-        # The device has waited as long, if it had nothing left to do.
-        before_ms = min(reading.waited_ms, parts_ms.get("gap", 0.0))
-        wait_ms = exposed_ms + before_ms + parts_ms.pop(_OTHERS, 0.0)
-        if inside_only or "gap" in parts_ms:  # there is none behind something else than a step
-            step_ms = sum([parts_ms.get(part, 0.0) for part in _TILES])
-            columns.setdefault("step", []).append(step_ms)
-            columns.setdefault("work", []).append(step_ms - wait_ms)
-        columns.setdefault("wait", []).append(wait_ms)
-        if "backward" in parts_ms:
-            parts_ms["backward"] -= exposed_ms
-        if "gap" in parts_ms:
-            parts_ms["gap"] -= before_ms
-        for part, part_ms in parts_ms.items():
-            columns.setdefault(part, []).append(part_ms)
-    usual: dict[str, Usual] = {}
-    for length in set(map(len, columns.values())):  # at once, which is quicker
-        parts = [part for part, values_ms in columns.items() if len(values_ms) == length]
-        values_ms = np.array([columns[part] for part in parts])
-        p50_ms, p95_ms = np.percentile(values_ms, [50, 95], axis=1)
-        numbers = zip(values_ms.mean(axis=1).tolist(), p50_ms.tolist(), p95_ms.tolist(), strict=True)
-        usual.update((part, Usual(*of_part)) for part, of_part in zip(parts, numbers, strict=True))
-    return {part: usual[part] for part in PARTS if part in usual}
+    summary = WindowSummary(readings)
+    parts_ms = {part: summary.series_ms(STEP_TAG + part) for part in PARTS}
+    parts_ms["optimizer"] = summary.series_ms(*(STEP_TAG + part for part in _OF_OPTIMIZER))
+    known = {*(STEP_TAG + part for part in (*PARTS, *_OF_OPTIMIZER)), EXPOSED_TAG, TOTAL_TAG}
+    # Collectives that the step waits for from their beginning to their end.
+    others = [tag for tag in summary.tags if tag.startswith(STEP_TAG) and tag not in known]
+    exposed_ms = np.nan_to_num(summary.series_ms(EXPOSED_TAG))
+    # The device has waited as long as the host, if it had nothing left to do.
+    before_ms = np.minimum(summary.waited_ms, np.nan_to_num(parts_ms["gap"]))
+    wait_ms = exposed_ms + before_ms + np.nan_to_num(summary.series_ms(*others))
+    step_ms = np.nan_to_num([parts_ms[part] for part in _TILES]).sum(axis=0)
+    has_gap = ~np.isnan(parts_ms["gap"])
+    if has_gap.any():  # otherwise steps are what lies inside of them
+        step_ms = np.where(has_gap, step_ms, np.nan)  # behind a pause there is none
+    parts_ms |= {"step": step_ms, "work": step_ms - wait_ms, "wait": wait_ms}
+    parts_ms["backward"] = parts_ms["backward"] - exposed_ms
+    parts_ms["gap"] = parts_ms["gap"] - before_ms
+    columns = column_times(np.stack([parts_ms[part] for part in PARTS], axis=1), step_ms)
+    return {part: times for part, times in zip(PARTS, columns, strict=True) if times is not None}
 
 
 class RankTimes(Sink):
@@ -313,7 +266,7 @@ class RankTimes(Sink):
             if self.trouble:
                 continue
             first, last = readings[0].step, readings[-1].step
-            row = RankRow(self._rank, self._host, first, last, len(readings), usual_parts(readings))
+            row = RankRow(self._rank, self._host, first, last, len(readings), part_times(readings))
             key, text = self._key(window, self._rank), json.dumps(asdict(row))
             self._try(lambda: self._store.set(key, text))  # noqa: B023
             if self._rank == 0:
@@ -357,5 +310,5 @@ class RankTimes(Sink):
 
 def _unpacked(text: bytes) -> RankRow:
     found = json.loads(text)
-    found["parts"] = {part: Usual(**usual) for part, usual in found["parts"].items()}
+    found["parts"] = {part: Times(**times) for part, times in found["parts"].items()}
     return RankRow(**found)
