@@ -26,7 +26,7 @@ from lightning_cudagraph.timing.metrics import MetricNames, MetricsWriter
 from lightning_cudagraph.timing.records import ReadingRecords, ScalarRecords
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
-from lightning_cudagraph.timing.tensorboard.board import Board, Rows
+from lightning_cudagraph.timing.tensorboard.logger_writer import LoggerWriter, Rows
 
 PARTS = ("forward", "backward", "clipping", "optimizer")
 
@@ -380,13 +380,13 @@ def test_an_error_of_the_last_rows_is_said(tmp_path: Path) -> None:
             raise ValueError("something of ours")
 
     logger = TensorBoardLogger(tmp_path)
-    board = Board(logger)
+    writer = LoggerWriter(logger)
     readings = readings_of(layout_of("a"), range(3))
-    board.write(Rows(readings, ReadingRecords()))
-    board.write(Rows(readings, Fails()))
+    writer.write(Rows(readings, ReadingRecords()))
+    writer.write(Rows(readings, Fails()))
     with pytest.warns(UserWarning, match="could not write times: ValueError: something"):
-        board.close()
-    board.close()
+        writer.close()
+    writer.close()
     logger.finalize("success")
     assert points(accumulated(logger.log_dir), "step_ms/total") == said(readings, "step_ms/total")
 

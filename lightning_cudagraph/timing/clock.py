@@ -1,4 +1,4 @@
-"""Which steps of a fit are timed, when their events are read, and who is told."""
+"""The clock of a fit: which steps are timed, and when their events are read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Unread(NamedTuple):
         step: its number as the trainer's loggers count it.
         ended: an event of its own behind it. Of one that a graph sets, nothing can be asked before its
             first replay has come to it.
-        owned: events that nobody needs any more when it has been read.
+        owned: events that are free when it has been read.
         batch: its place among the batches of a step of the optimizer.
         is_last: it is the last of these.
         waited_ms: how long the host has waited for other processes before it.
@@ -44,15 +44,15 @@ class _Unread(NamedTuple):
 
 
 class FitClock:
-    """Decides which steps are timed, reads their events, and hands on what they say.
+    """Decides which steps are timed, reads their events, and passes the readings on.
 
     The host does not wait for the device: events are read when their step is known to have ended, which
-    is looked at after later steps. At the latest they are read before a replay that would set them anew;
-    with two graphs that take turns, another one is queued then, so that the device never waits either.
+    is looked at after later steps. At the latest they are read before a replay that would set them
+    again; with two graphs that alternate, another one is queued then, so that the device never waits.
 
     Args:
         backend: where the steps run.
-        sinks: who is told.
+        sinks: destinations of the readings.
         every_n_steps: the last of so many steps of the optimizer is timed, with all batches whose
             gradients they take; 0 for none.
         waited_s: tells how long the host has waited for other processes so far, in seconds.
@@ -71,8 +71,7 @@ class FitClock:
         self._waited_s = waited_s
         self._waited_before_s = 0.0  # the step that comes next
         self._layout_of = lru_cache(MAX_LAYOUTS)(with_lead_in)
-        # To prepare the reading of some events takes longer than to read them, and steps take turns with
-        # the same ones.
+        # Preparing to read some events takes longer than reading them, and they come again.
         self._event_times = lru_cache(MAX_LAYOUTS)(backend.event_times)
         self._unread: deque[_Unread] = deque()
         # Events that have been read, to be used again: making one takes longer than marking it.
@@ -81,24 +80,20 @@ class FitClock:
         self._lead_in: LeadIn | None = None
 
     def is_due(self, optimizer_step: int) -> bool:
-        """Whether a step of the optimizer is timed.
-
-        Args:
-            optimizer_step: how many came before it.
-        """
+        """True if the step of the optimizer after so many others is timed."""
         n = self._every_n_steps
         # The step that Lightning logs, if it logs as often, and not the one behind it: reading the
         # values waits for the device, which then has nothing to do while a timed step is launched.
         return n == 1 or (n > 1 and (optimizer_step + 1) % n == 0)
 
     def copying(self) -> AbstractContextManager[None]:
-        """What is entered around a copy of the batch of a step that is due."""
+        """A context for the copy of the batch of a step that is due."""
         if self._lead_in is None:
             self._lead_in = LeadIn(self._passed, None)
         return self._lead_in
 
     def upcoming(self, marks: StepMarks | None) -> None:
-        """A replay that sets events anew comes now: read what they say of the one before."""
+        """Read the events of a graph: it is to be replayed now, which sets them again."""
         while any(unread.marks is marks for unread in self._unread):
             self._await_first()
 

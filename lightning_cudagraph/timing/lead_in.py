@@ -1,4 +1,4 @@
-"""What lies between a timed step and the one before it: the copy of its batch, and the gap.
+"""The time between a timed step and the one before it: the copy of its batch, and the gap.
 
 Timed by ordinary events on the stream of the replays, which are recorded only around timed steps.
 """
@@ -40,7 +40,7 @@ class LeadIn:
 
     @property
     def kind(self) -> tuple[bool, int]:
-        """Whether there is a step before, and how many events there are."""
+        """True if there is a step before, and the number of events."""
         return self._has_gap, len(self.events)
 
 

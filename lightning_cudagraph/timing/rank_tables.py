@@ -26,11 +26,7 @@ _WHERE = {
 
 
 def ranks_text(ranks: RankTable) -> str:
-    """A table with a row for each process, the one with the most work of its own first.
-
-    Args:
-        ranks: the times.
-    """
+    """A table with a row for each process, the one with the most work of its own first."""
     rows = sorted(ranks.rows, key=lambda row: -row.p50_ms("work"))
     shown = rows
     if len(rows) > _MOST_ROWS:
@@ -75,11 +71,7 @@ def _line(row: RankRow, columns: Sequence[str], with_host: bool) -> list[str | f
 
 
 def ranks_lines(table: RankTable) -> list[str]:
-    """In sentences, which process the others wait for, and where it loses its time.
-
-    Args:
-        table: the times.
-    """
+    """In sentences, which process the others wait for, and where it loses its time."""
     slowest, fastest = table.slowest, table.fastest
     work_ms, step_ms = slowest.p50_ms("work"), table.median_ms("step")
     waits_ms = sorted(row.p50_ms("wait") for row in table.rows)
@@ -100,7 +92,7 @@ def ranks_lines(table: RankTable) -> list[str]:
 
 
 def _others(table: RankTable, part: str) -> str:
-    """What is usual, to compare the slowest with."""
+    """The median rank, or the other one of two, to compare the slowest with."""
     if len(table.rows) == 2:
         return f"rank {table.fastest.rank} {table.fastest.p50_ms(part):.3f} ms"
     return f"median rank {table.median_ms(part):.3f} ms"
@@ -111,7 +103,7 @@ def _on_host(table: RankTable, row: RankRow) -> str:
 
 
 def _where(table: RankTable, slowest: RankRow) -> list[str]:
-    """Where the slowest loses most of what the fastest does not, if it is in one place."""
+    """The part of a step in which the slowest loses most against the fastest, if it is one."""
     fastest = table.fastest
     behind_ms = slowest.p50_ms("work") - fastest.p50_ms("work")
     part = max(_WHERE, key=lambda part: slowest.p50_ms(part) - fastest.p50_ms(part))

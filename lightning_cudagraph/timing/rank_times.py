@@ -80,19 +80,19 @@ class SharedRun:
 
 
 class Store(Protocol):
-    """What is used of `torch.distributed.Store`."""
+    """The part of `torch.distributed.Store` that is used."""
 
     def set(self, key: str, value: str) -> None:
-        """Leave something."""
+        """Store a value."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these are there."""
+        """True if all keys are there."""
 
     def get(self, key: str) -> bytes:
-        """What was left."""
+        """The value of a key."""
 
     def delete_key(self, key: str) -> bool:
-        """Take it away."""
+        """Remove a key."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class RankTable:
     rows: tuple[RankRow, ...]
 
     def median_ms(self, part: str) -> float:
-        """What is usual among the processes."""
+        """The median of the processes."""
         return float(np.median([row.p50_ms(part) for row in self.rows]))
 
     @property
@@ -145,7 +145,7 @@ class RankTable:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """What is drawn as curves, by tag."""
+        """The values of curves, by tag."""
         slowest, fastest = self.slowest, self.fastest
         work_ms = [row.p50_ms("work") for row in (fastest, slowest)]
         waits_ms = [row.p50_ms("wait") for row in self.rows]
@@ -162,11 +162,7 @@ class RankTable:
 
 
 def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
-    """The times of steps, of `PARTS` those that they have.
-
-    Args:
-        readings: at least one, each of a whole step.
-    """
+    """The times of steps, of `PARTS` those that they have."""
     summary = WindowSummary(readings)
     parts_ms = {part: summary.series_ms(STEP_TAG + part) for part in PARTS}
     parts_ms["optimizer"] = summary.series_ms(*(STEP_TAG + part for part in _OF_OPTIMIZER))
@@ -285,7 +281,7 @@ class RankTimes(Sink):
             self._on_table(table)
 
     def _taken(self, window: int) -> tuple[RankRow, ...] | None:
-        """What all have left for a window, or None if one of them has not."""
+        """The rows of all processes for a window, or None if one of them has sent none."""
         keys = [self._key(window, rank) for rank in range(self._size)]
         if not self._store.check(keys):
             return None
@@ -300,7 +296,7 @@ class RankTimes(Sink):
         return f"{window}/{rank}"
 
     def _try(self, do: Callable[[], Any]) -> Any:
-        """Do something with the store. It can be gone, with the process that had it."""
+        """Use the store, which can be gone with the process that had it."""
         try:
             return do()
         except RuntimeError as error:

@@ -69,9 +69,6 @@ def _event(tags: Sequence[str]) -> tuple[bytes, list[int]]:
 class ScalarRecords:
     """The records of steps with the same tags.
 
-    Args:
-        tags: what the scalars are called.
-
     Attributes:
         n_bytes: how long each record is.
     """
@@ -95,12 +92,7 @@ class ScalarRecords:
         walltimes_s: NDArray[np.float64],
         values: NDArray[np.floating],
     ) -> NDArray[np.uint8]:
-        """The records.
-
-        Args:
-            steps: of each record.
-            walltimes_s: seconds since the epoch of each record.
-            values: shape ``(records, tags)``.
+        """The records, with one row of values each.
 
         Returns:
             Their bytes; shape ``(records, bytes of one)``.
@@ -152,7 +144,7 @@ class ReadingRecords:
             return found
 
     def n_bytes(self, readings: Sequence[Reading]) -> int:
-        """How long the records of readings are, or will be."""
+        """The length of the records of readings."""
         layouts = Counter(reading.layout for reading in readings)
         return sum(n * self._n_bytes(layout.tags) for layout, n in layouts.items())
 

@@ -1,4 +1,4 @@
-"""What was timed in a step, and what its events said: the common language of all that shows times.
+"""Timed parts of a step, and readings of its events: the data of all that shows times.
 
 The events of a step are its marks: points in time on the device. A span lies between two marks, or is
 the sum of several such stretches, if a layer is called more than once. What is read after a replay is
@@ -23,10 +23,10 @@ __all__ = [
     "STEP_PARTS",
     "STEP_TAG",
     "TOTAL_TAG",
-    "Lane",
     "Reading",
     "Span",
     "SpanLayout",
+    "Track",
 ]
 
 FORWARD_TAG = "layer_forward_ms/"
@@ -39,26 +39,26 @@ STEP_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
 # What of the step is no more than waiting for all-reduces: time that their own tag has as well.
 EXPOSED_TAG = f"{STEP_TAG}all_reduce_exposed"
 
-# What is prepared for a layout is kept for so many of them: steps take turns with few. Where each one
-# calls other layers, it is of no use for those to come, and would grow with the run.
+# The number of layouts for which prepared objects are cached: most runs have few. Where each step calls
+# other layers, they are of no use later, and would grow with the run.
 MAX_LAYOUTS = 64
 
 # Where a span is drawn on a timeline.
-Lane = Literal["forward", "backward", "optimizer", "communication", "copy", "host"]
+Track = Literal["forward", "backward", "optimizer", "communication", "copy", "host"]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A thing that takes time.
+    """A part of a step that is timed: a stage, a layer in one pass, a kind of collective.
 
     Attributes:
         tag: its name in TensorBoard, such as ``layer_forward_ms/head``.
-        lane: where it is drawn on a timeline.
+        track: where it is drawn on a timeline.
         calls: numbers of the marks at the beginning and at the end of each of its calls.
     """
 
     tag: str
-    lane: Lane
+    track: Track
     calls: tuple[tuple[int, int], ...]
 
 
@@ -106,7 +106,7 @@ class SpanLayout:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the marks of one step said, or of one batch of a step.
+    """The times of the marks of one step, or of one batch of a step.
 
     Attributes:
         layout: what the marks mean. Steps that were captured together share it, as an object.

@@ -84,7 +84,7 @@ class Layer:
 
     @property
     def own_name(self) -> str:
-        """What its name adds to that of its parent."""
+        """Its name without that of its parent."""
         return self.name if self.parent is None else self.name[len(self.parent) + 1 :]
 
 
@@ -97,11 +97,7 @@ def _parent(name: str, names: Collection[str]) -> str | None:
 
 
 def mostly_members(times_ms: Mapping[str, float]) -> set[str]:
-    """The layers most of whose time is that of their members, so that it is shown with these.
-
-    Args:
-        times_ms: of each layer, by its name.
-    """
+    """The layers most of whose time is that of their members, so that it is shown with these."""
     inside_ms: dict[str, float] = {}
     for name, time_ms in times_ms.items():
         if (parent := _parent(name, times_ms)) is not None:
@@ -253,7 +249,7 @@ def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
     found = []
     for name, inside in members.items():
         for prefix in (FORWARD_TAG, BACKWARD_TAG):
-            # Step by step: members can take turns.
+            # Step by step: members can alternate.
             inside_ms = summary.series_ms(*(prefix + member for member in inside))
             ratios = inside_ms / np.maximum(summary.series_ms(prefix + name), 1e-6)
             known = ratios[~np.isnan(ratios)]
@@ -264,7 +260,7 @@ def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
 
 
 def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
-    """What the table adds up to, and what is counted twice in it."""
+    """Sentences about the sums of the table, and about times that are in it twice."""
     lines = []
     if any(layer.has_members for layer in layers):
         text = "The time of an indented layer is contained in that of the one above it"
@@ -290,12 +286,7 @@ def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
 
 
 def window_text(summary: WindowSummary, max_layers: int = 40) -> str:
-    """All of a window: the parts of the step, then its layers.
-
-    Args:
-        summary: the times.
-        max_layers: how many layers are shown.
-    """
+    """All of a window: the parts of the step, then its layers."""
     if not summary.n_readings:
         return "No step was timed."
     steps = f"{summary.first_step} to {summary.last_step}"

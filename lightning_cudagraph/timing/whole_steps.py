@@ -30,7 +30,7 @@ class StepJoiner:
     whole step. Of a step that lacks a batch, because that was eager, nothing is made.
 
     Args:
-        apart: batches are timed in different steps. In the place of one that lacks is the last that was
+        apart: batches are timed in different steps. One that lacks is replaced by the last that was
             timed of its kind: a first one, or one between the first and the last.
     """
 
@@ -103,17 +103,12 @@ def _joined_layout(layouts: tuple[SpanLayout, ...]) -> SpanLayout:
             calls.setdefault(tag, []).extend((first + begin, first + end) for begin, end in of_batch)
         first += layout.n_marks
     return SpanLayout(
-        tuple(Span(tag, span.lane, tuple(calls[tag])) for tag, span in spans.items()), first
+        tuple(Span(tag, span.track, tuple(calls[tag])) for tag, span in spans.items()), first
     )
 
 
 class WholeSteps(Sinks):
-    """Gives sinks one reading for each step of the optimizer, and not one for each batch.
-
-    Args:
-        sinks: the destinations.
-        apart: see `StepJoiner`.
-    """
+    """Gives sinks one reading for each step of the optimizer, and not one for each batch."""
 
     def __init__(self, sinks: Sequence[Sink], apart: bool = False) -> None:
         super().__init__(sinks)

@@ -1,4 +1,4 @@
-"""What a window of readings says: the usual time of each span, and how much it varies."""
+"""Statistics of a window of readings: the usual time of each span, and how much it varies."""
 
 from __future__ import annotations
 
@@ -51,11 +51,8 @@ class WindowSummary:
     """The times of all spans over some readings.
 
     Readings need not have one layout: steps of a window of accumulation differ, and a step may be
-    captured anew in the middle. Spans are joined by their tags, and each counts in the readings that
+    captured again in the middle. Spans are joined by their tags, and each counts in the readings that
     have it. So what a new capture no longer times stays until the last reading of it leaves the window.
-
-    Args:
-        readings: in the order of their steps.
 
     Attributes:
         n_readings: how many they are.
@@ -141,7 +138,7 @@ class WindowSummary:
 
     @cached_property
     def waited(self) -> Times | None:
-        """What of the gaps before steps is a wait for other processes."""
+        """The part of the gaps before steps that is a wait for other processes."""
         waited_ms = np.minimum(self.waited_ms, self.series_ms(GAP_TAG))
         return column_times(waited_ms[:, None], self._period_ms)[0]
 
@@ -206,11 +203,7 @@ def column_times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64
 
 
 class ReadingWindow(Sink):
-    """The last readings; they stay when it is closed, for the report.
-
-    Args:
-        size: how many are kept, at most.
-    """
+    """The last readings; they stay when it is closed, for the report."""
 
     def __init__(self, size: int = 200) -> None:
         self._readings: deque[Reading] = deque(maxlen=size)
@@ -222,5 +215,5 @@ class ReadingWindow(Sink):
         self._readings.append(reading)
 
     def summary(self) -> WindowSummary:
-        """What they say."""
+        """Their statistics."""
         return WindowSummary(self._readings)

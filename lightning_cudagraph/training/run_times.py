@@ -16,7 +16,7 @@ from torch import nn
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.processes.ranks import own_store
 from lightning_cudagraph.capture.steps import Place, StepCounts
-from lightning_cudagraph.compat.features import BOARD, CHARTS, TIMES
+from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE, TIMES
 from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.profilers import delay_notes
 from lightning_cudagraph.replicas import has_replicas
@@ -105,7 +105,7 @@ class RunTimes:
         self.off: list[str] = []
         if choice is not None:
             require(TIMES)
-            self.off = notes(BOARD, CHARTS)
+            self.off = notes(EVENT_QUEUE, CHARTS)
         self.names: list[str] = [] if choice is None else list(select_layers(module, choice))
         self._module = module
         self._left_out = {} if choice is None else left_out(module, choice)
@@ -313,7 +313,7 @@ def _device_name(trainer: pl.Trainer) -> str:
 
 
 class _TracePath:
-    """Where the trace of a process goes: beside those of the others, in the folder of the first one.
+    """The file of a process's trace: beside those of the others, in the folder of the first one.
 
     Each logger of each process has a folder of its own in mind, and `trainer.log_dir` has all processes
     wait for the first one's, whether they all ask or not. Here it is left with the store.
@@ -340,7 +340,7 @@ class _TracePath:
 
 
 def _folder(trainer: pl.Trainer) -> str:
-    """What `trainer.log_dir` is in this process by itself."""
+    """The value of `trainer.log_dir`, without the wait for other processes."""
     logger = trainer.logger
     own = logger.log_dir if isinstance(logger, (TensorBoardLogger, CSVLogger)) else None
     folder = os.fspath(own or (logger and logger.save_dir) or trainer.default_root_dir)

@@ -25,7 +25,7 @@ from lightning_cudagraph.timing.spans import (
     SpanLayout,
 )
 from lightning_cudagraph.timing.tables import mostly_members
-from lightning_cudagraph.timing.tensorboard.board import innards
+from lightning_cudagraph.timing.tensorboard.logger_writer import innards
 from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["BAND_TAG", "CATEGORY", "Band", "Charts", "StepBand"]
@@ -47,7 +47,7 @@ _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 
 
 class Band(NamedTuple):
-    """How long the steps of a window took.
+    """The times of the steps of a window.
 
     Attributes:
         step: the last of them.
@@ -59,11 +59,7 @@ class Band(NamedTuple):
 
 
 class StepBand:
-    """Percentiles of the step's time, window by window.
-
-    Args:
-        window_steps: how many readings make a window.
-    """
+    """Percentiles of the step's time, window by window."""
 
     def __init__(self, window_steps: int) -> None:
         self._window_steps = window_steps
@@ -102,7 +98,7 @@ class StepBand:
 
 
 def _step_calls(layout: SpanLayout) -> tuple[bool, list[tuple[int, int]]]:
-    """Whether a step ends with that of the optimizer, and the marks that its time lies between."""
+    """True if the step has that of the optimizer, and the marks that its time lies between."""
     by_tag = {span.tag: span.calls for span in layout.spans}
     if (total := by_tag.get(f"{STEP_TAG}total")) is not None:
         return True, list(total)
@@ -134,9 +130,6 @@ def _charts(summary: WindowSummary) -> dict[str, dict[str, list[str | list[str]]
     """The custom scalars, as `SummaryWriter.add_custom_scalars` takes them.
 
     TensorBoard merges those of several runs by their titles, and shows equal charts once.
-
-    Args:
-        summary: tells which layers are slow.
     """
     times_ms = {tag: summary[tag].p50_ms for tag in summary.tags}
     # The tags of lines are regular expressions, which have to match at the beginning.
@@ -170,12 +163,7 @@ class Charts:
         self._written: Any = None
 
     def write(self, writer: Any, summary: WindowSummary) -> None:
-        """Write them, with those that the user has written: of a run, the last ones count.
-
-        Args:
-            writer: the logger's.
-            summary: of the steps so far.
-        """
+        """Write them, with those that the user has written: of a run, the last ones count."""
         ours = _charts(summary)
         if ours == self._written:
             return

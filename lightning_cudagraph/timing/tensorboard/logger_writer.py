@@ -1,4 +1,4 @@
-"""A logger for TensorBoard, and the way into its writer's queue."""
+"""The writer of a TensorBoard logger, and the way into its queue."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cudagraph.capture.stand_ins import replace_method
-from lightning_cudagraph.compat.features import BOARD
+from lightning_cudagraph.compat.features import EVENT_QUEUE
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.timing.records import ReadingRecords
 from lightning_cudagraph.timing.spans import Reading
 
-__all__ = ["Board", "Rows", "innards"]
+__all__ = ["LoggerWriter", "Rows", "innards"]
 
 
 class Rows:
@@ -54,16 +54,16 @@ class Queued(NamedTuple):
     skip: int
 
 
-class Board:
-    """A logger for TensorBoard. After an error it is left alone, and training goes on.
+class LoggerWriter:
+    """The writer of a logger. After an error no more is written to it, and training goes on.
 
-    Its writer may be closed by its owner at any time, and makes a new file then when something is
+    It may be closed by its owner at any time, and makes a new file then when something is
     written.
     """
 
     def __init__(self, logger: TensorBoardLogger) -> None:
         self._logger = logger
-        self._has_way_in = available(BOARD)
+        self._has_way_in = available(EVENT_QUEUE)
         self._failed = False
         self._patches = ExitStack()
         # The innards of the writer that rows are handed to.
@@ -122,7 +122,7 @@ class Board:
             put(Queued(rows, done))
 
     def _way_in(self, writer: Any) -> Callable[[Any], None] | None:
-        """What puts rows into the writer's queue; None if it is built differently."""
+        """The function that puts rows into the writer's queue; None if it is built differently."""
         if self._error is not None:
             raise self._error
         if not self._has_way_in:
@@ -153,7 +153,7 @@ class Board:
 
 
 def innards(writer: Any) -> list[Any]:
-    """What a writer of torch's is made of: its file, that of its events, the queue, records, bytes."""
+    """The parts of a writer of torch's: its file, that of its events, the queue, records, bytes."""
     found = []
     for name in ("file_writer", "event_writer", "_async_writer", "_writer", "_writer"):
         writer = getattr(writer, name, None)
