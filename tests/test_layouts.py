@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_cudagraph.timing.clock import FitClock
-from lightning_cudagraph.timing.records import ReadingRecords
+from lightning_cudagraph.timing.records import ReadingRecords, n_bytes
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.tensorboard.charts import StepBand
 from lightning_cudagraph.timing.whole_steps import StepJoiner
@@ -20,11 +20,11 @@ def test_steps_that_are_all_different() -> None:
         layout = clock._layout_of(layout, False, 0)
         reading = Reading(layout, step, 0.0, [0.0, 1.0])
         for _ in range(2):
-            assert len(records.of([reading])[0]) == records.n_bytes([reading]) > 0
+            assert len(records.of([reading])[0]) == n_bytes([reading]) > 0
         band.add([reading])
         joiner.add(Reading(layout, step, 0.0, [0.0, 1.0, -1.0], 0, False))
         assert joiner.add(Reading(layout, step, 0.0, [0.0, 1.0, -1.0], 1, True)) is not None
-    prepared = (clock._layout_of, records._of_tags, records._n_bytes, band._calls, joiner._layout_of)
+    prepared = (clock._layout_of, records._of_tags, band._calls, joiner._layout_of)
     for by_layout in prepared:
         info = by_layout.cache_info()
         assert info.misses == 300  # once for each

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +39,6 @@ __all__ = [
     "RankTable",
     "RankTimes",
     "SharedRun",
-    "Store",
     "part_times",
 ]
 
@@ -77,22 +76,6 @@ class SharedRun:
 
     name: str
     waited_s: Callable[[], float] = lambda: 0.0
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used."""
-
-    def set(self, key: str, value: str) -> None:
-        """Store a value."""
-
-    def check(self, keys: list[str]) -> bool:
-        """True if all keys are there."""
-
-    def get(self, key: str) -> bytes:
-        """The value of a key."""
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +175,7 @@ class RankTimes(Sink):
     own, holds up none of the others.
 
     Args:
-        store: through which processes exchange them; of this run alone.
+        store: a `torch.distributed.Store`, of this run alone.
         rank: of this process.
         size: the number of processes.
         window_steps: the number of steps of a window.
@@ -204,7 +187,7 @@ class RankTimes(Sink):
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         rank: int,
         size: int,
         window_steps: int,

@@ -16,7 +16,6 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from lightning_cudagraph.timing.crc32c import AlikeRows, masked_crc32c
 from lightning_cudagraph.timing.spans import MAX_LAYOUTS, Reading, SpanLayout
 
-__all__ = ["ReadingRecords", "ScalarRecords"]
+__all__ = ["ReadingRecords", "ScalarRecords", "n_bytes"]
 
 # Field numbers and wire types of tensorboard/compat/proto/{event,summary}.proto.
 _WALL_TIME = b"\x09"
@@ -117,39 +116,38 @@ class ScalarRecords:
 
 
 class ReadingRecords:
-    """Makes records of readings, in the threads of writers."""
+    """Makes records of readings, in the thread of a writer."""
 
     def __init__(self) -> None:
-        self._n_bytes = lru_cache(MAX_LAYOUTS)(_n_bytes)
         self._of_tags = lru_cache(MAX_LAYOUTS)(ScalarRecords)
-        self._lock = Lock()
 
     def of(self, readings: Sequence[Reading]) -> list[bytes]:
         """The record of each reading; nothing for one without spans."""
-        with self._lock:
-            by_layout: dict[SpanLayout, list[int]] = {}
-            for place, reading in enumerate(readings):
-                by_layout.setdefault(reading.layout, []).append(place)
-            found = [b""] * len(readings)
-            for layout, places in by_layout.items():
-                if not layout.tags:
-                    continue
-                records = self._of_tags(layout.tags)
-                n_at_once = max(1, _BYTES_AT_ONCE // records.n_bytes)
-                for begin in range(0, len(places), n_at_once):
-                    some = places[begin : begin + n_at_once]
-                    rows = _rows(records, layout, [readings[place] for place in some])
-                    for place, row in zip(some, rows, strict=True):
-                        found[place] = row.tobytes()
-            return found
-
-    def n_bytes(self, readings: Sequence[Reading]) -> int:
-        """The length of the records of readings."""
-        layouts = Counter(reading.layout for reading in readings)
-        return sum(n * self._n_bytes(layout.tags) for layout, n in layouts.items())
+        by_layout: dict[SpanLayout, list[int]] = {}
+        for place, reading in enumerate(readings):
+            by_layout.setdefault(reading.layout, []).append(place)
+        found = [b""] * len(readings)
+        for layout, places in by_layout.items():
+            if not layout.tags:
+                continue
+            records = self._of_tags(layout.tags)
+            n_at_once = max(1, _BYTES_AT_ONCE // records.n_bytes)
+            for begin in range(0, len(places), n_at_once):
+                some = places[begin : begin + n_at_once]
+                rows = _rows(records, layout, [readings[place] for place in some])
+                for place, row in zip(some, rows, strict=True):
+                    found[place] = row.tobytes()
+        return found
 
 
-def _n_bytes(tags: tuple[str, ...]) -> int:
+def n_bytes(readings: Sequence[Reading]) -> int:
+    """The length of the records of readings."""
+    layouts = Counter(reading.layout for reading in readings)
+    return sum(n * _record_bytes(layout.tags) for layout, n in layouts.items())
+
+
+@lru_cache(MAX_LAYOUTS)
+def _record_bytes(tags: tuple[str, ...]) -> int:
     return len(_event(tags)[0]) + _FRAME_BYTES if tags else 0
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -32,7 +33,7 @@ from lightning_cudagraph.timing.layers import (
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
-from lightning_cudagraph.timing.rank_times import RankTable, RankTimes, SharedRun, Store
+from lightning_cudagraph.timing.rank_times import RankTable, RankTimes, SharedRun
 from lightning_cudagraph.timing.report import eager_report, fit_report
 from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
@@ -323,7 +324,7 @@ class _TracePath:
         store: of this run alone; None if there is one process.
     """
 
-    def __init__(self, trainer: pl.Trainer, store: Store | None) -> None:
+    def __init__(self, trainer: pl.Trainer, store: Any) -> None:
         self._store = store
         self._rank = trainer.global_rank
         self._folder = _folder(trainer)

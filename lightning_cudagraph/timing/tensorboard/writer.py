@@ -17,11 +17,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_cudagraph.timing.metrics import MetricsWriter
-from lightning_cudagraph.timing.records import ReadingRecords
+from lightning_cudagraph.timing.records import n_bytes
 from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tensorboard.charts import Band, Charts, StepBand
-from lightning_cudagraph.timing.tensorboard.logger_writer import LoggerWriter, Rows
+from lightning_cudagraph.timing.tensorboard.logger_writer import LoggerWriter
 from lightning_cudagraph.timing.whole_steps import StepJoiner
 from lightning_cudagraph.timing.windows import WindowSummary
 
@@ -60,7 +60,6 @@ class TensorBoardWriter(Sink):
         self._n_bytes = 0  # of what has been handed to writers
         self._thin_at_bytes = _BYTES_BEFORE_THINNING
         self._every_n_steps = 1
-        self._records = ReadingRecords()
         self._band = StepBand(window_steps)
         self._joiner = StepJoiner()
         # The first readings, until the charts are written that show the slowest layers of them.
@@ -91,11 +90,10 @@ class TensorBoardWriter(Sink):
         bands = self._band.add(filter(None, map(self._joiner.add, readings)))
         n = self._every_n_steps
         shown = readings if n == 1 else [reading for reading in readings if (reading.step + 1) % n == 0]
-        rows = Rows(shown, self._records)
         for writer in self._writers:
-            writer.write(rows)
+            writer.write(shown)
         self._add_bands(bands)
-        self._n_bytes += self._records.n_bytes(shown)
+        self._n_bytes += n_bytes(shown)
         if self._n_bytes >= self._thin_at_bytes:
             self._thin(last.step)
         if self._first is not None:
