@@ -33,7 +33,7 @@ from lightning_cudagraph import (
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.timing import timers
-from lightning_cudagraph.timing.timers import Timing
+from lightning_cudagraph.timing.timed_blocks import Timing
 from tests.captures import Work
 from tests.harness import Net, loader, make, train
 

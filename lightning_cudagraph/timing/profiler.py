@@ -21,7 +21,7 @@ import torch
 from lightning_cudagraph.capture.emulator import EmulatedGraph
 from lightning_cudagraph.capture.streams.stream_choice import is_trial
 from lightning_cudagraph.errors import TimerError
-from lightning_cudagraph.timing.timers import TimedBlock, Timing, Timings, name_of
+from lightning_cudagraph.timing.timed_blocks import TimedBlock, Timing, Timings, name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

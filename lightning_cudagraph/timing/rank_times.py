@@ -58,7 +58,8 @@ PARTS = (
 _OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
 # What lies behind one another from the end of a step to the end of the next.
 _TILES = ("copy", "gap", "forward", "backward", "host", "optimizer")
-_WINDOWS_KEPT = 16
+# Windows that wait for a pause, or for those of other processes; older ones are dropped.
+_WAITING_WINDOWS = 8
 # How long the first process waits at the end of training for what the others have still to leave.
 _LAST_WORD_S = 5.0
 _POLL_S = 0.005
@@ -202,7 +203,7 @@ class RankTimes(Sink):
         # Readings by the number of the window; the last one is not complete.
         self._windows: dict[int, list[Reading]] = {}
         # Windows that this process has sent, and that have not been shown.
-        self._open: deque[int] = deque(maxlen=_WINDOWS_KEPT)
+        self._open: deque[int] = deque(maxlen=_WAITING_WINDOWS)
         self._tables: deque[RankTable] = deque(maxlen=2)
         self.trouble = ""
 
@@ -210,7 +211,7 @@ class RankTimes(Sink):
         window = reading.step // self._window_steps
         if window not in self._windows:
             self._windows[window] = []
-            if len(self._windows) > _WINDOWS_KEPT:
+            if len(self._windows) > _WAITING_WINDOWS:
                 del self._windows[next(iter(self._windows))]
         self._windows[window].append(reading)
 
