@@ -85,7 +85,7 @@ class Collectives:
         return found
 
     def _exposed(self) -> tuple[tuple[int, int], ...]:
-        """The stretches in which the step waits for all-reduces."""
+        """The begins and ends of waits of the step for all-reduces."""
         waited_for = [(begin, end) for name, begin, end in self._waited_for if name == _ALL_REDUCE]
         beside = [(ready, end) for name, ready, end in self._beside if name == _ALL_REDUCE]
         return (*waited_for, *beside[-1:])

@@ -266,8 +266,8 @@ class StepMarks:
         for name in self._names:
             for tag, track in _PASSES:
                 if calls := self._calls.get(tag + name):
-                    stretches = [(begin, end) for begin, end in calls if end > begin]
-                    spans.append(Span(tag + name, track, tuple(stretches or calls[:1])))
+                    lasting = [(begin, end) for begin, end in calls if end > begin]
+                    spans.append(Span(tag + name, track, tuple(lasting or calls[:1])))
         self.untimed = self._layers.untimed(frozenset(span.tag for span in spans))
         if not self._layers.backward_is_known:
             spans = [span for span in spans if not span.tag.startswith(BACKWARD_TAG)]

@@ -42,7 +42,7 @@ __all__ = [
     "part_times",
 ]
 
-# What a process tells of its steps. The first three follow from the others.
+# The parts of steps that processes exchange. The first three follow from the others.
 PARTS = (
     "step",
     "work",
@@ -56,11 +56,11 @@ PARTS = (
     "all_reduce",
 )
 _OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
-# What lies behind one another from the end of a step to the end of the next.
+# The parts that tile the time from the end of a step to the end of the next.
 _TILES = ("copy", "gap", "forward", "backward", "host", "optimizer")
 # Windows that wait for a pause, or for those of other processes; older ones are dropped.
 _WAITING_WINDOWS = 8
-# How long the first process waits at the end of training for what the others have still to leave.
+# The longest wait of the first process, at the end of training, for the last windows of the others.
 _LAST_WORD_S = 5.0
 _POLL_S = 0.005
 

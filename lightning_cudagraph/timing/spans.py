@@ -1,8 +1,8 @@
 """Timed parts of a step, and readings of its events: the data of all that shows times.
 
 The events of a step are its marks: points in time on the device. A span lies between two marks, or is
-the sum of several such stretches, if a layer is called more than once. What is read after a replay is
-one number for each mark, from which the times of all spans follow, for many replays at once.
+the sum of several such intervals, if a layer is called more than once. A reading is one number for each
+mark, from which the times of all spans follow, for many replays at once.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ BACKWARD_TAG = "layer_backward_ms/"
 STEP_TAG = "step_ms/"
 RANKS_TAG = "ranks_ms/"
 TOTAL_TAG = f"{STEP_TAG}total"
-# What tiles a step, in its order.
+# The parts that tile a step, in their order.
 STEP_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
-# What of the step is no more than waiting for all-reduces: time that their own tag has as well.
+# The part of a step that is only a wait for all-reduces; their own tag has it as well.
 EXPOSED_TAG = f"{STEP_TAG}all_reduce_exposed"
 
 # The number of layouts for which prepared objects are cached: most runs have few. Where each step calls
@@ -100,8 +100,8 @@ class SpanLayout:
         if not self.spans:
             return np.zeros((*offsets_ms.shape[:-1], 0))
         begins, ends, firsts = self._calls
-        stretches_ms = offsets_ms[..., ends] - offsets_ms[..., begins]
-        return np.add.reduceat(stretches_ms, firsts, axis=-1)
+        calls_ms = offsets_ms[..., ends] - offsets_ms[..., begins]
+        return np.add.reduceat(calls_ms, firsts, axis=-1)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _NOT_SHOWN = (TOTAL_TAG, EXPOSED_TAG)
 
 @dataclass(frozen=True)
 class Slice:
-    """One call of a layer, or one stretch of another part of the step.
+    """One call of a layer, or one of another part of the step.
 
     Attributes:
         tag: of the span.
@@ -67,18 +67,18 @@ def slices_of(reading: Reading) -> list[Slice]:
             by_track[span.track] += [
                 (ticks[begin], max(ticks[begin], ticks[end]), span.tag) for begin, end in span.calls
             ]
-    return [one for track, stretches in by_track.items() for one in _stacked(track, stretches)]
+    return [one for track, calls in by_track.items() for one in _stacked(track, calls)]
 
 
-def _stacked(track: Track, stretches: Iterable[tuple[int, int, str]]) -> list[Slice]:
-    def outermost_first(stretch: tuple[int, int, str]) -> tuple[int, int, bool, int]:
-        begin, end, tag = stretch
+def _stacked(track: Track, calls: Iterable[tuple[int, int, str]]) -> list[Slice]:
+    def outermost_first(call: tuple[int, int, str]) -> tuple[int, int, bool, int]:
+        begin, end, tag = call
         # Of two that take the same time, the container is the one with the shorter path.
         return begin, -end, not tag.startswith(STEP_TAG), tag.count(".")
 
     rows: list[list[int]] = []  # the ends of the slices that are open in each row
     slices = []
-    for begin, end, tag in sorted(stretches, key=outermost_first):
+    for begin, end, tag in sorted(calls, key=outermost_first):
         for row, open_ends in enumerate(rows):  # noqa: B007
             while open_ends and open_ends[-1] <= begin:
                 open_ends.pop()

@@ -59,37 +59,37 @@ class Band(NamedTuple):
 
 
 class StepBand:
-    """Percentiles of the step's time, window by window."""
+    """Percentiles of the step's time, window by window.
+
+    Readings without the optimizer's step count only until there is one with it.
+    """
 
     def __init__(self, window_steps: int) -> None:
         self._window_steps = window_steps
-        # Step and milliseconds; those of readings that do not end with the optimizer's step apart.
-        self._whole: list[tuple[int, float]] = []
-        self._without_optimizer: list[tuple[int, float]] = []
+        self._times: list[tuple[int, float]] = []  # step and milliseconds
+        self._are_whole = False
         self._calls = lru_cache(MAX_LAYOUTS)(_step_calls)
 
     def add(self, readings: Iterable[Reading]) -> list[Band]:
         """Take readings; returns the bands of the windows that are complete with them."""
         for reading in readings:
             is_whole, calls = self._calls(reading.layout)
-            offsets_ms = reading.offsets_ms
-            time_ms = sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
-            (self._whole if is_whole else self._without_optimizer).append((reading.step, time_ms))
+            if is_whole and not self._are_whole:
+                self._are_whole = True
+                self._times.clear()
+            if is_whole == self._are_whole:
+                offsets_ms = reading.offsets_ms
+                time_ms = sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
+                self._times.append((reading.step, time_ms))
         bands = []
-        while (window := self._window()) and len(window) >= self._window_steps:
-            bands.append(self._band(window[: self._window_steps]))
-            del window[: self._window_steps]
+        while len(self._times) >= self._window_steps:
+            bands.append(self._band(self._times[: self._window_steps]))
+            del self._times[: self._window_steps]
         return bands
 
     def rest(self) -> list[Band]:
         """The band of the window that has begun, if there is any."""
-        window = self._window()
-        return [self._band(window)] if window else []
-
-    def _window(self) -> list[tuple[int, float]]:
-        if self._whole:
-            self._without_optimizer.clear()
-        return self._whole or self._without_optimizer
+        return [self._band(self._times)] if self._times else []
 
     def _band(self, window: list[tuple[int, float]]) -> Band:
         percentiles_ms = np.percentile([ms for _, ms in window], (5, 50, 95)).tolist()
