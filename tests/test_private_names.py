@@ -153,10 +153,9 @@ def test_refused_before_the_first_step(
             lambda: _refused_fit(tmp_path / "graph", CUDAGraphCallback(timings=LayerTimings())),
         ],
         features.METRICS: [lambda: _refused_fit(tmp_path, CUDAGraphCallback(), Measured)],
-        features.CAPTURABLE_ON_CPU: [lambda: _refused_fit(tmp_path, CUDAGraphCallback())],
         features.EVALUATION: [lambda: _refused_evaluation(tmp_path)],
         features.FP16: [
-            lambda: _refused_call(lambda: PreparedScaler(GradScaler("cpu"), torch.device("cpu"), dict)),
+            lambda: _refused_call(lambda: PreparedScaler(GradScaler("cpu"), torch.device("cpu"), list)),
         ],
         features.REPLICAS: [
             lambda: _refused_call(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_cudagraph.compat.features import (
     BROKEN_CAPTURES,
-    CAPTURABLE_ON_CPU,
     CAPTURES,
     COLLECTIVES,
     CUDA,
@@ -219,7 +218,6 @@ _OPTIMIZERS = (
     PrivateName("torch.optim.SGD._init_group", (CAPTURES,)),
     # Only fused optimizers have it.
     PrivateName("torch.optim.SGD._step_supports_amp_scaling"),
-    PrivateName("torch.optim.adam._get_capturable_supported_devices", (CAPTURABLE_ON_CPU,), accepts()),
     members(
         "torch.amp.GradScaler",
         "_maybe_opt_step _per_optimizer_states _scale _growth_tracker _growth_factor _backoff_factor"

@@ -133,7 +133,7 @@ class StepRun:
         refuse_unfit_modules(model, averaged=True)
         _refuse_several_devices(model, backend.device)
         self._optimizers = OptimizerSteps(
-            optimizers, scaler, backend.device, backend.lr_dtype, self._drop_all
+            optimizers, scaler, backend.device, self._drop_all
         )
         self._harmless = settings.harmless | (OWN_ATTRIBUTES if replicas else frozenset())
         rules = surroundings.rules(self._harmless, scaler)
