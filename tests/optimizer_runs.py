@@ -78,7 +78,9 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
     ),
     "SGD(fused, momentum)": lambda p: O.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "Muon": lambda p: O.Muon([q for q in p if q.ndim == 2], lr=1e-2),
-    "two groups": lambda p: O.AdamW([{"params": p[:3], "weight_decay": 0.0}, {"params": p[3:]}], lr=1e-2),
+    "two groups": lambda p: O.AdamW(
+        [{"params": p[:3], "weight_decay": 0.0}, {"params": p[3:]}], lr=1e-2
+    ),
 }
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "fp16 scaler": torch.float32}
 CLIPS = ("no clip", "norm")
@@ -163,7 +165,9 @@ class Run:
             else:
                 parameter.grad.copy_(gradient)
         if self.scaler is not None:
-            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], self.scaler._scale)
+            torch._foreach_mul_(
+                [p.grad for p in self.parameters if p.grad is not None], self.scaler._scale
+            )
 
 
 def plainly(run: Run) -> list[Any]:

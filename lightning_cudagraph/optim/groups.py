@@ -48,7 +48,9 @@ class PreparedGroup:
         self._lr_is_tensor = isinstance(self.group["lr"], Tensor)
         self._mirror: Tensor | None = None
         if form.inspected and not alone and not self._lr_is_tensor:
-            dtype = torch.float32 if self.group.get("fused") else torch.float64  # its kernels read floats
+            dtype = (
+                torch.float32 if self.group.get("fused") else torch.float64
+            )  # its kernels read floats
             self._mirror = torch.zeros((), dtype=dtype, device=device)
         self._mirrored: float | None = None
         self._own: dict[str, Any] = {}  # the user's, while others are in their places

@@ -192,9 +192,7 @@ class PreparedOptimizer(EagerOptimizer):
         """A `state_dict` as it would be without us, each tensor with memory of its own."""
         ours = {id(tensor) for _, tensor in self._tensors.found()}
         states = {
-            index: {
-                name: value.clone() if id(value) in ours else value for name, value in state.items()
-            }
+            index: {name: value.clone() if id(value) in ours else value for name, value in state.items()}
             if isinstance(state, dict)
             else state
             for index, state in saved["state"].items()
@@ -217,7 +215,9 @@ class PreparedOptimizer(EagerOptimizer):
             found.update(moving_values(self.optimizer))
         name = type(self.optimizer).__qualname__
         for number, branch in enumerate(self._branches(), start=1):
-            found[f"branch {number} of `{name}.step` that depends on how many steps it has made"] = branch
+            found[f"branch {number} of `{name}.step` that depends on how many steps it has made"] = (
+                branch
+            )
         return found
 
     def _branches(self) -> tuple[bool, ...]:

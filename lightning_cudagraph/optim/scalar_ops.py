@@ -7,8 +7,8 @@ pass such a number to, a form that reads it from a tensor on the device and roun
 
 How an op rounds is decided by its kernel. On a GPU (ATen/native/cuda/PointwiseOpsKernel.cu,
 BinaryDivTrueKernel.cu, ForeachPointwiseOp.cu) `add_`, `addcmul_` and `addcdiv_` end in one fused
-multiply-add, and a division by a number is a multiplication with its reciprocal, but not in the
-`_foreach_` form. On a CPU nothing is fused, and the order is that of ATen/native/cpu/PointwiseOpsKernel.cpp.
+multiply-add, and a division by a number is a multiplication with its reciprocal, but not where
+`_foreach_div_` is given a list of them. On a CPU nothing is fused, and the order is that of ATen/native/cpu/PointwiseOpsKernel.cpp.
 Numbers are rounded to the dtype that the kernel computes in: float64, or else float32.
 """
 
@@ -25,8 +25,8 @@ from lightning_cudagraph.compat.torch_names import tree_iter
 
 __all__ = ["Staged", "TensorScalarMode", "with_tensors"]
 
-# Gives the number of an op as a tensor without dimensions, in the dtype that the op computes in on another.
-Staged = Callable[[Any, Tensor], Tensor]
+# Gives the number of an op as a tensor without dimensions of a dtype.
+Staged = Callable[[Any, torch.dtype], Tensor]
 
 _WIDE = (torch.float32, torch.float64)
 # Up to this weight `lerp` starts from the one end, and beyond it from the other (ATen/native/Lerp.h).
@@ -38,13 +38,7 @@ def _times(one: Tensor, number: Tensor, out: Tensor | None) -> Tensor:
 
 
 def _over(one: Tensor, number: Tensor, out: Tensor | None) -> Tensor:
-    if one.is_cuda:
-        return torch.mul(one, number.reciprocal(), out=out)
     return torch.div(one, number, out=out)
-
-
-def _under(one: Tensor, number: Tensor, out: Tensor | None) -> Tensor:
-    return torch.mul(one.reciprocal(), number, out=out)
 
 
 def _plus(one: Tensor, number: Tensor, out: Tensor | None) -> Tensor:
@@ -79,7 +73,7 @@ def _towards(one: Tensor, other: Tensor, weight: Tensor, out: Tensor | None) -> 
 _OPS: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "mul": (1, _times),
     "div": (1, _over),
-    "__rdiv__": (1, _under),
+    "__rdiv__": (1, _times),
     "plus": (1, _plus),
     "add": (2, _plus_scaled),
     "lerp": (2, _towards),
@@ -105,10 +99,9 @@ def _fused_step(targets: Sequence[Tensor], others: Sequence[Tensor], alpha: Tens
     )
 
 
-# In place on lists of float32 on a GPU, in a launch or two. A division by a number is one there.
+# In place on lists of float32 on a GPU, in a launch or two.
 _LISTS: dict[str, Callable[..., None]] = {
     "mul": torch._foreach_mul_,
-    "div": torch._foreach_div_,
     "plus": torch._foreach_add_,
     "add": _fused_step,
     "addcmul": lambda ones, a, b, value: _fused_step(ones, torch._foreach_mul(a, b), value),
@@ -117,7 +110,27 @@ _LISTS: dict[str, Callable[..., None]] = {
 }
 
 
-def _single(name: str, operands: Sequence[Tensor], number: Tensor, in_place: bool) -> Tensor:
+def _wide(one: Tensor) -> torch.dtype:
+    return torch.float64 if one.dtype is torch.float64 else torch.float32
+
+
+def _single(
+    name: str, operands: Sequence[Tensor], number: Any, staged: Staged, in_place: bool
+) -> Tensor:
+    one = operands[0]
+    if name == "div" and one.is_cuda:
+        # A product with the reciprocal, which is taken on the host, in double precision.
+        return _computed("mul", operands, _reciprocal(number, staged).to(_wide(one)), in_place)
+    if name == "__rdiv__":
+        operands = [one.reciprocal()]
+    return _computed(name, operands, staged(number, _wide(one)), in_place)
+
+
+def _reciprocal(number: Any, staged: Staged) -> Tensor:
+    return staged(number, torch.float64).reciprocal()
+
+
+def _computed(name: str, operands: Sequence[Tensor], number: Tensor, in_place: bool) -> Tensor:
     one, compute = operands[0], _OPS[name][1]
     out = one if in_place else None
     if one.dtype in _WIDE or not one.is_floating_point():
@@ -133,28 +146,34 @@ def _single(name: str, operands: Sequence[Tensor], number: Tensor, in_place: boo
 def _list(
     name: str, operands: Sequence[Sequence[Tensor]], number: Any, staged: Staged, in_place: bool
 ) -> list[Tensor]:
+    """An op on lists of tensors with one number for all of them."""
     ones = list(operands[0])
-    first = ones[0]
-    tensor = staged(number, first)
-    is_in_one_launch = first.is_cuda and first.dtype is torch.float32
+    is_in_one_launch = ones[0].is_cuda and ones[0].dtype is torch.float32
     if name == "lerp" and is_in_one_launch:
         # Which end it starts from is decided here, and asked again before each replay.
         is_in_one_launch = not isinstance(number, Tensor) and bool(abs(number) < _LERP_TURNS_AT)
-    if is_in_one_launch:
-        if not in_place:
-            ones = [one.clone() for one in ones]
-        _LISTS[name](ones, *operands[1:], tensor)
-        return ones
-    if name == "div" and first.is_cuda:
-        return [_divided(one, tensor, in_place) for one in ones]
-    return [
-        _single(name, each, tensor, in_place) for each in zip(ones, *operands[1:], strict=True)
-    ]
+    if not is_in_one_launch:
+        return [
+            _single(name, each, number, staged, in_place)
+            for each in zip(ones, *operands[1:], strict=True)
+        ]
+    tensor = staged(number, torch.float32)
+    if name == "div":
+        name, tensor = "mul", _reciprocal(number, staged).float()
+    if not in_place and name == "mul":
+        return list(torch._foreach_mul(ones, tensor))
+    if not in_place:
+        ones = [one.clone() for one in ones]
+    _LISTS[name](ones, *operands[1:], tensor)
+    return ones
 
 
-def _divided(one: Tensor, number: Tensor, in_place: bool) -> Tensor:
-    divided = one / number if one.dtype in _WIDE else (one.float() / number).to(one.dtype)
-    return one.copy_(divided) if in_place else divided
+def _quotients(ones: Sequence[Tensor], number: Tensor, in_place: bool) -> list[Tensor]:
+    """Divisions of a list by numbers of a list, which are no products on a GPU either."""
+    if ones[0].is_cuda and ones[0].dtype is torch.float32 and in_place:
+        torch._foreach_div_(ones, number)
+        return list(ones)
+    return [_computed("div", [one], number, in_place) for one in ones]
 
 
 def _is_number(value: Any) -> bool:
@@ -183,7 +202,7 @@ def with_tensors(
         rest = {key: value for key, value in kwargs.items() if key != "lr"}
         if "lr" not in kwargs or any(_is_moving(value) for value in rest.values()):
             return None
-        return (func(*args, **rest, lr=staged(kwargs["lr"], args[0][0]).float()),)
+        return (func(*args, **rest, lr=staged(kwargs["lr"], torch.float32)),)
     base = name.removeprefix("_foreach_")
     in_place = base.endswith("_") and not base.endswith("__")
     base = base.removesuffix("_") if in_place else base
@@ -199,7 +218,7 @@ def with_tensors(
         return None
     number = numbers[0]
     if not name.startswith("_foreach_"):
-        return (_single(base, operands, staged(number, operands[0]), in_place),)
+        return (_single(base, operands, number, staged, in_place),)
     if not isinstance(number, (list, tuple)):
         return (_list(base, operands, number, staged, in_place),)
     # One list for each number: of parameters that have made as many steps.
@@ -209,9 +228,12 @@ def with_tensors(
     results: list[Any] = [None] * len(number)
     for chosen in places.values():
         some = [[operand[place] for place in chosen] for operand in operands]
-        for place, result in zip(
-            chosen, _list(base, some, number[chosen[0]], staged, in_place), strict=True
-        ):
+        one = number[chosen[0]]
+        if base == "div":
+            made = _quotients(some[0], staged(one, _wide(some[0][0])), in_place)
+        else:
+            made = _list(base, some, one, staged, in_place)
+        for place, result in zip(chosen, made, strict=True):
             results[place] = result
     return (results,)
 
@@ -220,10 +242,8 @@ def _is_moving(value: Any) -> bool:
     return hasattr(value, "node")
 
 
-def _as_it_is(number: Any, target: Tensor) -> Tensor:
-    wide = torch.float64 if target.dtype is torch.float64 else torch.float32
-    tensor: Tensor = number
-    return tensor.to(wide)
+def _as_it_is(number: Tensor, dtype: torch.dtype) -> Tensor:
+    return number.to(dtype)
 
 
 class TensorScalarMode(OwnFunctionMode):

@@ -94,7 +94,9 @@ class TracedStep(OwnFunctionMode):
         self._staged: dict[int, int] = {}
         self._casts: dict[torch.dtype, Tensor] = {}
 
-    def option(self, group_index: int, name: str, place: int | None, read: Callable[[], Any]) -> HostScalar:
+    def option(
+        self, group_index: int, name: str, place: int | None, read: Callable[[], Any]
+    ) -> HostScalar:
         """An option of a param group, as the step finds it.
 
         Args:
@@ -140,11 +142,10 @@ class TracedStep(OwnFunctionMode):
             return leaf
         return self._at(self._nodes[id(leaf)][1], leaf.dtype)
 
-    def _number(self, number: Any, target: Tensor) -> Tensor:
-        wide = torch.float64 if target.dtype is torch.float64 else torch.float32
+    def _number(self, number: Any, dtype: torch.dtype) -> Tensor:
         if isinstance(number, Tensor):
-            return number.to(wide)
-        return self._at(self.program.node_of(number), wide)
+            return number.to(dtype)
+        return self._at(self.program.node_of(number), dtype)
 
     def _at(self, node: int, dtype: torch.dtype) -> Tensor:
         """The value of a node where the graph reads it."""
@@ -253,7 +254,11 @@ class TracedStep(OwnFunctionMode):
                 " because they have no gradient in this step"
             )
         end = ends.pop()
-        return None if end == self.program.source(("state", self._alike.index(alike)), alike.read, None) else end
+        return (
+            None
+            if end == self.program.source(("state", self._alike.index(alike)), alike.read, None)
+            else end
+        )
 
 
 def _device_of(kwargs: dict[str, Any]) -> torch.device:
