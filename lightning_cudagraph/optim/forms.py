@@ -2,9 +2,9 @@
 
 * One of torch's own is captured as the user has made it: what its step computes on the host is traced
   (`traced.py`), and is computed anew in each replay.
-* One of which nothing is known is captured by inspection: if it keeps nothing on the host that moves from
-  step to step. It finds a tensor as its learning rate, and `TensorScalarMode` lets ops take that for a
-  number.
+* One of which nothing is known is captured by inspection: if it keeps nothing on the host that moves
+  from step to step. It finds a tensor as its learning rate, and `TensorScalarMode` lets ops take that
+  for a number.
 * One that reads values back from the device steps eagerly, behind a captured forward and backward pass.
 """
 

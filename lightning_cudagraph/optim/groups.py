@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.forms import Form
+from lightning_cudagraph.optim.host_program import HostScalar
 from lightning_cudagraph.optim.traced import TracedStep
 
 __all__ = ["PreparedGroup", "check_group"]
@@ -23,7 +24,7 @@ _Part = tuple[str, int | None]
 
 
 class PreparedGroup:
-    """The options of one param group: which of them a capture freezes, and what takes the place of the rest.
+    """The options of one param group: those that a capture freezes, and what replaces the others.
 
     Args:
         form: how the optimizer is captured.
@@ -142,23 +143,21 @@ class PreparedGroup:
         return bool(before) and before != self._own
 
     def _traced(self, traced: TracedStep) -> Iterator[tuple[str, Any]]:
-        group, index = self.group, self._index
+        def part(name: str, place: int | None) -> HostScalar:
+            group = self.group
+            if place is None:
+                return traced.option((self._index, name), lambda: group[name])
+            return traced.option((self._index, name, place), lambda: group[name][place])
+
         if not self._lr_is_tensor:
-            yield "lr", traced.option(index, "lr", None, lambda: group["lr"])
+            yield "lr", part("lr", None)
         for name in {name for name, _ in self._moving}:
-            value = group[name]
-            if type(value) is not tuple:
-                yield name, traced.option(index, name, None, lambda name=name: group[name])
-                continue
-            yield (
-                name,
-                tuple(
-                    traced.option(index, name, place, lambda name=name, place=place: group[name][place])
-                    if (name, place) in self._moving
-                    else each
-                    for place, each in enumerate(value)
-                ),
-            )
+            value = self.group[name]
+            if type(value) is tuple:
+                moving = [(name, place) in self._moving for place in range(len(value))]
+                yield name, tuple(part(name, i) if moving[i] else each for i, each in enumerate(value))
+            else:
+                yield name, part(name, None)
 
     def swap_out(self) -> bool:
         """Put the user's back; tells whether somebody has set others in between."""
@@ -191,8 +190,8 @@ def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
     group, name = optimizer.param_groups[index], type(optimizer).__qualname__
     if group.get("differentiable"):
         raise UnsupportedError(
-            f"Param group {index} of `{name}` has `differentiable=True`, whose step is part of a graph of"
-            " autograd's.",
+            f"Param group {index} of `{name}` has `differentiable=True`: its step is part of a graph"
+            " of autograd's.",
             "Leave it out.",
             in_optimizer=True,
         )

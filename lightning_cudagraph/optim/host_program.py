@@ -1,9 +1,10 @@
 """What the step of an optimizer computes on the host, as a program that can run without the step.
 
 `torch.optim.Adam` computes `lr / (1 - beta1 ** step)` in Python, from a learning rate and a counter in
-host memory, and passes the result to an op. While such a step is captured, its numbers are `HostScalar`s,
-which remember what they were computed from. The program that comes of it is run in each replay, with the
-learning rate and the counter of that step, in the same operations in the same order: the same bits.
+host memory, and passes the result to an op. While such a step is captured, its numbers are
+`HostScalar`s, which remember what they were computed from. The program that comes of it is run in each
+replay, with the learning rate and the counter of that step, and does the same operations in the same
+order: the same bits.
 
 Branches on such numbers are part of what is captured; `HostProgram.branches` says which way they go now.
 """
@@ -142,7 +143,7 @@ class HostScalar(float):
             in_optimizer=True,
         )
 
-    __float__ = __int__ = __trunc__ = __round__ = __floor__ = __ceil__ = _refuse  # type: ignore[assignment]
+    __float__ = __int__ = __trunc__ = __round__ = __floor__ = __ceil__ = _refuse
     __hash__ = float.__hash__
 
 

@@ -44,7 +44,8 @@ class Alike:
 
     def are_equal(self) -> bool:
         """Whether they have the same value."""
-        data = memoryview(self.together.numpy()).cast("B")
+        numbers: Any = self.together.numpy()
+        data = memoryview(numbers).cast("B")
         size_bytes = self.together.element_size()
         return data[size_bytes:] == data[:-size_bytes]
 
@@ -86,9 +87,10 @@ class HostTensors:
         # On the emulator host and device are one. What a GPU would have has the shape of its parameter.
         shaped = [
             (name, value.dim())
-            for parameter, entries in self._optimizer.state.items()
-            if not isinstance(parameter, str) and parameter.dim()
-            for name, value in entries.items()
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.dim()
+            for name, value in self._optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         ]
         names = {name for name, dimensions in shaped if not dimensions} or {"step"}
@@ -122,5 +124,5 @@ class HostTensors:
         with out_of_sight():
             for alike in self.alike:
                 for member in alike.members:
-                    member.set_(member.clone())
+                    member.set_(member.clone().untyped_storage(), 0, (), ())
         self.alike = []

@@ -7,8 +7,8 @@ pass such a number to, a form that reads it from a tensor on the device and roun
 
 How an op rounds is decided by its kernel. On a GPU (ATen/native/cuda/PointwiseOpsKernel.cu,
 BinaryDivTrueKernel.cu, ForeachPointwiseOp.cu) `add_`, `addcmul_` and `addcdiv_` end in one fused
-multiply-add, and a division by a number is a multiplication with its reciprocal, but not where
-`_foreach_div_` is given a list of them. On a CPU nothing is fused, and the order is that of ATen/native/cpu/PointwiseOpsKernel.cpp.
+multiply-add, and a division by a number is a product with its reciprocal, but not where `_foreach_div_`
+is given a list of them. On a CPU nothing is fused, and the order is that of PointwiseOpsKernel.cpp.
 Numbers are rounded to the dtype that the kernel computes in: float64, or else float32.
 """
 
@@ -28,6 +28,7 @@ __all__ = ["Staged", "TensorScalarMode", "with_tensors"]
 # Gives the number of an op as a tensor without dimensions of a dtype.
 Staged = Callable[[Any, torch.dtype], Tensor]
 
+_Tensors = list[Tensor] | tuple[Tensor, ...]
 _WIDE = (torch.float32, torch.float64)
 # Up to this weight `lerp` starts from the one end, and beyond it from the other (ATen/native/Lerp.h).
 _LERP_TURNS_AT = 0.5
@@ -83,8 +84,8 @@ _OPS: dict[str, tuple[int, Callable[..., Tensor]]] = {
 _NAMES_OF_NUMBERS = ("alpha", "value", "weight", "other", "scalars")
 
 
-def _fused_step(targets: Sequence[Tensor], others: Sequence[Tensor], alpha: Tensor) -> None:
-    """Add `alpha` times the others, with one rounding, in one launch for the list: what fused SGD does."""
+def _fused_step(targets: _Tensors, others: _Tensors, alpha: Tensor) -> None:
+    """Add `alpha` times the others, rounded once, in one launch for the list: what fused SGD does."""
     torch._fused_sgd_(
         targets,
         others,
@@ -138,8 +139,8 @@ def _computed(name: str, operands: Sequence[Tensor], number: Tensor, in_place: b
     if name == "add" and not one.is_cuda:
         # In 16 bits the CPU's vectorised `add_` rounds alpha to the parameter's dtype (its tail does
         # not: there, results can differ in the last place).
-        return torch.addcmul(*operands, number.to(one.dtype), out=out)
-    wide = compute(*(operand.float() for operand in operands), number, None)
+        return _plus_scaled(one, operands[1], number.to(one.dtype), out)
+    wide: Tensor = compute(*(operand.float() for operand in operands), number, None)
     return wide.to(one.dtype) if out is None else out.copy_(wide)
 
 
@@ -168,11 +169,11 @@ def _list(
     return ones
 
 
-def _quotients(ones: Sequence[Tensor], number: Tensor, in_place: bool) -> list[Tensor]:
+def _quotients(ones: list[Tensor], number: Tensor, in_place: bool) -> list[Tensor]:
     """Divisions of a list by numbers of a list, which are no products on a GPU either."""
     if ones[0].is_cuda and ones[0].dtype is torch.float32 and in_place:
         torch._foreach_div_(ones, number)
-        return list(ones)
+        return ones
     return [_computed("div", [one], number, in_place) for one in ones]
 
 
@@ -200,9 +201,13 @@ def with_tensors(
     if name.startswith("_fused_"):
         # Their kernels read the learning rate from a tensor just as well.
         rest = {key: value for key, value in kwargs.items() if key != "lr"}
-        if "lr" not in kwargs or any(_is_moving(value) for value in rest.values()):
+        target: Tensor = args[0][0]
+        # On a GPU it is a float in a tensor, and a double as a number.
+        is_rounded = target.is_cuda and target.dtype is torch.float64
+        if "lr" not in kwargs or is_rounded or any(_is_moving(value) for value in rest.values()):
             return None
-        return (func(*args, **rest, lr=staged(kwargs["lr"], torch.float32)),)
+        dtype = torch.float32 if target.is_cuda else torch.float64
+        return (func(*args, **rest, lr=staged(kwargs["lr"], dtype)),)
     base = name.removeprefix("_foreach_")
     in_place = base.endswith("_") and not base.endswith("__")
     base = base.removesuffix("_") if in_place else base

@@ -26,9 +26,13 @@ from lightning_cudagraph.optim.scalar_ops import any_sparse, with_tensors
 __all__ = ["Stage", "TracedStep"]
 
 _MAKE_TENSORS = (torch.tensor, torch.as_tensor)
-_READ = frozenset(
-    "__float__ __int__ __index__ __format__ __repr__ __array__ equal allclose is_nonzero tolist numpy".split()
-)
+_READ = frozenset(f"__{name}__" for name in ("float", "int", "index", "format", "repr", "array")) | {
+    "equal",
+    "allclose",
+    "is_nonzero",
+    "tolist",
+    "numpy",
+}
 
 
 def _refused(what: str) -> CaptureError:
@@ -87,26 +91,23 @@ class TracedStep(OwnFunctionMode):
         self._alike = tensors.alike
         # By identity; kept, so that it is not given to another one.
         self._nodes: dict[int, tuple[Tensor, int]] = {}
-        for index, alike in enumerate(tensors.alike):
+        self._starts: dict[int, int] = {}
+        for alike in tensors.alike:
             with out_of_sight():
-                node = program.source(("state", index), alike.read, alike.read())
+                node = program.source(("state", id(alike)), alike.read, alike.read())
+            self._starts[id(alike)] = node
             self._nodes.update((id(member), (member, node)) for member in alike.members)
         self._staged: dict[int, int] = {}
         self._casts: dict[torch.dtype, Tensor] = {}
 
-    def option(
-        self, group_index: int, name: str, place: int | None, read: Callable[[], Any]
-    ) -> HostScalar:
-        """An option of a param group, as the step finds it.
+    def option(self, name: tuple[object, ...], read: Callable[[], float]) -> HostScalar:
+        """An option of the optimizer, as the step finds it.
 
         Args:
-            group_index: of which group.
-            name: of the option.
-            place: in the option, if it is a tuple.
+            name: which one.
             read: gives it, in this step as in later ones.
         """
-        source = self.program.source(("option", group_index, name, place), read, read())
-        return self.program.scalar(source)
+        return self.program.scalar(self.program.source(("option", *name), read, read()))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -178,10 +179,9 @@ class TracedStep(OwnFunctionMode):
             return func(*args, **kwargs)
         if not name.startswith("_foreach_"):
             return self._noted(func, args, kwargs)
-        several = [
+        return [
             self._noted(func, *_each(place, len(args[0]), args, kwargs)) for place in range(len(args[0]))
         ]
-        return several
 
     def _noted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do something on the host, and note it."""
@@ -254,11 +254,7 @@ class TracedStep(OwnFunctionMode):
                 " because they have no gradient in this step"
             )
         end = ends.pop()
-        return (
-            None
-            if end == self.program.source(("state", self._alike.index(alike)), alike.read, None)
-            else end
-        )
+        return None if end == self._starts[id(alike)] else end
 
 
 def _device_of(kwargs: dict[str, Any]) -> torch.device:
