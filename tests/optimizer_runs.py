@@ -268,7 +268,7 @@ def main(accelerator: str, forms: list[str]) -> None:
         for cell in CELLS:
             letter, captures = _outcome_or_failure(form, cell, device)
             if isinstance(letter, Exception):
-                failures.append(f"    {cell}: {type(letter).__name__}: {str(letter)[:500]}")
+                failures.append(f"    {cell}: {type(letter).__name__}: {str(letter)[:160]}")
                 letter = "!"
             letters, most = letters + letter, max(most, captures)
         print(f"{form:44}{letters}  captured at most {most} times", *failures, sep="\n", flush=True)

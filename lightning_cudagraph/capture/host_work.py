@@ -1,8 +1,8 @@
 """Work of the host that belongs to a graph: what goes before each launch of it, and behind it.
 
 A graph holds launches and nothing else. What a step computes on the host (the bias corrections of
-Adam, from the number of its steps) is computed in each replay, before the launch, and copied to where the
-graph reads it.
+Adam, from the number of its steps) is computed in each replay, before the launch, and copied to where
+the graph reads it.
 """
 
 from __future__ import annotations

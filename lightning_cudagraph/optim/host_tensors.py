@@ -36,18 +36,18 @@ class Alike:
         name: that they have in the state of the optimizer.
         together: all of them, in one tensor.
         members: each of them.
+        data: its memory, byte by byte.
     """
 
     name: str
     together: Tensor
     members: list[Tensor]
+    data: memoryview
 
     def are_equal(self) -> bool:
         """Whether they have the same value."""
-        numbers: Any = self.together.numpy()
-        data = memoryview(numbers).cast("B")
         size_bytes = self.together.element_size()
-        return data[size_bytes:] == data[:-size_bytes]
+        return self.data[size_bytes:] == self.data[:-size_bytes]
 
     def read(self) -> Tensor:
         """A copy of the value."""
@@ -100,12 +100,12 @@ class HostTensors:
 
     def gather(self) -> None:
         """Bring those that are alike together, if they are not."""
-        found = self.found()
-        known = {id(tensor) for alike in self.alike for tensor in alike.members}
-        if known == {id(tensor) for _, tensor in found} and self.are_alike():
-            return
         by_value: dict[Any, list[Tensor]] = {}
         with out_of_sight():
+            found = self.found()
+            known = {id(tensor) for alike in self.alike for tensor in alike.members}
+            if known == {id(tensor) for _, tensor in found} and self.are_alike():
+                return
             for name, tensor in found:
                 by_value.setdefault((name, tensor.dtype, tensor.item()), []).append(tensor)
             self.alike = []
@@ -113,7 +113,8 @@ class HostTensors:
                 together = torch.stack([member.detach() for member in members])
                 for place, member in enumerate(members):
                     member.set_(together.untyped_storage(), place, (), ())
-                self.alike.append(Alike(name, together, members))
+                numbers: Any = together.numpy()
+                self.alike.append(Alike(name, together, members, memoryview(numbers).cast("B")))
 
     def are_alike(self) -> bool:
         """Whether those that were alike still are."""
