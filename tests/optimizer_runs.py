@@ -121,7 +121,7 @@ class Run:
         if precision == "fp16 scaler":
             self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=3)
             self.scaler.scale(torch.ones((), device=device))
-            for step in (0, 8, 9, 10, 31):
+            for step in (1, 8, 9, 10, 31):
                 self.gradients[step][2][1] = float("inf")
         self.optimizer = FORMS[form](self.parameters)
         self.scheduler = _schedule(schedule, self.optimizer)

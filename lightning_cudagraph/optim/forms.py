@@ -98,7 +98,7 @@ def _classes_of_torch(optimizer: Optimizer) -> list[type[Optimizer]]:
     return [
         cls
         for cls in type(optimizer).__mro__
-        if cls.__module__.startswith(f"{torch.optim.__name__}.") and cls is not Optimizer
+        if f"{cls.__module__}.".startswith("torch.optim.") and cls is not Optimizer
     ]
 
 

@@ -15,6 +15,8 @@ import operator
 from collections.abc import Callable, Hashable
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["HostProgram", "HostScalar"]
@@ -34,8 +36,13 @@ class HostProgram:
         self.decided: dict[int, bool] = {}
 
     def constant(self, value: Any) -> int:
-        """A node that has the same value in each run."""
-        key = ("constant", type(value), value if isinstance(value, (int, float)) else id(value))
+        """A node that has the same value in each run.
+
+        Args:
+            value: a number, or a tensor without dimensions in host memory.
+        """
+        same = (value.dtype, value.item()) if isinstance(value, Tensor) else value
+        key = ("constant", type(value), same)
         if key not in self._nodes:
             self._nodes[key] = len(self._values)
             self._values.append(value)

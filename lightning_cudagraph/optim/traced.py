@@ -120,6 +120,9 @@ class TracedStep(OwnFunctionMode):
         is_host = any(id(leaf) in self._nodes for leaf in leaves)
         if func in _MAKE_TENSORS and (is_scalar or is_host or _device_of(kwargs).type == "cpu"):
             return self._made(func, args, kwargs)
+        if func is Tensor.__setitem__ and _fills(*args[1:]):
+            # Torch makes a tensor of the number. It is on the host, which the emulator cannot tell.
+            return args[0].masked_fill_(*args[1:])
         if is_host and self._is_of_host(args[0]):
             with out_of_sight():
                 return self._on_host(func, args, kwargs)
@@ -255,6 +258,11 @@ class TracedStep(OwnFunctionMode):
             )
         end = ends.pop()
         return None if end == self._starts[id(alike)] else end
+
+
+def _fills(index: Any, value: Any) -> bool:
+    is_mask = isinstance(index, Tensor) and index.dtype is torch.bool
+    return is_mask and type(value) in (int, float)
 
 
 def _device_of(kwargs: dict[str, Any]) -> torch.device:
