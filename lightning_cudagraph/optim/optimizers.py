@@ -313,6 +313,7 @@ class PreparedOptimizer(EagerOptimizer):
             elif not self._is_compiled:
                 traced = TracedStep(self.optimizer, self._device, self._tensors, self._stage)
                 stack.enter_context(traced)
+                stack.enter_context(_not_asked_for_capturable(self.optimizer))
             self._traced = traced
             for prepared in self._groups:
                 prepared.swap_in(traced)
@@ -378,6 +379,28 @@ class PreparedOptimizer(EagerOptimizer):
         for hook in self._hooks:
             hook.remove()
         self._tensors.let_go()
+
+
+@contextmanager
+def _not_asked_for_capturable(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, the step does not refuse a capture because its counters are on the host.
+
+    They are counted there. The method has another name from torch 2.13 on, or two.
+    """
+    names = [name for name in dir(optimizer) if name.endswith("_graph_capture_health_check")]
+    attributes: dict[str, Any] = vars(optimizer)
+    had = {name: attributes[name] for name in names if name in attributes}
+    attributes.update(dict.fromkeys(names, _nothing))
+    try:
+        yield
+    finally:
+        for name in names:
+            del attributes[name]
+        attributes.update(had)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _lr_set_inside() -> CaptureError:
