@@ -7,6 +7,7 @@ from dataclasses import dataclass
 __all__ = [
     "BOARD",
     "BROKEN_CAPTURES",
+    "CAPTURABLE_ON_CPU",
     "CAPTURES",
     "CHARTS",
     "COLLECTIVES",
@@ -52,6 +53,7 @@ EVALUATION = Feature("evaluation graphs", "leave out `evaluation=True`")
 MANUAL = Feature("captured steps in manual optimization", _OFF)
 FABRIC = Feature("captured steps in Fabric", _OFF)
 FP16 = Feature("captured steps with a gradient scaler", f"{_OFF}, or train in bf16-mixed")
+CAPTURABLE_ON_CPU = Feature("capturable optimizers on the CPU emulator", _OFF)
 REPLICAS = Feature("captured steps with `DistributedDataParallel`", _OFF)
 SHARDS = Feature("captures of sharded weights", _OFF)
 COLLECTIVES = Feature("captured steps of several processes", _OFF)

@@ -6,7 +6,7 @@ host memory, and passes the result to an op. While such a step is captured, its 
 replay, with the learning rate and the counter of that step, and does the same operations in the same
 order: the same bits.
 
-Branches on such numbers are part of what is captured; `HostProgram.branches` says which way they go now.
+Branches on such numbers are part of what is captured; `HostProgram.holds` says whether they go the same way now.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class HostProgram:
             values[node] = do(*[values[each] for each in nodes])
         return values
 
-    def branches(self) -> tuple[bool, ...]:
-        """Which way each branch of the captured step would go now."""
+    def holds(self) -> bool:
+        """Whether each branch of the captured step would go now as it went then."""
         if not self.decided:
-            return ()
+            return True
         values = self.run()
-        return tuple(bool(values[node]) for node in self.decided)
+        return all(bool(values[node]) is way for node, way in self.decided.items())
 
 
 class HostScalar(float):

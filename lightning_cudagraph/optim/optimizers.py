@@ -7,9 +7,11 @@ run without this package, bit for bit, and it does not matter which steps are re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from torch.optim import Optimizer
 from lightning_cudagraph.capture.compiled import is_left_out
 from lightning_cudagraph.capture.local import address_of
 from lightning_cudagraph.capture.stand_ins import OwnHook
+from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
+from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_compiled, refuse_changes
 from lightning_cudagraph.optim.forms import (
@@ -29,6 +33,7 @@ from lightning_cudagraph.optim.forms import (
     step_hooks,
 )
 from lightning_cudagraph.optim.groups import PreparedGroup, check_group
+from lightning_cudagraph.optim.host_program import HostProgram
 from lightning_cudagraph.optim.host_tensors import HostTensors
 from lightning_cudagraph.optim.scalar_ops import TensorScalarMode
 from lightning_cudagraph.optim.traced import Stage, TracedStep
@@ -154,15 +159,40 @@ class PreparedOptimizer(EagerOptimizer):
         self._on_load = on_load
         self._groups: list[PreparedGroup] = []
         self._tensors = HostTensors(optimizer, device)
-        self._traced: TracedStep | None = None  # the one under capture, or else the last one
+        self._traced: TracedStep | None = None  # the one under capture
+        self._programs: WeakSet[HostProgram] = WeakSet()  # of the graphs that there are
         self._restored = False
+        self._restore = ExitStack()
         self._prepare_groups()
+        self._allow_cpu()
         parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         self._stage = Stage(device, _PLACES + _PLACES_EACH * parameters)
         self._hooks = [
             optimizer.register_state_dict_post_hook(OwnHook(self._as_the_user_has_it)),
             optimizer.register_load_state_dict_post_hook(OwnHook(self._after_load)),
         ]
+
+    def _allow_cpu(self) -> None:
+        """Put the CPU on the list of devices that torch lets `capturable` run on, until `restore`.
+
+        The emulator stands in for such a device.
+        """
+        capturable = any(group.get("capturable") for group in self.optimizer.param_groups)
+        if self._device.type != "cpu" or not capturable:
+            return
+        require(CAPTURABLE_ON_CPU)
+        name = "_get_capturable_supported_devices"
+        for cls in type(self.optimizer).__mro__:
+            module = sys.modules[cls.__module__]
+            if cls is not Optimizer and hasattr(module, name):
+                self._restore.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, _and_cpu(getattr(module, name)))
+                return
+        raise UnsupportedError(
+            f"There is no `{name}` beside `{type(self.optimizer).__qualname__}`, and the CPU emulator"
+            " needs it to run capturable optimizers.",
+            "Leave `capturable` out, or use an optimizer of `torch.optim`.",
+        )
 
     def _prepare_groups(self) -> None:
         """Prepare every group that is not prepared yet: all, one that was added, or a loaded one."""
@@ -214,20 +244,17 @@ class PreparedOptimizer(EagerOptimizer):
         if self._form.inspected:
             found.update(moving_values(self.optimizer))
         name = type(self.optimizer).__qualname__
-        for number, branch in enumerate(self._branches(), start=1):
-            found[f"branch {number} of `{name}.step` that depends on how many steps it has made"] = (
-                branch
-            )
+        found["whether `optimizer.step` takes the branches that it took, by what it has counted"] = (
+            self._is_as_captured()
+        )
         return found
 
-    def _branches(self) -> tuple[bool, ...]:
-        """Which way the captured step would go now; whether counters move together as they did."""
-        if self._traced is None or self._form.inspected:
-            return ()
-        return (*self._traced.program.branches(), self._tensors.are_alike())
+    def _is_as_captured(self) -> bool:
+        """Whether captured steps would take the branches that they took, on counters that are alike."""
+        return self._tensors.are_alike() and all(program.holds() for program in self._programs)
 
     def frozen_values(self) -> tuple[Any, ...]:
-        return (*self.options(), *self._branches())
+        return (*self.options(), self._is_as_captured())
 
     def options(self) -> tuple[Any, ...]:
         values: list[Any] = [prepared.frozen_values() for prepared in self._groups]
@@ -307,10 +334,10 @@ class PreparedOptimizer(EagerOptimizer):
         traced: TracedStep | None = None
         with ExitStack() as stack:
             stack.enter_context(self._host_side_unchanged())
-            if self._form.inspected:
+            if self._form.inspected or self._is_compiled:
                 if not self._is_compiled or is_left_out():
                     stack.enter_context(TensorScalarMode())
-            elif not self._is_compiled:
+            else:
                 traced = TracedStep(self.optimizer, self._device, self._tensors, self._stage)
                 stack.enter_context(traced)
                 stack.enter_context(_not_asked_for_capturable(self.optimizer))
@@ -323,10 +350,12 @@ class PreparedOptimizer(EagerOptimizer):
                 was_set = [prepared.swap_out() for prepared in self._groups]
                 for prepared in self._groups:
                     prepared.forget()
+                self._traced = None
             if any(was_set):
                 raise _lr_set_inside()
         if traced is not None:
             traced.register()
+            self._programs.add(traced.program)
 
     @contextmanager
     def _host_side_unchanged(self) -> Iterator[None]:
@@ -376,9 +405,14 @@ class PreparedOptimizer(EagerOptimizer):
         if self._restored:
             return
         self._restored = True
-        for hook in self._hooks:
-            hook.remove()
-        self._tensors.let_go()
+        with self._restore as stack:
+            for hook in self._hooks:
+                stack.callback(hook.remove)
+            stack.callback(self._tensors.let_go)
+
+
+def _and_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    return lambda *args, **kwargs: [*devices(*args, **kwargs), "cpu"]
 
 
 @contextmanager
