@@ -169,7 +169,7 @@ def test_a_program_does_what_its_numbers_were_computed_by() -> None:
     corrected = -lr / (1 - 0.9**step)
     root = (1 - 0.999**step) ** 0.5
     assert step <= 5
-    assert corrected == -0.1 / (1 - 0.9**3.0)
+    assert program.value(corrected.node) == -0.1 / (1 - 0.9**3.0)
     given |= {"lr": 0.07, "step": 4.0}
     values = program.run()
     assert values[corrected.node] == -0.07 / (1 - 0.9**4.0)

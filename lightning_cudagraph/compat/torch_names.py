@@ -147,12 +147,8 @@ _TENSORS = (
     # How torch counts who refers to a tensor, since objects of Python are not counted for it any more.
     PrivateName("torch.Tensor._use_count"),
     PrivateName("torch._C._storage_Use_Count", (HELD_GRADIENTS,), _counts_users),
-    *named(
-        "torch",
-        "_foreach_add_ _foreach_copy_ _foreach_div _foreach_div_ _foreach_mul _foreach_mul_ _foreach_norm",
-        CAPTURES,
-    ),
-    *named("torch", "_foreach_sub _fused_sgd_", CAPTURES),
+    *named("torch", "_foreach_add_ _foreach_copy_ _foreach_div _foreach_div_ _foreach_mul", CAPTURES),
+    *named("torch", "_foreach_mul_ _foreach_norm _foreach_sub _fused_sgd_", CAPTURES),
 )
 _OPS = (
     *named("torch._ops", "OpOverload.__call__ OpOverloadPacket.__call__", CAPTURES),

@@ -6,7 +6,8 @@ host memory, and passes the result to an op. While such a step is captured, its 
 replay, with the learning rate and the counter of that step, and does the same operations in the same
 order: the same bits.
 
-Branches on such numbers are part of what is captured; `HostProgram.holds` says whether they go the same way now.
+Branches on such numbers are part of what is captured; `HostProgram.holds` says whether they go the same
+way now.
 """
 
 from __future__ import annotations

@@ -243,7 +243,6 @@ class PreparedOptimizer(EagerOptimizer):
             found.update(prepared.frozen())
         if self._form.inspected:
             found.update(moving_values(self.optimizer))
-        name = type(self.optimizer).__qualname__
         found["whether `optimizer.step` takes the branches that it took, by what it has counted"] = (
             self._is_as_captured()
         )

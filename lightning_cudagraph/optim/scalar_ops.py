@@ -121,7 +121,7 @@ def _single(
     one = operands[0]
     if name == "div" and one.is_cuda:
         # A product with the reciprocal, which is taken on the host, in double precision.
-        return _computed("mul", operands, _reciprocal(number, staged).to(_wide(one)), in_place)
+        return _computed("mul", operands, _reciprocal(number, staged).type(_wide(one)), in_place)
     if name == "__rdiv__":
         operands = [one.reciprocal()]
     return _computed(name, operands, staged(number, _wide(one)), in_place)
@@ -248,7 +248,7 @@ def _is_moving(value: Any) -> bool:
 
 
 def _as_it_is(number: Tensor, dtype: torch.dtype) -> Tensor:
-    return number.to(dtype)
+    return number.type(dtype)
 
 
 class TensorScalarMode(OwnFunctionMode):

@@ -148,7 +148,7 @@ class TracedStep(OwnFunctionMode):
 
     def _number(self, number: Any, dtype: torch.dtype) -> Tensor:
         if isinstance(number, Tensor):
-            return number.to(dtype)
+            return number.type(dtype)
         return self._at(self.program.node_of(number), dtype)
 
     def _at(self, node: int, dtype: torch.dtype) -> Tensor:
@@ -157,7 +157,7 @@ class TracedStep(OwnFunctionMode):
         if slot >= self._stage.numbers.numel():
             raise _refused("computes more numbers on the host than there are places for")
         if dtype not in self._casts:
-            self._casts[dtype] = self._stage.numbers.to(dtype)
+            self._casts[dtype] = self._stage.numbers.type(dtype)
         return self._casts[dtype][slot]
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
