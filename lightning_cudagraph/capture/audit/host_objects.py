@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections import OrderedDict, UserDict, UserList
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, wraps
 from types import GetSetDescriptorType, MemberDescriptorType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,6 +19,7 @@ __all__ = [
     "UNSET",
     "VALUES",
     "attributes_of",
+    "cached_by_class",
     "is_frameworks",
     "is_plain_object",
     "is_users_class",
@@ -115,6 +117,25 @@ def lineage(cls: type) -> tuple[type, ...]:
     return type.__dict__["__mro__"].__get__(cls)  # type: ignore[no-any-return]
 
 
+def cached_by_class(asked: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Cache the answer for a class as long as the class lives.
+
+    A class holds the closures of its functions, and these may hold a whole run.
+
+    Args:
+        asked: the question; it depends on the class alone.
+    """
+    answers: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+    @wraps(asked)
+    def cached(cls: Any) -> bool:
+        if (answer := answers.get(cls)) is None:
+            answer = answers[cls] = asked(cls)
+        return answer
+
+    return cached
+
+
 @cache
 def is_users_module(module: str) -> bool:
     """True if a module of this name comes from neither Python's library, torch nor Lightning."""
@@ -132,13 +153,9 @@ def is_users_class(cls: type) -> bool:
     return isinstance(module, str) and is_users_module(module)
 
 
+@cached_by_class
 def is_plain_object(cls: Any) -> bool:
     """Whether objects of this class can be looked into: the user's, without traps, of no framework."""
-    return _is_plain_object(cls)
-
-
-@lru_cache(maxsize=4096)
-def _is_plain_object(cls: Any) -> bool:
     if cls not in _PLAIN_OF_PYTHON and not is_users_class(cls):
         return False
     for base in lineage(cls)[:-1]:
@@ -151,26 +168,18 @@ def _is_plain_object(cls: Any) -> bool:
     return True
 
 
+@cached_by_class
 def is_frameworks(cls: Any) -> bool:
     """Whether it is a class of a framework's, or derived from one, other than of modules and tensors."""
-    return _is_frameworks(cls)
-
-
-@lru_cache(maxsize=4096)
-def _is_frameworks(cls: Any) -> bool:
     if issubclass(cls, (torch.Tensor, torch.nn.Module, type)):
         return False
     modules = (str(namespace_of(base).get("__module__", "")) for base in lineage(cls))
     return any(module.partition(".")[0] in _FRAMEWORKS for module in modules)
 
 
+@cached_by_class
 def is_users_part(cls: Any) -> bool:
     """Whether a class is the user's own callback or datamodule, whose attributes are the user's too."""
-    return _is_users_part(cls)
-
-
-@lru_cache(maxsize=4096)
-def _is_users_part(cls: Any) -> bool:
     if not is_users_class(cls):
         return False
     bases = [namespace_of(base) for base in lineage(cls)[:-1]]
