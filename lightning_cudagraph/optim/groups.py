@@ -178,7 +178,7 @@ class PreparedGroup:
             return True
         on_device = self.group.get("capturable") or self.group.get("fused")
         has_rate = self._form.reads_rate and not self._lr_is_tensor
-        return bool(on_device) and not self._form.alpha and not has_rate
+        return bool(on_device) and not (self._form.alpha or has_rate or self._moving)
 
 
 def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:

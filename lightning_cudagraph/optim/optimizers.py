@@ -336,7 +336,7 @@ class PreparedOptimizer(EagerOptimizer):
             if self._form.inspected or self._is_compiled:
                 if not self._is_compiled or is_left_out():
                     stack.enter_context(TensorScalarMode())
-            else:
+            elif not self.is_left_alone:  # or else what is compiled beside it would see another mode
                 traced = TracedStep(self.optimizer, self._device, self._tensors, self._stage)
                 stack.enter_context(traced)
                 stack.enter_context(_not_asked_for_capturable(self.optimizer))
