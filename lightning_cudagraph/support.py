@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.capture.processes.wrappers import COMM_HOOKS, check_wrapper
+from lightning_cudagraph.capture.processes.ddp import COMM_HOOKS, check_wrapper
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.compat.features import CAPTURES, EVALUATION

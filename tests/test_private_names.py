@@ -26,14 +26,14 @@ import lightning_cudagraph
 from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep, LayerTimings
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.nccl import check_nccl
-from lightning_cudagraph.capture.processes.wrappers import check_wrapper
+from lightning_cudagraph.capture.processes.ddp import check_wrapper
 from lightning_cudagraph.compat import features
 from lightning_cudagraph.compat.features import Feature
 from lightning_cudagraph.compat.names import PrivateName, accepts, members
 from lightning_cudagraph.compat.tables import TABLE, notes_of_captures
 from lightning_cudagraph.distributed import Distributed
 from lightning_cudagraph.manual import FabricLoop, ManualOptimization
-from lightning_cudagraph.metrics import mends
+from lightning_cudagraph.metrics import fixed_counts
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 from lightning_cudagraph.shards import check_shards
@@ -220,9 +220,9 @@ def test_off_and_said(
     if feature in _OF_CUDA:
         assert any(note.startswith(said) for note in notes_of_captures(torch.device("cuda")))
         return
-    mends._counts.cache_clear()
+    fixed_counts._counts.cache_clear()
     graph = _fit(tmp_path, CUDAGraphCallback(timings=LayerTimings(depth=1)))
-    mends._counts.cache_clear()
+    fixed_counts._counts.cache_clear()
     assert_same(plain, graph)
     assert graph.counts.replayed >= 4
     assert said in str(graph.callback.report)  # type: ignore[union-attr]

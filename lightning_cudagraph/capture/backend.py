@@ -23,8 +23,8 @@ from lightning_cudagraph.capture.sentry import HostReads
 from lightning_cudagraph.capture.streams.branches import Branches, SentBackError
 from lightning_cudagraph.capture.streams.side_streams import (
     SideStream,
+    event_stream,
     keep_all_workspaces,
-    stream_beside,
 )
 from lightning_cudagraph.capture.writes import Writes, storages_held
 from lightning_cudagraph.compat.features import CUDA
@@ -235,9 +235,9 @@ class CudaBackend:
         self._side_stream = self._side.stream
         self._other_sides: list[SideStream] = []
         # Each stream that is marked has one beside it: what waits for one would hold up the other.
-        self._timing_streams = {self._side_stream: stream_beside(device)}
+        self._timing_streams = {self._side_stream: event_stream(device)}
         # Waits for collectives, which run on streams that torch does not show.
-        self._collectives_stream = stream_beside(device)
+        self._collectives_stream = event_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
         self._live: list[_Live] = []
@@ -429,7 +429,7 @@ class CudaBackend:
         fork = torch.cuda.Event()
         graph.record(fork, current)
         if current not in self._timing_streams:
-            self._timing_streams[current] = stream_beside(self.device)
+            self._timing_streams[current] = event_stream(self.device)
         branch = self._timing_streams[current]
         self._forked.add(branch)
         branch.wait_event(fork)

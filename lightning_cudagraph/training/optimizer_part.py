@@ -116,7 +116,7 @@ class OptimizerPart:
         Args:
             agreement: with the other processes of the run, which ask, too.
         """
-        behind = of_ranks(agreement.tell(self.behind and self.behind.rstrip(".")))
+        behind = of_ranks(agreement.gather(self.behind and self.behind.rstrip(".")))
         if behind and self.behind is None:
             self.behind = f"so it does in other processes: {behind}"
             self.optimizer.restore()
