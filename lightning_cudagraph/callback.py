@@ -50,9 +50,8 @@ class CUDAGraphCallback(Callback):
 
     The first batches are ordinary training steps on a side stream. Then the step is captured, and
     every later batch of the same shape is copied into the graph's static buffers and replayed. The
-    run comes out as it would without this callback, but for the last place of optimizers that must
-    run with ``capturable=True`` (said when training starts); what is known not to is refused with
-    the reason, or run eagerly. On a CPU an emulator takes the place of the GPU.
+    run comes out as it would without this callback; what is known not to is refused with the
+    reason, or run eagerly. On a CPU an emulator takes the place of the GPU.
 
     Shown in TensorBoard for each timed replay, in milliseconds: ``layer_forward_ms/{module}``,
     ``layer_backward_ms/{module}`` and ``step_ms/{forward,backward,clipping,scaler,optimizer,total}``,

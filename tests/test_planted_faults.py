@@ -22,6 +22,7 @@ from lightning_cudagraph.capture.audit.frozen import StepAudit
 from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.capture.checks.reads import MentionedNames
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
+from lightning_cudagraph.optim.traced import Stage
 from lightning_cudagraph.training import recording
 from tests.harness import Net, assert_same, differences, make, train
 from tests.optimizers import ReadsBack
@@ -245,14 +246,14 @@ def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif what == "index":
         monkeypatch.setattr(recording, "FrozenIndex", lambda name: 3)
     elif what == "mirror":
-        refresh, filled = PreparedOptimizer.refresh, []
+        fill, filled = Stage.fill, []
 
-        def for_a_while(self: PreparedOptimizer) -> None:
-            if len(filled) < 9:  # two in each of the warm-up steps, and then replays
-                refresh(self)
+        def for_a_while(self: Stage, numbers: list[float]) -> None:
+            if len(filled) < 3:
+                fill(self, numbers)
             filled.append(True)
 
-        monkeypatch.setattr(PreparedOptimizer, "refresh", for_a_while)
+        monkeypatch.setattr(Stage, "fill", for_a_while)
     else:
         monkeypatch.setattr(PreparedOptimizer, "addresses", lambda self: {})
         monkeypatch.setattr(recording, "frozen_python_audit", _no_audit)

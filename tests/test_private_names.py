@@ -34,6 +34,7 @@ from lightning_cudagraph.compat.tables import TABLE, notes_of_captures
 from lightning_cudagraph.distributed import Distributed
 from lightning_cudagraph.manual import FabricLoop, ManualOptimization
 from lightning_cudagraph.metrics import fixed_counts
+from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 from lightning_cudagraph.shards import check_shards
 from tests import harness
@@ -117,6 +118,11 @@ def _refused_evaluation(tmp_path: Path) -> str:
     return str(refused.value)
 
 
+def _prepared_with_capturable() -> PreparedOptimizer:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], capturable=True)
+    return PreparedOptimizer(optimizer, torch.device("cpu"), lambda reason: None)
+
+
 def _refused_call(call: Any) -> str:
     with pytest.raises(CUDAGraphError) as refused:
         call()
@@ -153,10 +159,10 @@ def test_refused_before_the_first_step(
             lambda: _refused_fit(tmp_path / "graph", CUDAGraphCallback(timings=LayerTimings())),
         ],
         features.METRICS: [lambda: _refused_fit(tmp_path, CUDAGraphCallback(), Measured)],
-        features.CAPTURABLE_ON_CPU: [lambda: _refused_fit(tmp_path, CUDAGraphCallback())],
+        features.CAPTURABLE_ON_CPU: [lambda: _refused_call(_prepared_with_capturable)],
         features.EVALUATION: [lambda: _refused_evaluation(tmp_path)],
         features.FP16: [
-            lambda: _refused_call(lambda: PreparedScaler(GradScaler("cpu"), torch.device("cpu"), dict)),
+            lambda: _refused_call(lambda: PreparedScaler(GradScaler("cpu"), torch.device("cpu"), list)),
         ],
         features.REPLICAS: [
             lambda: _refused_call(

@@ -132,9 +132,7 @@ class StepRun:
         surroundings.check()
         refuse_unfit_modules(model, averaged=True)
         _refuse_several_devices(model, backend.device)
-        self._optimizers = OptimizerSteps(
-            optimizers, scaler, backend.device, backend.lr_dtype, self._drop_all
-        )
+        self._optimizers = OptimizerSteps(optimizers, scaler, backend.device, self._drop_all)
         self._harmless = settings.harmless | (OWN_ATTRIBUTES if replicas else frozenset())
         rules = surroundings.rules(self._harmless, scaler)
         self._recorder = StepRecorder(

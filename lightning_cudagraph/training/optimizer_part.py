@@ -88,7 +88,6 @@ class OptimizerPart:
             self.optimizer = PreparedOptimizer(
                 optimizer,
                 self._backend.device,
-                self._backend.lr_dtype,
                 self._forget,
                 self.scaler is not None,
             )
@@ -241,4 +240,4 @@ class OptimizerPart:
         scaler = scaler_of(self._trainer)
         if scaler is None:
             return None
-        return PreparedScaler(scaler, self._backend.device, lambda: self.optimizer.state_tensors())
+        return PreparedScaler(scaler, self._backend.device, lambda: self.optimizer.device_state())
