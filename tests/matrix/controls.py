@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_cudagraph.capture.audit.frozen import StepAudit
-from lightning_cudagraph.capture.checks.reads import MentionedNames
+from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from tests.matrix.judge import Case
 from tests.matrix.runs import UNCHECKED
 
