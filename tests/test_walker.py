@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cudagraph import CaptureError, CUDAGraphCallback
+from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.capture.audit.walker import Root, Scope, Walk
 from lightning_cudagraph.capture.checks.tape import OpTape
 from tests.harness import Net, assert_same, differences, make, train
@@ -190,11 +190,11 @@ class PerEpoch(Net):
         self.config = types.SimpleNamespace(weight=1.0)
 
     def on_train_epoch_start(self) -> None:
-        setattr(self.config, "wei" + "ght", 1.0 + self.current_epoch)
+        setattr(self.config, "".join(("wei", "ght")), 1.0 + self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
-        output["loss"] = output["loss"] * getattr(self.config, "wei" + "ght")
+        output["loss"] = output["loss"] * getattr(self.config, "".join(("wei", "ght")))
         return output
 
 
@@ -216,6 +216,39 @@ def test_without_walks_and_checks_it_trains_wrong(
     callback = CUDAGraphCallback(verify_replays=0)
     graph = train(make(PerEpoch), tmp_path / "graph", callback, accelerator=accelerator)
     assert differences(plain.final["weights"], graph.final["weights"])
+
+
+def _trained_with_a_bound(**kwargs: Any) -> Tensor:
+    """The weights after steps with a bound that is lowered, and that later batches reach alone."""
+    torch.manual_seed(0)
+    net, config = torch.nn.Linear(4, 1), types.SimpleNamespace(bound=100.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        bound = getattr(config, "".join(("bo", "und")))
+        loss = net(x).square().mean() * x.abs().max().clamp(max=bound)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with GraphedStep(step, net, optimizer, **kwargs) as graphed:
+        for index in range(16):
+            if index == 8:
+                config.bound = 1.0
+            graphed(torch.rand(8, 4) * (2.0 if index >= 12 else 0.5))
+    return net.weight.detach().clone()
+
+
+def test_a_number_that_matters_on_later_batches() -> None:
+    plain = _trained_with_a_bound(backend="off")
+    assert torch.equal(plain, _trained_with_a_bound())
+
+
+def test_without_tapes_it_trains_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = _trained_with_a_bound(backend="off")
+    monkeypatch.setattr(OpTape, "difference", None)
+    assert not torch.equal(plain, _trained_with_a_bound())
 
 
 class CountsApart(Net):
