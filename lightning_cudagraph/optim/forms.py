@@ -214,7 +214,8 @@ class HostSide:
         self._keys = set(optimizer.state)  # tensors among them, by identity
         # Generators of torch are the backend's affair.
         scope = Scope((torch.Generator,), in_capture=True)
-        self._held = Walk([Root(optimizer, "", f"`{_name(optimizer)}`", is_entered=True)], scope)
+        of, methods = f"`{_name(optimizer)}`", frozenset({"step"})  # in which a stand-in may be
+        self._held = Walk([Root(optimizer, "", of, methods, is_entered=True)], scope)
 
     def changed(self) -> str | None:
         """The first thing that is not what it was, in words, or None."""

@@ -162,15 +162,15 @@ class Node:
                 yield joined(self.path, label)
 
     def put_back(self, parts: Parts) -> None:
-        """Bring the parts back to what they were, if they are not."""
-        if self.write is not None and any(self.changes_from(parts)):
-            self.write(parts)
-
-    def changes_from(self, parts: Parts) -> Iterator[bool]:
-        """Whether anything is not as in `parts`; the order counts."""
+        """Bring the parts that are compared back to what they were, if they are not."""
+        if self.write is None:
+            return
         now = self.read()
-        yield [*now] != [*parts]
-        yield from (not _is_one(part, now.get(label)) for label, part in parts.items())
+        left = {label: part for label, part in now.items() if self.ignores(label)}
+        parts = {n: left.get(n, part) for n, part in parts.items() if n in left or not self.ignores(n)}
+        parts |= left
+        if [*now] != [*parts] or any(not _is_one(part, now[label]) for label, part in parts.items()):
+            self.write(parts)
 
 
 class Moved(NamedTuple):

@@ -20,6 +20,7 @@ import sys
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO, TextIOWrapper
 from itertools import accumulate, chain
@@ -101,7 +102,8 @@ class Namespace:
         self.names = names
 
 
-class Root(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Root:
     """Where a walk begins, or goes on.
 
     Attributes:
@@ -363,10 +365,10 @@ class Walk:
         if kind is Namespace:
             self._pick(value.names, value.names, root, by_name=False)
         elif issubclass(kind, type):
-            self._add(root._replace(path="", of=f"the class `{value.__qualname__}`"))
+            self._add(replace(root, path="", of=f"the class `{value.__qualname__}`"))
             self._enqueue_one(Root(kind, "", "", is_read=root.is_read))
         elif kind in (MethodType, BuiltinFunctionType):
-            self._enqueue_one(root._replace(value=value.__self__, in_tuple=False))
+            self._enqueue_one(replace(root, value=value.__self__, in_tuple=False))
         elif issubclass(kind, nn.Module) and not root.is_entered:
             self._come_upon(root)
         elif issubclass(kind, (nn.Module, Tensor)):
@@ -389,7 +391,7 @@ class Walk:
         del self._seen[id(root.value)]
         self.hidden[root.path or type(root.value).__qualname__] = root.value
         found = self._scope.modules(root.value, root.path, root.of)
-        self._enqueue(r._replace(is_read=r.is_read and root.is_read) for r in found)
+        self._enqueue(replace(r, is_read=r.is_read and root.is_read) for r in found)
 
     def _look_at_attributes(self, root: Root) -> None:
         attributes = attributes_of(root.value)
@@ -414,7 +416,7 @@ class Walk:
                 names = {n for n in namespace if type(namespace[n]) in VALUES and n not in attributes}
                 reads = self._names_of(root) & names
                 of = f"the class `{base.__qualname__}`"
-                self._pick(namespace, base, root._replace(path="", of=of, reads=reads))
+                self._pick(namespace, base, replace(root, path="", of=of, reads=reads))
 
     def _look_at_slots(self, root: Root) -> None:
         value = root.value
@@ -454,10 +456,10 @@ class Walk:
         if self._scope.in_capture:
             self._exchange(node, is_iterator, partial(self._held_iterator, node.of))
         self._picked.append(node)
-        self._queue_parts(node, root._replace(by_name=by_name))
+        self._queue_parts(node, replace(root, by_name=by_name))
 
     def _add(self, root: Root, attributes: dict[str, Any] | None = None) -> None:
-        value, path, of, names = root[:4]
+        value, path, of, names = root.value, root.path, root.of, root.left_out
         is_attributes = attributes is not None
         ignored: frozenset[Any] = names
         if not is_attributes and issubclass(type(value), dict):
