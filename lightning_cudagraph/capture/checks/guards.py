@@ -254,13 +254,14 @@ class Guards:
             return self._in_words(
                 function or "an object of the model, or an entry of `optimizer.state`, was replaced"
             )
+        moved = self._walk.quick_changes(everything=self._suspect)
+        # The step reads what lies under names that it mentions. Of all else a check has to tell.
+        if (known := next((part for part in moved if part.is_read), None)) is not None:
+            return known.words
         for label, read, was in self._reads:
             if not same(was, now := read()):
                 return f"{label} changed{in_words(was, now)}"
-        if moved := self._walk.quick_changes(everything=self._suspect):
-            # The step reads what lies under names that it mentions. Of all else a check has to tell.
-            if (known := next((part for part in moved if part.is_read), None)) is not None:
-                return known.words
+        if moved:
             self._moved, self.doubt = moved, moved[0].words
         if self._structure.hooks.registered() or self._suspect:
             self._suspect = False
