@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,29 @@ def test_every_end_has_a_report(
         assert counts.replayed >= 5
         assert "slowest layers, median of " in callback.report
         assert "ms replayed; " in callback.report
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_nothing_is_kept_of_a_run_that_is_over(tmp_path: Path, accelerator: str, fails: bool) -> None:
+    """Its streams and its memory are for the next one."""
+
+    def run() -> list[weakref.ref[Any]]:
+        now = ValueError("now")  # with it its traceback lives as long as the class
+
+        class Fails(Net):
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+                if fails and self.global_step == 6:
+                    raise now
+
+        module = make(Fails)
+        with pytest.raises(ValueError, match="now") if fails else nullcontext():
+            trainer_of(tmp_path, accelerator, CUDAGraphCallback()).fit(module, *loaders())
+        return [weakref.ref(Fails), weakref.ref(module)]
+
+    run()  # what is cached for one run alone would be let go by the next
+    references = run()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_nothing_waits_for_a_device_that_may_hang(

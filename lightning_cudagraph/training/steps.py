@@ -14,6 +14,7 @@ from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.graph import Cut
+from lightning_cudagraph.capture.recomputed import detach_recomputed
 from lightning_cudagraph.capture.steps import Phase, Step
 from lightning_cudagraph.metrics.states import StepMetrics
 from lightning_cudagraph.replicas import Replicas
@@ -180,6 +181,7 @@ class TrainingSteps:
 
     @contextmanager
     def _learning(self) -> Iterator[None]:
+        detach_recomputed(self._module)  # before effects are watched, which holds what it compares
         with self._metrics.learning(), self._hooks.learning(), self._guards.effects.watched():
             yield
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from lightning_cudagraph.capture.audit.host_objects import cached_by_class
 from lightning_cudagraph.capture.sentry import forbid, user_location
 
 __all__ = ["HeldIterator", "generator_state", "is_iterator"]
@@ -65,7 +65,7 @@ def _image(state: Any) -> Any:
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
-@lru_cache(maxsize=4096)
+@cached_by_class
 def _is_iterator_type(kind: Any) -> bool:
     return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import UserDict, UserList
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from types import GetSetDescriptorType, MemberDescriptorType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,6 +20,7 @@ __all__ = [
     "UNSET",
     "VALUES",
     "attributes_of",
+    "cached_by_class",
     "is_users_class",
     "is_users_module",
     "lineage",
@@ -65,6 +68,25 @@ def namespace_of(cls: type) -> Any:
 def lineage(cls: type) -> tuple[type, ...]:
     """The classes in which attributes are looked up, whatever the metaclass."""
     return type.__dict__["__mro__"].__get__(cls)  # type: ignore[no-any-return]
+
+
+def cached_by_class(asked: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Cache the answer for a class as long as the class lives.
+
+    A class holds the closures of its functions, and these may hold a whole run.
+
+    Args:
+        asked: the question; it depends on the class alone.
+    """
+    answers: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+    @wraps(asked)
+    def cached(cls: Any) -> bool:
+        if (answer := answers.get(cls)) is None:
+            answer = answers[cls] = asked(cls)
+        return answer
+
+    return cached
 
 
 @cache
