@@ -436,7 +436,9 @@ class Walk:
         return self._scope.reads if root.reads is None else root.reads
 
     def _reading(self, root: Root) -> dict[str, Any]:
-        return {"reads": self._names_of(root), "is_read": root.is_read}
+        # Of a generator the graph reads the state, in which the seed is.
+        is_read = root.is_read and not issubclass(type(root.value), torch.Generator)
+        return {"reads": self._names_of(root), "is_read": is_read}
 
     def _pick(self, space: Any, owner: Any, root: Root, by_name: bool = True) -> None:
         """Look at the names that the step mentions, in a dictionary of names."""
