@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import array
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +19,11 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
+from lightning_cudagraph.capture.audit.host_lines import line_that_sets, nearest_line
 from lightning_cudagraph.capture.audit.walker import Root, Scope, Walk
+from lightning_cudagraph.capture.checks import versions
 from lightning_cudagraph.capture.checks.tape import OpTape
+from lightning_cudagraph.capture.checks.versions import Versions
 from tests.harness import Net, assert_same, differences, make, train
 
 
@@ -121,6 +126,94 @@ def test_generators_and_iterators_are_seen_to_move() -> None:
     holder = Holder(numbers=numbers, items=items)
     assert _changed(holder, lambda: next(numbers)) != []
     assert _changed(holder, lambda: next(items)) != []
+
+
+def test_references_that_are_dead_say_nothing() -> None:
+    class Kept:
+        pass
+
+    kept = Kept()
+    holder = Holder(views=[weakref.ref(kept)])
+    assert _changed(holder, lambda: holder.views.append(weakref.ref(Kept()))) == []
+    assert _changed(holder, lambda: holder.views.append(weakref.ref(kept))) != []
+
+
+def test_a_buffer_can_grow_while_it_is_watched() -> None:
+    holder = Holder(data=bytearray(b"a"), numbers=array.array("d", [1.0]))
+    assert _changed(holder, lambda: holder.data.extend(b"bc")) == ["`data` of the holder changed"]
+    assert _changed(holder, lambda: holder.numbers.append(2.0)) == ["`numbers` of the holder changed"]
+
+
+def test_everything_is_put_back() -> None:
+    class Slotted:
+        __slots__ = ("first", "second")
+
+    def calls() -> int:
+        return count
+
+    count = 1
+    slotted = Slotted()
+    slotted.first = 1
+    holder = Holder(
+        numbers=[1, 2],
+        items={"a": 1, "b": 2},
+        members={1, 2},
+        slotted=slotted,
+        data=bytearray(b"abc"),
+        calls=calls,
+    )
+    walk = Walk([Root(holder, "", "the holder")])
+    holder.numbers.insert(0, 3)
+    holder.items["c"] = holder.items.pop("a")
+    holder.members.add(3)
+    slotted.first, slotted.second = 2, 3
+    holder.data[0] = 0
+    holder.new = 1
+    count = 2
+    assert len({change.path.partition("[")[0] for change in walk.changes()}) >= 6
+    walk.put_back()
+    assert walk.changes() == []
+    assert (holder.numbers, [*holder.items.items()]) == ([1, 2], [("a", 1), ("b", 2)])
+    assert (holder.members, holder.data, calls()) == ({1, 2}, b"abc", 1)
+    assert (slotted.first, hasattr(slotted, "second"), hasattr(holder, "new")) == (1, False, False)
+
+
+@pytest.mark.parametrize("numbers_of_dicts", [True, False])
+def test_dictionaries_that_were_written_to(
+    numbers_of_dicts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not numbers_of_dicts:  # a torch without them
+        monkeypatch.setattr(versions, "_version", None)
+    held = [{"n": object()}, {"n": 1.5}, {}]
+    watched = Versions(held)
+    assert watched.changed() == []
+    held[0]["n"] = held[0]["n"]
+    assert watched.changed() == []
+    held[1]["n"] = 2.5
+    held[2]["n"] = 0
+    assert watched.changed() == watched.changed() == [1, 2]
+    watched.remember([1, 2])
+    assert watched.changed() == []
+    del held[2]["n"]
+    assert watched.changed() == [2]
+
+
+def test_the_users_line_is_named_and_not_that_of_a_package() -> None:
+    source = compile("def fill(frame):\n    frame.cache = 1", "/lib/site-packages/frames.py", "exec")
+    fill = next(part for part in source.co_consts if isinstance(part, types.CodeType))
+
+    def step(holder: Holder) -> object:
+        return holder.frame  # THE LINE
+
+    holder = Holder(frame=types.SimpleNamespace())
+    walk = Walk([Root(holder, "", "the holder")])
+    holder.frame.cache = 1
+    (change,) = walk.changes()
+    assert line_that_sets(change, [fill, step.__code__]) is None
+    where = nearest_line(change, [fill, step.__code__])
+    assert where is not None
+    assert "# THE LINE" in where.source
+    assert line_that_sets(change, [fill]) is not None  # where there is no other
 
 
 # ---- tapes

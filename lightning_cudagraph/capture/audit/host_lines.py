@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
@@ -19,6 +20,7 @@ __all__ = ["NUMPYS_OWN", "first_line", "is_set_elsewhere", "line_that_sets", "ne
 NUMPYS_OWN: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
 _ITEM = "[]"
 _NOWHERE = 3
+_PACKAGES = "-packages" + os.sep
 
 
 def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
@@ -31,7 +33,12 @@ def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
     Returns:
         The line, or None if there is none.
     """
-    return first_line(_name_of(change), change.draws, codes)
+    return first_line(_name_of(change), change.draws, _own([*codes]))
+
+
+def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
+    """Without that of installed packages, if there is other: its lines have asked for what these set."""
+    return [code for code in codes if _PACKAGES not in code.co_filename] or codes
 
 
 def _name_of(change: Moved) -> str:
@@ -69,6 +76,7 @@ def _lines(name: str, draws: bool, codes: Iterable[CodeType]) -> Iterator[tuple[
 
 def nearest_line(change: Moved, codes: Sequence[CodeType]) -> Location | None:
     """The first line that mentions the nearest name in the path of a change, or that of the step."""
+    codes = _own(codes)
     path = re.sub(r"\[.*?\]", "", change.name).split(".")
     for end in range(len(path) - 1, 0, -1):
         if (line := first_line(path[end - 1], change.draws, codes)) is not None:
