@@ -10,6 +10,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_cudagraph.capture.audit.walker import Root, Scope, Walk
 from lightning_cudagraph.capture.checks import versions
 from lightning_cudagraph.capture.checks.tape import OpTape
 from lightning_cudagraph.capture.checks.versions import Versions
+from lightning_cudagraph.capture.standing import StandingGraphs
 from tests.harness import Net, assert_same, differences, make, train
 
 
@@ -365,6 +367,40 @@ def test_an_effect_is_refused_and_undone(tmp_path: Path, accelerator: str) -> No
     graph = train(module, tmp_path / "graph", callback, accelerator=accelerator)
     assert_same(plain, graph)
     assert module.box.calls == plain_module.box.calls > 20
+
+
+class CountsFromSomeStepOn(CountsApart):
+    """Counts once a hook has said so, under a name that is put together."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            setattr(self, "".join(("is_", "counting")), True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if getattr(self, "".join(("is_", "counting")), False):
+            self.box.calls += 1
+        return Net.training_step(self, batch, batch_idx)
+
+
+def test_an_effect_that_comes_later(tmp_path: Path, accelerator: str) -> None:
+    plain_module, module = make(CountsFromSomeStepOn), make(CountsFromSomeStepOn)
+    plain = train(plain_module, tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    graph = train(module, tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed > 0
+    assert module.box.calls == plain_module.box.calls > 10
+
+
+def test_without_undoing_it_counts_otherwise(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_module, module = make(CountsFromSomeStepOn), make(CountsFromSomeStepOn)
+    train(plain_module, tmp_path / "plain", accelerator=accelerator)
+    monkeypatch.setattr(StandingGraphs, "effects_undone", lambda graphs: nullcontext())
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    train(module, tmp_path / "graph", callback, accelerator=accelerator)
+    assert module.box.calls != plain_module.box.calls
 
 
 class CountsUnderAName(Net):

@@ -85,8 +85,18 @@ class Replays(Generic[T]):
         """
         replays = 0
 
+        def undone() -> AbstractContextManager[None]:
+            # Without a change, the step has the effects that it had in warm-up: none.
+            return (
+                self._standing.effects_undone() if doubt and self._agreement is None else nullcontext()
+            )
+
         def eagerly() -> dict[str, Tensor]:
-            with step.transaction(), self._backend.on_side_stream():
+            # What changes in every step by itself was learned in the first checks.
+            undone = (
+                self._standing.effects_undone() if doubt and self._agreement is None else nullcontext()
+            )
+            with step.transaction(), self._backend.on_side_stream(), undone:
                 return step.values(captured.run_eagerly(step.rehearse, step.batch))
 
         def replay() -> tuple[T, dict[str, Tensor]]:
@@ -108,7 +118,7 @@ class Replays(Generic[T]):
                 with captured.tape.beside(state):
                     return step.rehearse(batch)
 
-            with step.transaction(), self._backend.on_side_stream():
+            with step.transaction(), self._backend.on_side_stream(), undone():
                 captured.run_eagerly(rehearse, step.batch)
             put_back_gradients()
             return captured.tape.difference

@@ -27,6 +27,7 @@ from lightning_cudagraph.capture.audit.parts import Moved
 from lightning_cudagraph.capture.audit.walker import Walk
 from lightning_cudagraph.capture.own_modes import not_compiled
 from lightning_cudagraph.capture.sentry import is_users
+from lightning_cudagraph.errors import StaleGraphError
 
 __all__ = ["OF_OPTIMIZER", "Effects"]
 
@@ -90,6 +91,26 @@ class Effects:
             for node, parts in before:
                 node.put_back(parts)
             raise
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Around a step that is done once more, for a check: undo what it changes.
+
+        Raises:
+            StaleGraphError: if the step has an effect that it did not have in warm-up.
+        """
+        walk = self._walk(self._mentioned)
+        found: list[Moved] = []
+        try:
+            yield
+        finally:
+            found += [moved for moved in walk.changes() if self._is_effect(moved)]
+            for moved in found:
+                moved.node.put_back(moved.node.parts)
+        if found:
+            line = line_that_sets(found[0], self._mentioned.users_code)
+            error = effect_error(found[0], line)
+            raise StaleGraphError(error.reason.rstrip("."), error.remedy)
 
     def _refuse(self, found: Sequence[Moved], captured: Sequence[CodeType]) -> None:
         for moved in found:
