@@ -14,11 +14,15 @@ import time
 
 import numpy as np
 from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from lightning_cudagraph.timing.records import ReadingRecords
 from lightning_cudagraph.timing.spans import FORWARD_TAG, STEP_TAG, Reading, Span, SpanLayout
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
 
-__all__ = ["measure"]
+__all__ = ["compare_writers", "measure"]
 
 _LOOPS_OF_PYTHON = 4000
 _WAIT_S = 0.3e-3
@@ -40,6 +44,46 @@ def _layout(n_spans: int) -> SpanLayout:
     return SpanLayout((whole, *layers), n_spans + 1)
 
 
+def _readings(n_spans: int, n_readings: int) -> list[Reading]:
+    layout = _layout(n_spans)
+    offsets_ms = np.cumsum(np.random.default_rng(0).random((n_readings, layout.n_marks)), axis=1)
+    return [Reading(layout, step, time.time(), row) for step, row in enumerate(offsets_ms.tolist())]
+
+
+def compare_writers(n_spans: int, n_readings: int = 512) -> dict[str, float]:
+    """Make records of readings, with TensorBoard's own writer and many at once.
+
+    Args:
+        n_spans: how many times each reading has.
+        n_readings: how many readings.
+
+    Returns:
+        Microseconds of the processor for each reading, in all threads, which hold the interpreter.
+    """
+    readings = _readings(n_spans, n_readings)
+    durations_ms = [reading.durations_ms.tolist() for reading in readings]
+    with tempfile.TemporaryDirectory() as folder:
+        writer = EventFileWriter(folder, max_queue_size=n_readings)
+        started_s = time.process_time()
+        for reading, values in zip(readings, durations_ms, strict=True):
+            scalars = zip(reading.layout.tags, values, strict=True)
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=ms) for tag, ms in scalars])
+            writer.add_event(Event(wall_time=reading.walltime_s, step=reading.step, summary=summary))
+        writer.flush()
+        tensorboard_s = time.process_time() - started_s
+        writer.close()
+    records = ReadingRecords()
+    records.of(readings[:1])  # the template
+    started_s = time.process_time()
+    for begin in range(0, n_readings, 128):
+        records.of(readings[begin : begin + 128])
+    at_once_s = time.process_time() - started_s
+    return {
+        "TensorBoard's writer": 1e6 * tensorboard_s / n_readings,
+        "many at once": 1e6 * at_once_s / n_readings,
+    }
+
+
 def measure(n_spans: int, n_readings: int = 2000) -> dict[str, float]:
     """Write readings, and time it.
 
@@ -53,9 +97,7 @@ def measure(n_spans: int, n_readings: int = 2000) -> dict[str, float]:
         whole loop more than without the writer, for each reading. Of the longest add before, which
         looks for charts of the user's, and of the end.
     """
-    layout = _layout(n_spans)
-    offsets_ms = np.cumsum(np.random.default_rng(0).random((n_readings, layout.n_marks)), axis=1)
-    readings = [Reading(layout, step, time.time(), row) for step, row in enumerate(offsets_ms.tolist())]
+    readings = _readings(n_spans, n_readings)
     started_s = time.perf_counter()
     for _ in readings[_FIRST:]:
         _step()
@@ -96,7 +138,8 @@ def measure(n_spans: int, n_readings: int = 2000) -> dict[str, float]:
 def main() -> None:
     """Print a row for each number of spans."""
     for n_spans in (30, 100, 200, 300):
-        shown = ", ".join(f"{name} {us:.1f} us" for name, us in measure(n_spans).items())
+        found = measure(n_spans) | compare_writers(n_spans)
+        shown = ", ".join(f"{name} {us:.1f} us" for name, us in found.items())
         print(f"{n_spans} spans: {shown}", flush=True)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from inspect import getattr_static
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 from unittest.mock import NonCallableMock
@@ -210,7 +209,7 @@ def refuse_replaced_methods(
         for name in names:
             found = vars(owner).get(name)
             if found is None:
-                found = getattr_static(type(owner), name, None)
+                found = _of_class(type(owner), name)
                 suspicious = issubclass(type(found), NonCallableMock)
             else:
                 suspicious = not isinstance(found, _CALLABLES)
@@ -224,9 +223,17 @@ def refuse_replaced_methods(
                 if issubclass(type(found), NonCallableMock) and name not in harmless:
                     raise _replaced(f"`{name}` of the class `{base.__qualname__}`", name, found)
     for path, child in module.named_modules():
-        found = getattr_static(child, "forward", None)
+        found = vars(child).get("forward") or _of_class(type(child), "forward")
         if issubclass(type(found), NonCallableMock) and "forward" not in harmless:
             raise _replaced(f"`forward` of `{path}`", "forward", found)
+
+
+def _of_class(cls: type, name: str) -> Any:
+    """An attribute of a class or its bases, not bound.
+
+    `inspect.getattr_static` of Python 3.12 has a cache that keeps classes alive.
+    """
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
 def _replaced(method: str, name: str, found: Any) -> CaptureError:

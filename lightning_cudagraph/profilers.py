@@ -1,4 +1,4 @@
-"""Lightning's profilers and bars beside a graph: what they see of it, and what they cost."""
+"""Lightning's profilers and progress bars with graphs: what they see of them, and what they cost."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def unprofiled(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def around_replays(trainer: pl.Trainer) -> Callable[[], AbstractContextManager[object]]:
-    """What is entered around each replay: an action of the trainer's profiler, if it has one."""
+    """A context for each replay: an action of the trainer's profiler, if it has one."""
     profiler = _profiler_of(trainer)
     return nullcontext if profiler is None else partial(profiler.profile, _ACTION)
 
 
 def profiler_notes(trainer: pl.Trainer) -> list[str]:
-    """What the user of a profiler, or of a callback that measures, should know, in words."""
+    """Sentences for the user of a profiler, or of a callback that measures."""
     notes = []
     if (profiler := _profiler_of(trainer)) is not None:
         name = type(profiler).__qualname__
@@ -66,7 +66,7 @@ def profiler_notes(trainer: pl.Trainer) -> list[str]:
 
 
 def delay_notes(trainer: pl.Trainer) -> list[str]:
-    """What torch's profiler does to the times of layers in a graph, in words; for the end of a run."""
+    """A sentence about what torch's profiler does to the times of layers in a graph, for the report."""
     if not isinstance(_profiler_of(trainer), PyTorchProfiler):
         return []
     if trainer.strategy.root_device.type != "cuda":
@@ -79,7 +79,7 @@ def delay_notes(trainer: pl.Trainer) -> list[str]:
 
 
 def progress_bar_notes(trainer: pl.Trainer) -> list[str]:
-    """That the progress bar waits for the device, if it does, in words; for the end of a run."""
+    """A sentence about a progress bar that waits for the device, for the report."""
     bar = trainer.progress_bar_callback
     if not (isinstance(bar, (TQDMProgressBar, RichProgressBar)) and bar.is_enabled):
         return []

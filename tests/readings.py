@@ -8,10 +8,10 @@ from lightning_cudagraph.timing.spans import (
     BACKWARD_TAG,
     FORWARD_TAG,
     STEP_TAG,
-    Lane,
     Reading,
     Span,
     SpanLayout,
+    Track,
 )
 
 _MEMBERS = {"ln1": 0.01, "attention": 0.05, "ln2": 0.01, "mlp": 0.03}
@@ -94,18 +94,18 @@ def gpt_readings(
         marks.now_ms = offset_ms
         marks.mark()
     previous, begin, end = range(len(marks.offsets_ms) - 3, len(marks.offsets_ms))
-    parts: list[tuple[str, Lane, tuple[tuple[int, int], ...]]] = [
+    parts: list[tuple[str, Track, tuple[tuple[int, int], ...]]] = [
         ("forward", "forward", ((start, ends[0]),)),
         ("backward", "backward", ((ends[0], ends[1]),)),
         ("clipping", "optimizer", ((ends[1], ends[2]),)),
         ("optimizer", "optimizer", ((ends[2], ends[3]),)),
         ("total", "host", ((start, ends[3]),)),
     ]
-    spans = [Span(STEP_TAG + part, lane, calls) for part, lane, calls in parts]
-    lanes: tuple[tuple[str, Lane], ...] = ((FORWARD_TAG, "forward"), (BACKWARD_TAG, "backward"))
+    spans = [Span(STEP_TAG + part, track, calls) for part, track, calls in parts]
+    tracks: tuple[tuple[str, Track], ...] = ((FORWARD_TAG, "forward"), (BACKWARD_TAG, "backward"))
     for name in sorted(passes[0], key=lambda name: (list(model).index(name.split(".")[0]), name)):
-        for (prefix, lane), of_pass in zip(lanes, passes, strict=True):
-            spans.append(Span(prefix + name, lane, (of_pass[name],)))
+        for (prefix, track), of_pass in zip(tracks, passes, strict=True):
+            spans.append(Span(prefix + name, track, (of_pass[name],)))
     spans.append(Span(f"{STEP_TAG}copy", "copy", ((begin, end),)))
     spans.append(Span(f"{STEP_TAG}gap", "host", ((previous, begin), (end, start))))
     layout = SpanLayout(tuple(spans), len(marks.offsets_ms))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_cudagraph.timing.clock import FitClock
-from lightning_cudagraph.timing.lead_in import LeadIn, LeadInTimes
+from lightning_cudagraph.timing.lead_in import LeadIn
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 
 
@@ -178,8 +178,7 @@ def test_events_are_used_again() -> None:
 
 def test_what_is_prepared_for_events_that_do_not_come_again_is_not_kept() -> None:
     device = Device(0.0)
-    backend: Any = device
-    times = LeadInTimes(backend)
+    clock, _ = clock_of(device, 1)
     start = device.event()
     for nth in range(1000):
         lead_in = LeadIn(device.event, None)
@@ -187,8 +186,8 @@ def test_what_is_prepared_for_events_that_do_not_come_again_is_not_kept() -> Non
         device.mark(lead_in.events[0])
         device.now_ms += 0.5
         device.mark(start)
-        assert times.offsets_ms(lead_in, start) == [-0.5]
-        assert len(times._readers) <= min(nth + 1, 64)
+        assert clock._before_ms(lead_in, start) == [-0.5]
+        assert clock._event_times.cache_info().currsize <= min(nth + 1, 64)
 
 
 def test_what_was_not_read_is_left_alone_at_the_end() -> None:

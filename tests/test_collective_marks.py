@@ -19,8 +19,8 @@ from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend, HostEvent
 from lightning_cudagraph.timing.collective_marks import Collectives
 from lightning_cudagraph.timing.marks import StepMarks
-from lightning_cudagraph.timing.slices import slices_of
 from lightning_cudagraph.timing.spans import Reading, SpanLayout
+from lightning_cudagraph.timing.timeline import slices_of
 
 pytestmark = [
     # This group's processes are one, and each test makes its own.
@@ -102,7 +102,7 @@ class Step:
         return {
             span.tag.removeprefix("step_ms/"): span.calls
             for span in self.layout.spans
-            if span.lane == "communication"
+            if span.track == "communication"
         }
 
     def stretches_ms(self, name: str) -> list[tuple[float, float]]:
@@ -269,7 +269,7 @@ def test_when_each_begins_and_what_the_step_waits_for() -> None:
     # One behind the other in one row; what the step waits for is none of its own.
     slices = slices_of(reading)
     assert [one.name for one in slices] == ["all_gather", *["all_reduce"] * 3]
-    assert {(one.lane, one.row, one.depth) for one in slices} == {("communication", 0, 0)}
+    assert {(one.track, one.row, one.depth) for one in slices} == {("communication", 0, 0)}
 
 
 def test_one_that_takes_no_time_does_not_begin_behind_its_end() -> None:

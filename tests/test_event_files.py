@@ -23,10 +23,10 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import grpc_util
 
 from lightning_cudagraph.timing.metrics import MetricNames, MetricsWriter
-from lightning_cudagraph.timing.records import ReadingRecords, ScalarRecords
+from lightning_cudagraph.timing.records import ReadingRecords, ScalarRecords, n_bytes
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
-from lightning_cudagraph.timing.tensorboard.board import Board, Rows
+from lightning_cudagraph.timing.tensorboard.logger_writer import LoggerWriter
 
 PARTS = ("forward", "backward", "clipping", "optimizer")
 
@@ -299,8 +299,7 @@ def test_a_long_run_has_fewer_points_later(tmp_path: Path, monkeypatch: pytest.M
         for index, reading in enumerate(readings)
         if (reading.step + 1) % 2 ** sum(index > cut for cut in cuts) == 0
     ]
-    records = ReadingRecords()
-    assert records.n_bytes(expected) == sum(map(len, records.of(expected))) >= 40_000 * len(begins)
+    assert n_bytes(expected) == sum(map(len, ReadingRecords().of(expected))) >= 40_000 * len(begins)
     assert points(accumulator, "layer_forward_ms/a") == said(expected, "layer_forward_ms/a")
     for nth, event in enumerate(told):
         text = " ".join(event.tensor_proto.string_val[0].decode().split())
@@ -372,21 +371,22 @@ def test_an_error_of_ours_does_not_end_the_thread_of_tensorboard(
     assert len(points(accumulator, "loss")) == 1
 
 
-def test_an_error_of_the_last_rows_is_said(tmp_path: Path) -> None:
+def test_an_error_of_the_last_rows_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written behind them that would come upon it."""
 
-    class Fails(ReadingRecords):
-        def of(self, readings: Any) -> list[bytes]:
-            raise ValueError("something of ours")
+    def fails(records: ReadingRecords, readings: Any) -> list[bytes]:
+        raise ValueError("something of ours")
 
     logger = TensorBoardLogger(tmp_path)
-    board = Board(logger)
+    writer = LoggerWriter(logger)
     readings = readings_of(layout_of("a"), range(3))
-    board.write(Rows(readings, ReadingRecords()))
-    board.write(Rows(readings, Fails()))
+    writer.write(readings)
+    logger.experiment.flush()
+    monkeypatch.setattr(ReadingRecords, "of", fails)
+    writer.write(readings)
     with pytest.warns(UserWarning, match="could not write times: ValueError: something"):
-        board.close()
-    board.close()
+        writer.close()
+    writer.close()
     logger.finalize("success")
     assert points(accumulated(logger.log_dir), "step_ms/total") == said(readings, "step_ms/total")
 
@@ -479,17 +479,14 @@ def test_layers_of_one_kind_have_one_line(tmp_path: Path) -> None:
     assert lines_of(tmp_path, of_times({**times_ms, "stem": 0.05}), "a") == expected
 
 
-def test_a_run_shows_the_layers_of_the_run_before(tmp_path: Path) -> None:
-    """So that TensorBoard, which shows equal charts once, lays one over the other."""
+def test_a_run_shows_its_own_layers(tmp_path: Path) -> None:
+    """Files of other runs beside it are not read."""
     names = [f"layers.{i}" for i in range(9)]
     rising = of_times({name: 1.0 + i for i, name in enumerate(names)})
     falling = of_times({name: 9.0 - i for i, name in enumerate(names)})
     first = lines_of(tmp_path, rising, "first")
     assert first == [f"layers.{i}$" for i in (5, 6, 7, 8)]
-    assert lines_of(tmp_path, falling, "second") == first
-    assert lines_of(tmp_path / "apart", falling, "alone") == [f"layers.{i}$" for i in range(4)]
-    # Another model has none of them.
-    assert lines_of(tmp_path, of_times({"a": 1.0, "b": 2.0}), "other") == ["a$", "b$"]
+    assert lines_of(tmp_path, falling, "second") == [f"layers.{i}$" for i in range(4)]
 
 
 def test_the_first_replays_do_not_choose_the_layers(tmp_path: Path) -> None:

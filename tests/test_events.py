@@ -32,8 +32,8 @@ from lightning_cudagraph import (
 )
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.timing import events
-from lightning_cudagraph.timing.stretches import Stretch, last_ended
+from lightning_cudagraph.timing import timers
+from lightning_cudagraph.timing.timed_blocks import Timing
 from tests.captures import Work
 from tests.harness import Net, loader, make, train
 
@@ -356,8 +356,8 @@ def test_a_timer_is_cleared_for_another_capture(work: Work) -> None:
 
 def test_what_blocks_are_known_by_is_not_kept(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     # The emulator's graphs keep events themselves, and CUDA's do not.
-    monkeypatch.setattr(events, "EmulatedGraph", SimpleNamespace(recording=lambda: None))
-    kept = len(events._in_graphs)
+    monkeypatch.setattr(timers, "EmulatedGraph", SimpleNamespace(recording=lambda: None))
+    kept = len(timers._in_graphs)
     registry = TimerRegistry[Net]()
 
     def captured() -> weakref.ref[Net]:
@@ -366,7 +366,7 @@ def test_what_blocks_are_known_by_is_not_kept(work: Work, monkeypatch: pytest.Mo
         return weakref.ref(context)
 
     gone = captured()
-    assert len(events._in_graphs) == kept + 2
+    assert len(timers._in_graphs) == kept + 2
     registry.clear()
     gc.collect()
     assert gone() is None
@@ -403,7 +403,7 @@ def test_a_registry_reads_a_graph_in_one_batch(work: Work, monkeypatch: pytest.M
                     work.run()
 
     graph = work.capture(body)
-    kind = type(registry._stretches._all[0]._end)
+    kind = type(registry._timings._all[0].events[1])
     waits = []
     wait = kind.synchronize
     monkeypatch.setattr(kind, "synchronize", lambda event: (waits.append(event), wait(event))[1])
@@ -416,7 +416,7 @@ def test_a_registry_reads_a_graph_in_one_batch(work: Work, monkeypatch: pytest.M
         times_ms = [time_ms for _, time_ms in found]
         assert all(time_ms > 0 for time_ms in times_ms)
         assert sum(times_ms[1:]) <= times_ms[0] * 1.0001
-    assert all(event is registry._stretches._all[0]._end for event in waits)
+    assert all(event is registry._timings._all[0].events[1] for event in waits)
 
 
 def test_a_registry_outside_of_graphs_hands_out_each_block_once(work: Work) -> None:
@@ -514,12 +514,12 @@ def test_a_timer_in_a_step_of_the_callback(
     class Reads(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             times_ms.append(pl_module.timer.elapsed_time())
-            latest = last_ended([*pl_module.timer._captured, pl_module.timer._last])
+            latest = pl_module.timer._last_ended()
             assert latest is not None
             ends.append(latest)
 
     times_ms: list[float] = []
-    ends: list[Stretch] = []
+    ends: list[Timing] = []
     trace = train(
         make(Timed),
         tmp_path,
@@ -533,7 +533,7 @@ def test_a_timer_in_a_step_of_the_callback(
     # A GPU's clock goes in ticks, and small steps take as many of them now and then.
     times = len(set(times_ms[3:]))
     assert times > (3 if accelerator == "gpu" else 15), "each replay has a time of its own"
-    captured = [stretch for stretch in ends if stretch.captured]
+    captured = [timing for timing in ends if timing.captured]
     assert len(captured) >= 16
     # With timings, two graphs take turns.
     assert len(set(map(id, captured))) == (1 if timings is None else 2)

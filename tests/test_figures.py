@@ -130,9 +130,9 @@ def test_the_step_as_a_timeline() -> None:
     figure = step_timeline(summary, "CharGPT", "NVIDIA H200")
     assert figure is not None
     (axes,) = figure.axes
-    lanes = [label.get_text().split("\n") for label in axes.get_yticklabels()]
-    assert [lane[0] for lane in lanes] == ["host gap", "copy", "forward", "backward", "optimizer"]
-    assert lanes[2][1] == f"{summary['step_ms/forward'].p50_ms:.3f} ms"
+    tracks = [label.get_text().split("\n") for label in axes.get_yticklabels()]
+    assert [track[0] for track in tracks] == ["host gap", "copy", "forward", "backward", "optimizer"]
+    assert tracks[2][1] == f"{summary['step_ms/forward'].p50_ms:.3f} ms"
     written = texts(figure)
     assert f"NVIDIA H200, median of 40 timed steps, {summary.step.p50_ms:.3f} ms each" in written  # type: ignore[union-attr]
     assert "ms after the beginning of the step" in written

@@ -237,7 +237,7 @@ def test_a_capture_that_fails(profiler: Profiler[Any], work: Work, reports: Repo
 
     with pytest.raises(ZeroDivisionError):
         work.capture(body)
-    assert profiler._under_way == []
+    assert profiler._captures == []
     layers(profiler, work)
     assert reports.take() == ALL
     graph = work.capture(lambda: layers(profiler, work))
@@ -609,7 +609,7 @@ def test_threads_leave_nothing(profiler: Profiler[Any], work: Work, reports: Rep
         thread.start()
         thread.join()
     assert reports.take() == ["block"] * 5
-    assert not profiler._of_all_threads
+    assert not profiler._unreported
 
 
 def test_a_report_that_enters_blocks(work: Work) -> None:

@@ -13,8 +13,9 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 from lightning_cudagraph.timing import rank_times
 from lightning_cudagraph.timing.metrics import MetricsWriter
 from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
-from lightning_cudagraph.timing.rank_times import RankRow, RankTable, RankTimes, Usual, usual_parts
+from lightning_cudagraph.timing.rank_times import RankRow, RankTable, RankTimes, part_times
 from lightning_cudagraph.timing.spans import EXPOSED_TAG, Reading, Span, SpanLayout
+from lightning_cudagraph.timing.windows import Times
 
 # Marks: begin, backward begins, last gradients, last all-reduce done, backward ends, end; gap before; an
 # all-reduce that begins and one that ends; the ends of a gather in the forward pass.
@@ -47,11 +48,13 @@ def row(rank: int, host: str = "node0", wait_ms: float = 0.5, **parts_ms: float)
     parts_ms = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "gap": 0.5} | parts_ms
     work_ms = sum(parts_ms.values())
     parts_ms |= {"work": work_ms, "wait": wait_ms, "step": work_ms + wait_ms}
-    return RankRow(rank, host, 0, 9, 10, {p: Usual(ms, ms, ms) for p, ms in parts_ms.items()})
+    return RankRow(
+        rank, host, 0, 9, 10, {p: Times(10, ms, ms, ms, ms, ms, 0.0) for p, ms in parts_ms.items()}
+    )
 
 
 def test_the_parts_of_a_step() -> None:
-    parts = usual_parts([reading(step) for step in range(5)])
+    parts = part_times([reading(step) for step in range(5)])
     assert {part: usual.p50_ms for part, usual in parts.items()} == pytest.approx(
         {
             "step": 5.5,
@@ -68,17 +71,17 @@ def test_the_parts_of_a_step() -> None:
 
 
 def test_means_and_percentiles_are_over_steps() -> None:
-    work = usual_parts([reading(step, scale=1.0 + step) for step in range(101)])["work"]
+    work = part_times([reading(step, scale=1.0 + step) for step in range(101)])["work"]
     assert work.p50_ms == pytest.approx(51 * 4.75)
     assert work.p95_ms == pytest.approx(96 * 4.75)
     assert work.mean_ms == pytest.approx(51 * 4.75)
 
 
 def test_steps_without_a_gap_are_not_compared_with_others() -> None:
-    parts = usual_parts([reading(0, 100.0, FIRST), reading(1), reading(2)])
+    parts = part_times([reading(0, 100.0, FIRST), reading(1), reading(2)])
     assert parts["step"].mean_ms == pytest.approx(5.5)
     assert parts["forward"].mean_ms == pytest.approx(34.0)
-    alone = usual_parts([reading(0, 1.0, FIRST), reading(1, 1.0, FIRST)])
+    alone = part_times([reading(0, 1.0, FIRST), reading(1, 1.0, FIRST)])
     assert alone["step"].mean_ms == pytest.approx(5.0)
 
 
@@ -197,6 +200,9 @@ def test_windows_are_shown_when_all_have_come_by(impatient: None, tmp_path: Path
     assert first.tables == []  # the other one is not as far
     second.steps(range(3, 14), 1.5)
     first.times.pause()
+    assert first.tables == []  # the other one has had no pause
+    second.times.pause()
+    first.times.pause()
     (table,) = first.tables
     assert [(r.rank, r.first_step, r.last_step, r.n_steps) for r in table.rows] == [
         (0, 3, 9, 7),
@@ -207,6 +213,9 @@ def test_windows_are_shown_when_all_have_come_by(impatient: None, tmp_path: Path
     second.steps(range(14, 21), 1.5)
     assert len(first.tables) == 1  # windows end where a later step comes in
     first.steps(range(21, 31))
+    assert len(first.tables) == 1  # on the path of steps nothing is sent
+    for rank in (second, first):
+        rank.times.pause()
     assert [table.rows[0].first_step for table in first.tables] == [3, 10]
     second.steps(range(21, 33), 1.5)
     second.times.finish()
@@ -227,7 +236,7 @@ def test_who_does_not_come_is_not_waited_for(impatient: None) -> None:
     assert first.times.finish() is None
     assert time.monotonic() - started_s < 3.0
     assert first.tables == []
-    assert first.times.trouble.startswith("not all have left theirs")
+    assert first.times.trouble.startswith("not all have sent theirs")
 
 
 def test_a_window_that_one_lacks_does_not_hold_up_the_next(impatient: None) -> None:
@@ -236,6 +245,7 @@ def test_a_window_that_one_lacks_does_not_hold_up_the_next(impatient: None) -> N
     first, second = Rank(store, 0), Rank(store, 1)
     first.steps(range(40))
     second.steps([*range(10), *range(20, 40)])
+    second.times.pause()
     first.times.pause()
     second.times.finish()
     assert first.times.finish() is not None
@@ -249,6 +259,7 @@ def test_a_store_that_is_gone_ends_it() -> None:
 
     rank = Rank(Gone(), 0)
     rank.steps(range(25))
+    rank.times.pause()
     assert rank.times.finish() is None
     assert rank.times.trouble == "RuntimeError: Connection reset by peer"
 
@@ -257,6 +268,7 @@ def test_what_is_left_in_the_store_is_plain_text() -> None:
     store = HashStore()
     rank = Rank(store, 1)
     rank.steps(range(11))
+    rank.times.pause()
     found = json.loads(store.get("0/1"))
     assert found["rank"] == 1
     assert found["parts"]["work"]["p50_ms"] == pytest.approx(4.75)

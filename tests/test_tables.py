@@ -6,7 +6,7 @@ import pytest
 
 from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.tables import layer_table, layers_of, parts_table, window_text
-from lightning_cudagraph.timing.texts import aligned, places, shortened
+from lightning_cudagraph.timing.texts import places, shortened, table
 from lightning_cudagraph.timing.windows import WindowSummary
 from tests.readings import gpt_readings, without_optimizer
 
@@ -166,7 +166,7 @@ def test_long_names_are_shortened_in_the_middle() -> None:
 def test_characters_of_two_places_and_of_none() -> None:
     assert [places(text) for text in ("head", "注意力层", "e\u0301")] == [4, 8, 1]
     rows = [["注意力", "1.0", "注"], ["e\u0301te\u0301", "10.0", "ab"], ["mlp", "2.0", ""]]
-    assert aligned(rows, left=(0, 2)) == [
+    assert table(rows, left=(0, 2)) == [
         "注意力   1.0  注",
         "e\u0301te\u0301     10.0  ab",
         "mlp      2.0",

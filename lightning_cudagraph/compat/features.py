@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
-    "BOARD",
     "BROKEN_CAPTURES",
     "CAPTURABLE_ON_CPU",
     "CAPTURES",
@@ -15,6 +14,7 @@ __all__ = [
     "CUDA",
     "CUDA_STREAMS",
     "EVALUATION",
+    "EVENT_QUEUE",
     "FABRIC",
     "FP16",
     "HELD_GRADIENTS",
@@ -82,13 +82,13 @@ HELD_GRADIENTS = Feature(
     "parameters are given copies of their gradients after every replay",
     True,
 )
-BOARD = Feature(
+EVENT_QUEUE = Feature(
     "the quick way into TensorBoard's queue",
     "each time of a layer is written as an event of its own",
     True,
 )
 CHARTS = Feature(
-    "finding custom scalars of other runs", "those of the user are not kept in the layout", True
+    "finding the user's custom scalars", "those of the user are not kept in the layout", True
 )
 CUDA_STREAMS = Feature(
     "asking for the address of a stream", "each replay asks for the whole stream", True

@@ -1,37 +1,21 @@
-"""Which steps of a fit are timed, when their events are read, and who is told."""
+"""The clock of a fit: which steps are timed, and when their events are read."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import NamedTuple
 
 from lightning_cudagraph.capture.backend import Backend, Event
-from lightning_cudagraph.timing.lead_in import Layouts, LeadIn, LeadInTimes
+from lightning_cudagraph.timing.lead_in import LeadIn, with_lead_in
 from lightning_cudagraph.timing.marks import StepMarks
-from lightning_cudagraph.timing.spans import Reading
+from lightning_cudagraph.timing.sinks import Sink, Sinks
+from lightning_cudagraph.timing.spans import MAX_LAYOUTS, Reading
 
-__all__ = ["FitClock", "Sink"]
-
-
-class Sink(Protocol):
-    """Where readings go: the aggregates of the report, TensorBoard, other loggers, a trace file.
-
-    Readings come in the order of their steps. Not all have one layout: steps of a window of
-    accumulation differ in it, and a step after a pause has no gap before it. A layout that comes up
-    again is the same object, so that work done for it can be kept by its identity.
-    """
-
-    def add(self, reading: Reading) -> None:
-        """Take what a step's marks said. On the step's path: no more than an append."""
-
-    def pause(self) -> None:
-        """Something that is not a training step comes now: the time to write and to draw."""
-
-    def close(self) -> None:
-        """No more comes, be it because the run failed: write what is left, put back what was changed."""
+__all__ = ["FitClock"]
 
 
 class _Unread(NamedTuple):
@@ -43,7 +27,7 @@ class _Unread(NamedTuple):
         step: its number as the trainer's loggers count it.
         ended: an event of its own behind it. Of one that a graph sets, nothing can be asked before its
             first replay has come to it.
-        owned: events that nobody needs any more when it has been read.
+        owned: events that are free when it has been read.
         batch: its place among the batches of a step of the optimizer.
         is_last: it is the last of these.
         waited_ms: how long the host has waited for other processes before it.
@@ -60,15 +44,15 @@ class _Unread(NamedTuple):
 
 
 class FitClock:
-    """Decides which steps are timed, reads their events, and hands on what they say.
+    """Decides which steps are timed, reads their events, and passes the readings on.
 
     The host does not wait for the device: events are read when their step is known to have ended, which
-    is looked at after later steps. At the latest they are read before a replay that would set them anew;
-    with two graphs that take turns, another one is queued then, so that the device never waits either.
+    is looked at after later steps. At the latest they are read before a replay that would set them
+    again; with two graphs that alternate, another one is queued then, so that the device never waits.
 
     Args:
         backend: where the steps run.
-        sinks: who is told.
+        sinks: destinations of the readings.
         every_n_steps: the last of so many steps of the optimizer is timed, with all batches whose
             gradients they take; 0 for none.
         waited_s: tells how long the host has waited for other processes so far, in seconds.
@@ -82,12 +66,13 @@ class FitClock:
         waited_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._backend = backend
-        self._sinks = sinks
+        self._sinks = Sinks(sinks)
         self._every_n_steps = every_n_steps
         self._waited_s = waited_s
         self._waited_before_s = 0.0  # the step that comes next
-        self._layouts = Layouts()
-        self._lead_in_times = LeadInTimes(backend)
+        self._layout_of = lru_cache(MAX_LAYOUTS)(with_lead_in)
+        # Preparing to read some events takes longer than reading them, and they come again.
+        self._event_times = lru_cache(MAX_LAYOUTS)(backend.event_times)
         self._unread: deque[_Unread] = deque()
         # Events that have been read, to be used again: making one takes longer than marking it.
         self._free: list[Event] = []
@@ -95,24 +80,20 @@ class FitClock:
         self._lead_in: LeadIn | None = None
 
     def is_due(self, optimizer_step: int) -> bool:
-        """Whether a step of the optimizer is timed.
-
-        Args:
-            optimizer_step: how many came before it.
-        """
+        """True if the step of the optimizer after so many others is timed."""
         n = self._every_n_steps
         # The step that Lightning logs, if it logs as often, and not the one behind it: reading the
         # values waits for the device, which then has nothing to do while a timed step is launched.
         return n == 1 or (n > 1 and (optimizer_step + 1) % n == 0)
 
     def copying(self) -> AbstractContextManager[None]:
-        """What is entered around a copy of the batch of a step that is due."""
+        """A context for the copy of the batch of a step that is due."""
         if self._lead_in is None:
             self._lead_in = LeadIn(self._passed, None)
         return self._lead_in
 
     def upcoming(self, marks: StepMarks | None) -> None:
-        """A replay that sets events anew comes now: read what they say of the one before."""
+        """Read the events of a graph: it is to be replayed now, which sets them again."""
         while any(unread.marks is marks for unread in self._unread):
             self._await_first()
 
@@ -155,8 +136,7 @@ class FitClock:
     def pause(self) -> None:
         """Something that is not a training step comes now (validation, a checkpoint)."""
         self.interrupted()
-        for sink in self._sinks:
-            sink.pause()
+        self._sinks.pause()
 
     def finish(self) -> None:
         """No more steps come: read what is left to read, waiting for it."""
@@ -167,9 +147,7 @@ class FitClock:
         """Close the sinks; events that have not been read are left alone."""
         self._unread.clear()
         self.interrupted()
-        with ExitStack() as stack:  # all, also where one of them fails
-            for sink in self._sinks:
-                stack.callback(sink.close)
+        self._sinks.close()
 
     def _passed(self) -> Event:
         event = self._free.pop() if self._free else self._backend.event()
@@ -183,9 +161,15 @@ class FitClock:
 
     def _read_first(self) -> None:
         marks, lead_in, step, _, owned, batch, is_last, waited_ms = self._unread.popleft()
-        offsets_ms = [*marks.read(), *self._lead_in_times.offsets_ms(lead_in, marks.start)]
-        layout = self._layouts.of(marks.layout, lead_in)
+        offsets_ms = marks.read() + self._before_ms(lead_in, marks.start)
+        layout = self._layout_of(marks.layout, *lead_in.kind)
         reading = Reading(layout, step, time.time(), offsets_ms, batch, is_last, waited_ms)
         self._free += owned
-        for sink in self._sinks:
-            sink.add(reading)
+        self._sinks.add(reading)
+
+    def _before_ms(self, lead_in: LeadIn, start: Event) -> list[float]:
+        """The times of the events before a step, in milliseconds after its start: negative ones."""
+        if not lead_in.events:
+            return []
+        *times_ms, start_ms = self._event_times((*lead_in.events, start))()
+        return [time_ms - start_ms for time_ms in times_ms]

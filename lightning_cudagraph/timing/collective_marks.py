@@ -30,7 +30,7 @@ class Collectives:
         # Ready and end of those that run beside the step, in the order in which they are issued.
         self._beside: list[tuple[str, int, int]] = []
         self._waited_for: list[tuple[str, int, int]] = []
-        # What nobody else may hold any more once it is waited for, which we do at once.
+        # Tensors of collectives under way: a collective that is waited for at once lets go of its own.
         self._kept: list[Any] = []
 
     def add(self, name: str, ready: int, end: int, tensors: Any) -> None:
@@ -40,7 +40,7 @@ class Collectives:
             name: what it is.
             ready: the mark of what is before it on that stream.
             end: the mark behind it.
-            tensors: what it works on, to be kept until it is done.
+            tensors: its tensors, held until it is done.
         """
         self._beside.append((name, ready, end))
         self._kept.append(tensors)
@@ -48,25 +48,15 @@ class Collectives:
         self.n_begins += 1
 
     def add_waited_for(self, name: str, begin: int, end: int) -> None:
-        """Take one that runs between the kernels of the step.
-
-        Args:
-            name: what it is.
-            begin: the mark before it.
-            end: the mark behind it.
-        """
+        """Take one that runs between the kernels of the step."""
         self._waited_for.append((name, begin, end))
 
     def let_go(self) -> None:
-        """They are done: what they work on need not be kept."""
+        """Let go of their tensors: they are done."""
         self._kept.clear()
 
     def begins_ms(self, offsets_ms: Sequence[float]) -> list[float]:
-        """When those beside the step began.
-
-        Args:
-            offsets_ms: when the marks were passed.
-        """
+        """The begins of those beside the step."""
         begins_ms: list[float] = []
         done_ms = 0.0
         for _, ready, end in self._beside:
@@ -76,7 +66,7 @@ class Collectives:
         return begins_ms
 
     def spans(self, n_events: int) -> list[Span]:
-        """What the marks mean, in the order in which it is shown.
+        """The spans of the marks, in the order in which they are shown.
 
         Args:
             n_events: how many events there are, which those of `begins_ms` come behind.
@@ -95,7 +85,7 @@ class Collectives:
         return found
 
     def _exposed(self) -> tuple[tuple[int, int], ...]:
-        """The stretches in which the step waits for all-reduces."""
+        """The begins and ends of waits of the step for all-reduces."""
         waited_for = [(begin, end) for name, begin, end in self._waited_for if name == _ALL_REDUCE]
         beside = [(ready, end) for name, ready, end in self._beside if name == _ALL_REDUCE]
         return (*waited_for, *beside[-1:])

@@ -19,7 +19,7 @@ _MASK_DELTA = 0xA282EAD8  # tensorflow/core/lib/hash/crc32c.h, Mask
 
 
 def _byte_table() -> NDArray[np.uint32]:
-    """What is left of a checksum of each byte after that byte."""
+    """The rest of a checksum after each byte."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
@@ -45,9 +45,6 @@ def _crc(data: bytes) -> int:
 def masked_crc32c(data: bytes) -> int:
     """The checksum that TensorBoard's record format asks for, byte by byte.
 
-    Args:
-        data: the bytes of a record, or of its length.
-
     Returns:
         The CRC32C, rotated and shifted as the format has it, in 32 bits.
     """
@@ -55,7 +52,7 @@ def masked_crc32c(data: bytes) -> int:
 
 
 def _through(operator: NDArray[np.uint32], crcs: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """What a linear operator makes of checksums; it is given as what it makes of each of four bytes."""
+    """Apply a linear operator to checksums; it is given by its values for each of four bytes."""
     first, second, third, fourth = operator
     low: NDArray[np.uint32] = first[crcs & 0xFF] ^ second[crcs >> 8 & 0xFF]
     low ^= third[crcs >> 16 & 0xFF]
@@ -75,12 +72,7 @@ def _after_zero_bytes(crcs: NDArray[np.uint32], counts: NDArray[np.intp]) -> NDA
 
 
 class AlikeRows:
-    """Checksums of rows of bytes that differ from a template at a few places.
-
-    Args:
-        template: the bytes of a row, zero at `places`.
-        places: where rows differ.
-    """
+    """Checksums of rows of bytes that differ from a template at a few places, where it is zero."""
 
     def __init__(self, template: bytes, places: NDArray[np.intp]) -> None:
         self._template_crc = _crc(template)
@@ -96,9 +88,6 @@ class AlikeRows:
 
     def masked_crc32c(self, differing: NDArray[np.uint8]) -> NDArray[np.uint32]:
         """The checksums of rows, as TensorBoard's record format asks for them.
-
-        Args:
-            differing: the bytes at the places; shape ``(rows, places)``.
 
         Returns:
             Shape ``(rows,)``.

@@ -8,22 +8,23 @@ from time import monotonic
 from typing import Any, Protocol
 
 from lightning_cudagraph.timing.figures import layer_bars, step_timeline
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.tables import window_text
 from lightning_cudagraph.timing.windows import ReadingWindow, WindowSummary
 
-__all__ = ["Dashboard", "Wall"]
+__all__ = ["Dashboard", "Writer"]
 
 # A picture takes some tenths of a second.
 _SECONDS_BETWEEN_PICTURES = 60.0
 
 
-class Wall(Protocol):
-    """Where texts and pictures are shown."""
+class Writer(Protocol):
+    """Writes texts and pictures."""
 
     @property
     def is_shown(self) -> bool:
-        """Whether anybody sees them: if not, they need not be made."""
+        """They go somewhere; if not, they need not be made."""
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Show a text in a fixed-width font."""
@@ -32,30 +33,23 @@ class Wall(Protocol):
         """Show a picture made by matplotlib."""
 
 
-class Dashboard:
+class Dashboard(Sink):
     """Shows a table, ``cudagraph/layers``, and two pictures, ``cudagraph/slowest_layers`` and
     ``cudagraph/timeline``.
 
     They are made in pauses, if a window has come in since the last, pictures no more often than once a
     minute; and at the end, of what has come in until then.
-
-    Args:
-        wall: where they are shown.
-        window_readings: how many readings make a window.
-        model: what titles call the model.
-        device: where it runs.
-        now_s: a clock, in seconds.
     """
 
     def __init__(
         self,
-        wall: Wall,
+        writer: Writer,
         window_readings: int,
         model: str,
         device: str,
         now_s: Callable[[], float] = monotonic,
     ) -> None:
-        self._wall = wall
+        self._writer = writer
         self._window_readings = window_readings
         self._model = model
         self._device = device
@@ -67,13 +61,12 @@ class Dashboard:
         self._can_draw = True
 
     def add(self, reading: Reading) -> None:
-        """Take what a step's marks said."""
         self.window.add(reading)
         self._not_told += 1
 
     def pause(self) -> None:
         """Show the last window, if all of it is new."""
-        if self._not_told < self._window_readings or not self._wall.is_shown:
+        if self._not_told < self._window_readings or not self._writer.is_shown:
             return
         summary = self._tell()
         now_s = self._now_s()
@@ -82,7 +75,7 @@ class Dashboard:
 
     def close(self) -> None:
         """Show what has not been shown."""
-        if not self._wall.is_shown:
+        if not self._writer.is_shown:
             return
         if self._not_told:
             self._tell()
@@ -93,7 +86,7 @@ class Dashboard:
         summary = self.window.summary()
         self._not_drawn += self._not_told
         self._not_told = 0
-        self._wall.add_text("cudagraph/layers", window_text(summary), summary.last_step)
+        self._writer.add_text("cudagraph/layers", window_text(summary), summary.last_step)
         return summary
 
     def _draw(self, summary: WindowSummary) -> None:
@@ -108,9 +101,9 @@ class Dashboard:
                 for tag, draw in (("slowest_layers", layer_bars), ("timeline", step_timeline)):
                     figure = draw(summary, self._model, self._device)
                     if figure is not None:
-                        self._wall.add_figure(f"cudagraph/{tag}", figure, summary.last_step)
+                        self._writer.add_figure(f"cudagraph/{tag}", figure, summary.last_step)
         except Exception as error:
-            # Fonts, a package that does not fit, a writer of somebody else's: no picture is worth a run.
+            # Fonts, a package that does not fit, another writer: no picture is worth a run.
             self._can_draw = False
             warnings.warn(
                 f"Pictures of the times of layers were not drawn: {type(error).__name__}: {error}."

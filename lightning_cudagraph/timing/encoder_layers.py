@@ -27,7 +27,7 @@ def unseen_by_encoder_layers(
 
     Args:
         is_ours: whether a hook is.
-        unhooked: told of each member whose calls are not noticed therefore.
+        unhooked: called with each member that has no hooks then.
     """
     forward: Any = nn.TransformerEncoderLayer.forward
 
@@ -41,19 +41,19 @@ def unseen_by_encoder_layers(
             return []
         for member in members[1:]:
             unhooked(member)
-        kept = [(table, dict(table)) for table in tables if table]
-        for table, _ in kept:
+        hooked = [(table, dict(table)) for table in tables if table]
+        for table, _ in hooked:
             table.clear()
-        return kept
+        return hooked
 
     def unseen(layer: nn.TransformerEncoderLayer, *args: Any, **kwargs: Any) -> Any:
         if layer.training or torch.compiler.is_compiling():
             return forward(layer, *args, **kwargs)
-        kept = taken_off(layer)
+        hooked = taken_off(layer)
         try:
             return forward(layer, *args, **kwargs)
         finally:
-            for table, hooks in kept:
+            for table, hooks in hooked:
                 table.update(hooks)
 
     # As `forward`, which is torch's, is not.

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_cudagraph.timing.lead_in import GAP_TAG
-from lightning_cudagraph.timing.slices import LANES, TICKS_PER_MS, Slice, slices_of, step_end
-from lightning_cudagraph.timing.spans import STEP_TAG, Lane
+from lightning_cudagraph.timing.spans import STEP_TAG, Track
 from lightning_cudagraph.timing.tables import layers_of, timed_steps
 from lightning_cudagraph.timing.texts import shortened
+from lightning_cudagraph.timing.timeline import TICKS_PER_MS, TRACKS, Slice, slices_of, step_end
 from lightning_cudagraph.timing.windows import Times, WindowSummary
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["layer_bars", "step_timeline"]
 
 # Okabe and Ito's colours, which those who see fewer colours can tell apart.
-_COLOURS: dict[Lane, str] = {
+_COLOURS: dict[Track, str] = {
     "host": "#999999",
     "copy": "#56B4E9",
     "forward": "#0072B2",
@@ -30,7 +30,7 @@ _COLOURS: dict[Lane, str] = {
     "optimizer": "#009E73",
     "communication": "#CC79A7",
 }
-_LANE_NAMES: dict[Lane, str] = {"host": "host gap"}
+_TRACK_NAMES: dict[Track, str] = {"host": "host gap"}
 _INK = "#333333"
 _WIDTH_INCHES = 6.6
 _DPI = 150  # so a thousand pixels wide
@@ -81,12 +81,6 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
 
     Containers are left out where most of their time is that of members that are timed.
 
-    Args:
-        summary: the times.
-        model: what the title calls the model.
-        device: where it ran.
-        max_layers: how many layers are shown.
-
     Returns:
         The picture; None if no layer was timed.
     """
@@ -103,12 +97,12 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
     farthest_ms = min(highest_ms, _LONGEST_WHISKER * max(times.p50_ms for times in shown))
     # Their ends look like any others.
     cut = f", cut off at {farthest_ms:.3f} ms" if farthest_ms < highest_ms else ""
-    for lane, shift in (("forward", -0.19), ("backward", 0.19)):
+    for track, shift in (("forward", -0.19), ("backward", 0.19)):
         places: list[float] = []
         medians_ms: list[float] = []
         reach: list[tuple[float, float]] = []
         for place, layer in enumerate(slowest):
-            times: Times | None = getattr(layer, lane)
+            times: Times | None = getattr(layer, track)
             if times is None:
                 continue
             places.append(place + shift)
@@ -117,14 +111,14 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
             reach.append((times.p50_ms - times.p05_ms, above_ms))
         if not places:
             continue
-        colour = _COLOURS[lane]  # type: ignore[index]
+        colour = _COLOURS[track]  # type: ignore[index]
         whiskers = {"ecolor": _INK, "elinewidth": 0.9, "capsize": 1.8, "capthick": 0.9}
         axes.barh(
             places,
             medians_ms,
             height=0.34,
             color=colour,
-            label=lane,
+            label=track,
             xerr=list(zip(*reach, strict=True)),
             error_kw=whiskers,
         )
@@ -161,11 +155,6 @@ def _about(summary: WindowSummary, device: str) -> str:
 def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | None:
     """The step as a timeline: what lies before it, both passes with their layers, and the optimizer.
 
-    Args:
-        summary: the times.
-        model: what the title calls the model.
-        device: where it ran.
-
     Returns:
         The picture; None if no step was timed.
     """
@@ -177,7 +166,7 @@ def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | N
     )
     if typical is None or not slices:
         return None
-    places, lane_places = _places(slices)
+    places, track_places = _places(slices)
     n_places = max(places.values()) + 1
     figure, axes = _figure(1.3 + 0.3 * n_places)
     total_ms = step_end(typical) / TICKS_PER_MS
@@ -187,10 +176,10 @@ def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | N
     axes.set_xlim(left_ms - margin_ms, total_ms + margin_ms)
     axes.set_ylim(n_places - 0.4, -0.6)
     axes.set_yticks(
-        [sum(rows) / len(rows) for rows in lane_places.values()],
-        [_lane_label(summary, lane) for lane in lane_places],
+        [sum(rows) / len(rows) for rows in track_places.values()],
+        [_track_label(summary, track) for track in track_places],
     )
-    for rows in list(lane_places.values())[1:]:
+    for rows in list(track_places.values())[1:]:
         axes.axhline(rows[0] - 0.5, color="#E5E5E5", linewidth=0.8, zorder=0)
     axes.axvline(0.0, color="#BBBBBB", linewidth=0.8, zorder=0.5)
     axes.set_xlabel(
@@ -206,24 +195,24 @@ def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | N
     return figure
 
 
-def _places(slices: list[Slice]) -> tuple[dict[tuple[Lane, int, int], int], dict[Lane, list[int]]]:
-    """The line of the picture for each lane, row and depth, and the lines of each lane."""
-    places: dict[tuple[Lane, int, int], int] = {}
-    lane_places: dict[Lane, list[int]] = {}
-    for lane in LANES:
-        for row, depth in sorted({(one.row, one.depth) for one in slices if one.lane == lane}):
-            lane_places.setdefault(lane, []).append(len(places))
-            places[lane, row, depth] = len(places)
-    return places, lane_places
+def _places(slices: list[Slice]) -> tuple[dict[tuple[Track, int, int], int], dict[Track, list[int]]]:
+    """The line of the picture for each track, row and depth, and the lines of each track."""
+    places: dict[tuple[Track, int, int], int] = {}
+    track_places: dict[Track, list[int]] = {}
+    for track in TRACKS:
+        for row, depth in sorted({(one.row, one.depth) for one in slices if one.track == track}):
+            track_places.setdefault(track, []).append(len(places))
+            places[track, row, depth] = len(places)
+    return places, track_places
 
 
-def _lane_label(summary: WindowSummary, lane: Lane) -> str:
+def _track_label(summary: WindowSummary, track: Track) -> str:
     tags = {"host": GAP_TAG, "communication": f"{STEP_TAG}all_reduce"}
-    if lane == "optimizer":
+    if track == "optimizer":
         times = summary.times_of(*(STEP_TAG + part for part in ("clipping", "scaler", "optimizer")))
     else:
-        times = summary.get(tags.get(lane, STEP_TAG + lane))
-    name = _LANE_NAMES.get(lane, lane)
+        times = summary.get(tags.get(track, STEP_TAG + track))
+    name = _TRACK_NAMES.get(track, track)
     return name if times is None else f"{name}\n{times.p50_ms:.3f} ms"
 
 
@@ -235,27 +224,27 @@ def _mixed(colour: str, white: float) -> tuple[float, float, float]:
 
 
 def _draw(
-    figure: Figure, axes: Axes, slices: list[Slice], places: dict[tuple[Lane, int, int], int]
+    figure: Figure, axes: Axes, slices: list[Slice], places: dict[tuple[Track, int, int], int]
 ) -> None:
     # How wide things are is known when they have been laid out.
     figure.draw_without_rendering()
     to_px, to_ms = axes.transData.transform, axes.transData.inverted().transform
     px_ms = to_ms((1.0, 0.0))[0] - to_ms((0.0, 0.0))[0]
-    rectangles: dict[tuple[Lane, int, bool], list[tuple[float, float, int]]] = {}
+    rectangles: dict[tuple[Track, int, bool], list[tuple[float, float, int]]] = {}
     for one in slices:
         begin_ms, width_ms = one.begin / TICKS_PER_MS, (one.end - one.begin) / TICKS_PER_MS
-        place = places[one.lane, one.row, one.depth]
+        place = places[one.track, one.row, one.depth]
         # What is narrow has no edge, which would hide it, and can be seen however narrow it is.
         has_edge = width_ms > 4 * px_ms
-        kind = one.lane, one.depth, has_edge
+        kind = one.track, one.depth, has_edge
         rectangles.setdefault(kind, []).append((begin_ms, max(width_ms, 1.2 * px_ms), place))
-    for (lane, depth, has_edge), of_kind in rectangles.items():
+    for (track, depth, has_edge), of_kind in rectangles.items():
         axes.barh(
             [place for _, _, place in of_kind],
             [width_ms for _, width_ms, _ in of_kind],
             left=[begin_ms for begin_ms, _, _ in of_kind],
             height=0.86,
-            color=_mixed(_COLOURS[lane], _WHITE_BY_DEPTH[depth]),
+            color=_mixed(_COLOURS[track], _WHITE_BY_DEPTH[depth]),
             edgecolor="white",
             linewidth=0.6 if has_edge else 0.0,
         )
@@ -274,7 +263,7 @@ def _draw(
     for one, middle_ms in named:
         axes.text(
             middle_ms,
-            places[one.lane, one.row, one.depth],
+            places[one.track, one.row, one.depth],
             shortest[one.name],  # a layer is called the same in both passes
             ha="center",
             va="center_baseline",

@@ -70,12 +70,7 @@ class LayerCalls:
         return call
 
     def around(self, number: int, thread: int) -> Layers | None:
-        """The layers in whose calls a node was made, or None if it was in none.
-
-        Args:
-            number: that of the node.
-            thread: the one that has made it.
-        """
+        """The layers in whose calls a node was made, or None if it was in none."""
         begins, calls = self._made.get(thread, ([], []))
         index = bisect_right(begins, number)
         call = calls[index - 1] if index > 0 else None

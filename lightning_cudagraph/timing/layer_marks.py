@@ -5,7 +5,7 @@ every node has a number, those that a layer's call has made lie between two of t
 the nodes of a thread in falling order (`CompareNodeTaskTime` in torch/csrc/autograd/engine.cpp). So a
 layer's backward pass begins with the first of its nodes that runs, and ends when one runs that is not
 its own. Full backward hooks would break models with in-place activations. And the nodes of a layer's
-inputs do not tell when the engine turns to something else: three projections of one input have the same.
+inputs do not tell when the engine goes on to other nodes: three projections of one input have the same.
 
 The hooks are there for the time of a capture, or of a timed step, only.
 """
@@ -109,14 +109,14 @@ def _out_of_reach(layers: Mapping[str, nn.Module]) -> dict[str, str]:
     return found
 
 
-def _nobody(tags: frozenset[str]) -> None:
+def _ignore(tags: frozenset[str]) -> None:
     pass
 
 
 def _number(handle: RemovableHandle, number: int) -> None:
     """Give a hook a number of ours, the same in each step.
 
-    torch.compile remembers the numbers of hooks, and would compile anew for each step that is timed.
+    torch.compile remembers the numbers of hooks, and would compile again for each step that is timed.
     """
     tables = [ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
     ours = [table for table in tables if table is not None and handle.id in table]
@@ -156,7 +156,7 @@ class LayerMarks:
 
     Args:
         layers: those of interest, by name.
-        turn_to: told of which layers' pass, as tags, the time is from now on.
+        turn_to: called with the tags of the layers' passes that the time from now on belongs to.
     """
 
     def __init__(
@@ -200,12 +200,12 @@ class LayerMarks:
             yield
 
     def _leave(self) -> None:
-        """Tell nobody any more: nodes that the user keeps may run again, and the step's events be gone.
+        """Call back no more: nodes that the user keeps may run again, and the step's events be gone.
 
-        Nor may the events wait for the collector of cycles, which comes when it likes, or never.
+        Nor may the events wait for Python's collector of cycles.
         """
         self._pass = None
-        self._tell = _nobody
+        self._tell = _ignore
 
     def begin_forward(self) -> None:
         """The forward pass begins, perhaps once more."""
@@ -213,11 +213,7 @@ class LayerMarks:
         self._at_node = _NONE
 
     def end_forward(self, output: Any) -> None:
-        """The forward pass has ended, and the backward pass begins.
-
-        Args:
-            output: what the backward pass may begin from.
-        """
+        """The forward pass has ended, and the backward pass begins."""
         self._turn_to(_NONE)
         # What is called from now on is recomputed for the backward pass, and belongs to it.
         self._pass = BACKWARD_TAG
@@ -233,11 +229,7 @@ class LayerMarks:
         self._pass = None
 
     def untimed(self, timed: frozenset[str]) -> dict[str, str]:
-        """What is not timed, in words, and why.
-
-        Args:
-            timed: the tags of all that is.
-        """
+        """Reasons for layers that are not timed, by their names in words."""
         found: dict[str, str] = {}
         for name, layer in self._layers.items():
             if name in self._out_of_reach:
@@ -270,7 +262,7 @@ class LayerMarks:
 
     @property
     def backward_is_known(self) -> bool:
-        """Whether the nodes of the backward pass could be told apart."""
+        """True if the nodes of the backward pass could be told apart."""
         return not self._differentiated_twice
 
     @property

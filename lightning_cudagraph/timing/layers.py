@@ -99,13 +99,13 @@ LayerChoice.__init__.__qualname__ = "LayerTimings.__init__"
 
 
 def _is_a_layer(module: nn.Module) -> bool:
-    """Whether a module without parameters is worth timing; torchmetrics are modules too."""
+    """True for a module without parameters that is worth timing; torchmetrics are modules too."""
     is_metric = any("torchmetrics" in base.__module__ for base in type(module).__mro__)
     return not isinstance(module, nn.Identity) and not is_metric
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether it can be called, as feature nets that are derived from `ModuleDict` can."""
+    """True if it can be called, as feature nets that are derived from `ModuleDict` can."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -236,10 +236,6 @@ def _levels_with_room(model: nn.Module, max_layers: int) -> tuple[set[str], list
 def select_layers(model: nn.Module, timings: LayerChoice) -> dict[str, nn.Module]:
     """The modules to time, by name, in the order of `named_modules`.
 
-    Args:
-        model: the model whose submodules are chosen from.
-        timings: the user's choice.
-
     Returns:
         Name and module of each timed layer. A module known under several names is timed once, under the
         first of those that were asked for.
@@ -319,7 +315,7 @@ def _other_names(model: nn.Module, timings: LayerChoice) -> dict[str, str]:
 
 
 def never_timed(before: Mapping[str, str] | None, now: Mapping[str, str]) -> dict[str, str]:
-    """What is timed in no step, in words, and why: a step may call what others do not.
+    """Reasons for layers that are timed in no step so far: a step may call some that others do not.
 
     Args:
         before: what was timed in none of the steps before; None if this is the first one.
@@ -329,7 +325,7 @@ def never_timed(before: Mapping[str, str] | None, now: Mapping[str, str]) -> dic
 
 
 def untimed_notes(untimed: Mapping[str, str]) -> list[str]:
-    """What the user should know of what is not timed.
+    """Sentences for the user about layers that are not timed.
 
     Args:
         untimed: the reason for each thing that is not, in words.

@@ -1,4 +1,4 @@
-"""What lies between a timed step and the one before it: the copy of its batch, and the gap.
+"""The time between a timed step and the one before it: the copy of its batch, and the gap.
 
 Timed by ordinary events on the stream of the replays, which are recorded only around timed steps.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_cudagraph.capture.backend import Backend, Event
-from lightning_cudagraph.timing.kept import kept
+from lightning_cudagraph.capture.backend import Event
 from lightning_cudagraph.timing.spans import STEP_TAG, Span, SpanLayout
 
-__all__ = ["COPY_TAG", "GAP_TAG", "Layouts", "LeadIn", "LeadInTimes"]
+__all__ = ["COPY_TAG", "GAP_TAG", "LeadIn", "with_lead_in"]
 
 COPY_TAG = f"{STEP_TAG}copy"
 GAP_TAG = f"{STEP_TAG}gap"
@@ -41,51 +40,18 @@ class LeadIn:
 
     @property
     def kind(self) -> tuple[bool, int]:
-        """Whether there is a step before, and how many events there are."""
+        """True if there is a step before, and the number of events."""
         return self._has_gap, len(self.events)
 
 
-class LeadInTimes:
-    """Reads when the events before timed steps were passed.
+def with_lead_in(step: SpanLayout, has_gap: bool, n_events: int) -> SpanLayout:
+    """The layout of a step, followed by the marks before it.
 
     Args:
-        backend: where they were marked.
+        step: the layout of the step itself.
+        has_gap: the first mark before it is the end of the step before.
+        n_events: the number of marks before it.
     """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        # To prepare the reading of some events takes longer than to read them, and steps take turns with
-        # the same ones.
-        self._readers: dict[tuple[Event, ...], Callable[[], list[float]]] = {}
-
-    def offsets_ms(self, lead_in: LeadIn, start: Event) -> list[float]:
-        """In milliseconds after the start of the step: before it."""
-        if not lead_in.events:
-            return []
-        events = (*lead_in.events, start)
-        reader = kept(self._readers, events, lambda: self._backend.event_times(events))
-        *times_ms, start_ms = reader()
-        return [time_ms - start_ms for time_ms in times_ms]
-
-
-class Layouts:
-    """The layouts of steps with what lies before them; each is made once."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[SpanLayout, tuple[bool, int]], SpanLayout] = {}
-
-    def of(self, step: SpanLayout, lead_in: LeadIn) -> SpanLayout:
-        """The layout of a step whose marks are followed by those of its lead-in.
-
-        Args:
-            step: the layout of the step itself.
-            lead_in: what lies before it.
-        """
-        kind = lead_in.kind
-        return kept(self._made, (step, kind), lambda: _with_lead_in(step, *kind))
-
-
-def _with_lead_in(step: SpanLayout, has_gap: bool, n_events: int) -> SpanLayout:
     numbers = list(range(step.n_marks, step.n_marks + n_events))
     copied = numbers[1:] if has_gap else numbers
     copies = tuple(zip(copied[::2], copied[1::2], strict=True))

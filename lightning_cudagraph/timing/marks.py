@@ -26,15 +26,15 @@ from lightning_cudagraph.timing.spans import (
     FORWARD_TAG,
     STEP_TAG,
     TOTAL_TAG,
-    Lane,
     Span,
     SpanLayout,
+    Track,
 )
 
 __all__ = ["Stage", "StepMarks"]
 
 Stage = Literal["forward", "backward", "host", "clipping", "scaler", "optimizer"]
-_LANES: dict[Stage, Lane] = {
+_TRACKS: dict[Stage, Track] = {
     "forward": "forward",
     "backward": "backward",
     "host": "host",
@@ -56,7 +56,7 @@ class StepMarks:
 
     - forward: what `training_step` does.
     - backward: from there to the end of the backward pass, with what is recomputed for it.
-    - host: turns of the host in the middle of the step, while which the device waits.
+    - host: hooks on the host in the middle of the step, during which the device waits.
     - clipping: `configure_gradient_clipping`. scaler: unscaling, and the update of the scale.
     - optimizer: all else that comes after the backward pass.
 
@@ -65,7 +65,7 @@ class StepMarks:
     that several layers add to is added up in the one whose part comes last. Layers that are called
     several times have the sum of their calls; a layer called inside itself counts once.
 
-    With several processes there are parts beside the stages, in a lane of their own:
+    With several processes there are parts beside the stages, in a track of their own:
 
     - all_reduce: the all-reduces of the step, which are those of the gradients under
       `DistributedDataParallel`, one for each of its buckets. Each lasts from when it can begin (what it
@@ -176,7 +176,7 @@ class StepMarks:
         return self._events[0]
 
     def read(self) -> list[float]:
-        """When the last replay passed its marks, waiting for its end if need be.
+        """The times at which the last replay passed its marks, with a wait for its end if need be.
 
         Returns:
             Milliseconds after the first mark, one for each of the layout's.
@@ -256,18 +256,18 @@ class StepMarks:
         """Say what the marks mean."""
         last = self._here
         spans = [
-            Span(STEP_TAG + stage, lane, tuple(self._stages[stage]))
-            for stage, lane in _LANES.items()
+            Span(STEP_TAG + stage, track, tuple(self._stages[stage]))
+            for stage, track in _TRACKS.items()
             if stage in self._stages
         ]
         if self._has_optimizer:
             spans.append(Span(TOTAL_TAG, "host", ((0, last),)))
         spans += self._collectives.spans(len(self._events))
         for name in self._names:
-            for tag, lane in _PASSES:
+            for tag, track in _PASSES:
                 if calls := self._calls.get(tag + name):
-                    stretches = [(begin, end) for begin, end in calls if end > begin]
-                    spans.append(Span(tag + name, lane, tuple(stretches or calls[:1])))
+                    lasting = [(begin, end) for begin, end in calls if end > begin]
+                    spans.append(Span(tag + name, track, tuple(lasting or calls[:1])))
         self.untimed = self._layers.untimed(frozenset(span.tag for span in spans))
         if not self._layers.backward_is_known:
             spans = [span for span in spans if not span.tag.startswith(BACKWARD_TAG)]
@@ -275,4 +275,4 @@ class StepMarks:
         self.layout = _layouts.setdefault(key, SpanLayout(*key))
 
 
-_PASSES: tuple[tuple[str, Lane], ...] = ((FORWARD_TAG, "forward"), (BACKWARD_TAG, "backward"))
+_PASSES: tuple[tuple[str, Track], ...] = ((FORWARD_TAG, "forward"), (BACKWARD_TAG, "backward"))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Protocol
 
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import Reading
 from lightning_cudagraph.timing.windows import WindowSummary
 
@@ -18,10 +19,10 @@ _SECONDS_WITHOUT_PAUSE = 60.0
 
 
 class TakesMetrics(Protocol):
-    """What a logger has to have."""
+    """The part of a logger that is used."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Keep the metrics of a step."""
+        """Log the metrics of a step."""
 
 
 class MetricNames:
@@ -50,18 +51,12 @@ class MetricNames:
         return name
 
 
-class MetricsWriter:
+class MetricsWriter(Sink):
     """Hands medians over a window to loggers: few numbers, since theirs may go through a network.
 
     That is done in pauses, off the step's path. Where none comes, it is done in between, no more often
     than once a minute. What is handed over is the last window, at the step that the loggers are at:
     there are some that want no step twice, or none that is over.
-
-    Args:
-        loggers: who is given them.
-        window_steps: how many readings make a window.
-        step_now: the step at hand as the loggers count it.
-        now_s: a clock, in seconds.
     """
 
     def __init__(
@@ -83,7 +78,6 @@ class MetricsWriter:
         self._written_at_s = now_s()
 
     def add(self, reading: Reading) -> None:
-        """Take the times of one step."""
         self._readings.append(reading)
         self._n_new += 1
         if (
@@ -119,7 +113,7 @@ class MetricsWriter:
         self._loggers = [logger for logger in self._loggers if self._hand(logger, values_ms, step)]
 
     def _hand(self, logger: TakesMetrics, values_ms: dict[str, float], step: int) -> bool:
-        """Whether a logger took the values; an error is said, and ends with that."""
+        """Log the values; False, with a warning, if the logger raised."""
         try:
             logger.log_metrics(dict(values_ms), step=step)
         except Exception as error:  # whatever the client of a tracker raises

@@ -1,4 +1,4 @@
-"""How long replayed steps take from end to end, as the host sees them."""
+"""The time of replayed steps from end to end, as the host sees them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["StepPace"]
 
 
 class StepPace:
-    """How long steps take that are replays, as the step before them.
+    """The time of steps that are replays and follow a replay.
 
     Steps without a graph have no pace here: the callback watches them, and they take longer than in a
     run without it.

@@ -1,25 +1,27 @@
-"""A profiler for all CUDA graphs of the process, whoever captures them.
+"""A profiler of all CUDA graphs of the process.
 
-Blocks that are timed during a capture belong to the graph that is being captured, and are reported after
-each of its replays.
+Blocks that are timed during a capture belong to the graph that is being captured, and are reported
+after each of its replays. For that, methods of `torch.cuda.CUDAGraph` are replaced, and those of the
+emulator's graphs, which have the same names.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
+
+from lightning_cudagraph.capture.emulator import EmulatedGraph
 from lightning_cudagraph.capture.streams.stream_choice import is_trial
 from lightning_cudagraph.errors import TimerError
-from lightning_cudagraph.timing.blocks import TimedBlock, name_of
-from lightning_cudagraph.timing.graph_hooks import GraphHooks, GraphListener
-from lightning_cudagraph.timing.stretches import Stretch, Stretches
+from lightning_cudagraph.timing.timed_blocks import TimedBlock, Timing, Timings, name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,65 +30,28 @@ __all__ = ["Profiler"]
 
 Context = TypeVar("Context")
 
-# The events in each graph, which must outlive it, and the profiler too. Nothing else: what a user knows
-# a block by may be what holds the graph.
+_GRAPHS: tuple[type, ...] = (torch.cuda.CUDAGraph, EmulatedGraph)
+# The events in each graph, which must outlive it, and the profiler too. Nothing else: the context of a
+# block may refer to the graph.
 _events_in: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-# Where a graph has its blocks: with it they are one cycle that Python finds, if they refer to it.
+# The attribute of a graph with its blocks: with it they are one cycle that Python finds, if they refer
+# to the graph.
 _BLOCKS = "_lightning_cudagraph_blocks"
 _lock = threading.RLock()
 # Outside of graphs each block has events of its own until it is reported.
 _MOST_UNREPORTED = 4096
-# Nor should they wait for a block around them that goes on for long, or that is never left. What is
-# waited for in this way is next to nothing beside the time of that block.
+# Nor should they wait for a block around them that lasts long, or that is never left. Reading them then
+# takes next to nothing beside the time of that block.
 _LONGEST_UNREPORTED_S = 5.0
 
 
-@dataclass(frozen=True)
-class _Capture:
-    """A capture under way."""
-
-    graph: ref[Any]
-    thread: int
-
-
 class _Outside(threading.local):
-    """The blocks outside of graphs that one thread has timed, and that have not been reported.
+    """The blocks outside of graphs that one thread has timed, and that have not been reported."""
 
-    Args:
-        of_all: has those of each thread, as long as there are any.
-
-    Attributes:
-        stretches: the blocks.
-        unreported_since_s: since when the outermost of them is open, or when it was reported.
-        is_reporting: the function of the user is being told.
-    """
-
-    def __init__(self, of_all: set[Stretches]) -> None:
-        self.stretches = Stretches()
-        self.unreported_since_s = 0.0
+    def __init__(self) -> None:
+        self.blocks = Timings()
+        self.unreported_since_s = 0.0  # the outermost one was entered, or some were reported
         self.is_reporting = False
-        self._of_all = of_all
-
-    def enter(self, stretch: Stretch) -> None:
-        """Take one that is being entered."""
-        if not self.stretches.is_open:
-            self.unreported_since_s = monotonic()
-        self._of_all.add(self.stretches)
-        self.stretches.enter(stretch)
-
-    def settle(self) -> None:
-        """Some have been reported or forgotten."""
-        self.unreported_since_s = monotonic()
-        if not len(self.stretches):
-            self._of_all.discard(self.stretches)
-
-    def is_due(self) -> bool:
-        """Whether they should be reported, now that one of them has been left."""
-        return (
-            not self.stretches.is_open
-            or len(self.stretches) > _MOST_UNREPORTED
-            or monotonic() - self.unreported_since_s >= _LONGEST_UNREPORTED_S
-        )
 
 
 class Profiler(Generic[Context]):
@@ -104,17 +69,17 @@ class Profiler(Generic[Context]):
     the end of its outermost ``with`` block, switches it off: then nothing of torch is replaced any more,
     and blocks that stay in the code cost next to nothing.
 
-    A copy is the object itself. A pickle carries neither the function nor what was timed: it is loaded
+    A copy is the object itself. A pickle carries neither the function nor any times: it is loaded
     as the one that is switched on in the process that loads it, or as one that is switched off.
 
     Not timed: blocks in `dump_fn` itself. Not reported: replays, while a capture is under way in any
     thread, which waiting could break; graphs whose capture has begun before the profiler was made;
     replays by which `CUDAGraphCallback` and `GraphedStep` try on how many streams a step is fastest,
-    whose effects they take back.
+    whose effects they undo.
 
     Args:
         dump_fn: takes the context of a block and its time in milliseconds. It is called in the thread
-            that replays. What it raises comes out of `replay`, when the replay is over.
+            that replays. An exception of it comes out of `replay`, when the replay is over.
 
     Attributes:
         active: the one that is switched on, or None.
@@ -132,11 +97,11 @@ class Profiler(Generic[Context]):
 
     active: ClassVar[Profiler[Any] | None] = None
     _dump_fn: Callable[[Context, float], None]
-    _hooks: GraphHooks
+    _patches: list[tuple[type, str, Any, Any]]  # class, name, hook, and the class's own method or None
     _graphs: WeakSet[Any]
-    _under_way: list[_Capture]
+    _captures: list[tuple[ref[Any], int]]  # under way: graph and thread
     _outside: _Outside
-    _of_all_threads: set[Stretches]  # outside of graphs
+    _unreported: set[Timings]  # outside of graphs, of all threads
     _n_entered: int  # `with` blocks
 
     def __new__(cls, dump_fn: Callable[[Context, float], None]) -> Self:
@@ -150,7 +115,9 @@ class Profiler(Generic[Context]):
             active = Profiler.active
             if active is None:
                 new = cls._switched_off()
-                new._switch_on(dump_fn)
+                new._dump_fn = dump_fn
+                new._patch()
+                Profiler.active = new
                 return new
             if type(active) is cls and active._dump_fn == dump_fn:
                 return active
@@ -170,7 +137,7 @@ class Profiler(Generic[Context]):
         Args:
             context: any object; `dump_fn` is given it.
         """
-        return _ProfiledBlock(self, context)
+        return TimedBlock(self, context)
 
     def reset(self) -> None:
         """Forget all blocks of all graphs, and those of this thread that wait for the outermost one.
@@ -180,11 +147,11 @@ class Profiler(Generic[Context]):
         with _lock:
             for graph in self._graphs:
                 getattr(graph, _BLOCKS).clear()
-        self._outside.stretches.clear()
-        self._outside.settle()
+        self._outside.blocks.clear()
+        self._settle()
 
     def close(self) -> None:
-        """Switch it off, and put back what was replaced. A second time does nothing.
+        """Switch it off, and put back the methods of torch. A second time does nothing.
 
         Blocks of this thread that could not be reported, because another one captured, are reported.
         """
@@ -193,37 +160,29 @@ class Profiler(Generic[Context]):
             if Profiler.active is not self:
                 return
             Profiler.active = None
-            left = self._hooks.remove()
+            texts = self._unpatch()
             for graph in self._graphs:
                 delattr(graph, _BLOCKS)
         self._graphs.clear()
-        self._under_way.clear()
-        outside = self._outside.stretches
+        self._captures.clear()
+        blocks = self._outside.blocks
         try:
-            if not (outside.is_open or is_capturing):
-                self._report(outside)
+            if not (blocks.open() or is_capturing):
+                self._report(blocks)
         finally:
-            texts = self._forget_outside()
-            if left:
-                names = ", ".join(f"`{name}`" for name in left)
-                texts.append(
-                    f"Somebody has replaced {names} since the `Profiler` did, and goes through its"
-                    " function, which has to stay there; it only passes calls on from now on."
-                )
-            for text in texts:
+            for text in self._forget_outside() + texts:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _forget_outside(self) -> list[str]:
-        """Forget the blocks outside of graphs; returns what there is to say of those not reported."""
+        """Forget the blocks outside of graphs; returns a text for each thread with unreported ones."""
         with _lock:
-            of_all = list(self._of_all_threads)
-            # In the place of the old ones: other threads may be at work on these.
-            self._of_all_threads = set()
-            self._outside = _Outside(self._of_all_threads)
+            unreported = self._unreported
+            # New ones: other threads may be using the old.
+            self._unreported, self._outside = set(), _Outside()
         texts = []
-        for stretches in of_all:
-            still_open = stretches.open()
-            if len(stretches) <= len(still_open):
+        for blocks in unreported:
+            still_open = blocks.open()
+            if len(blocks) <= len(still_open):
                 continue
             if still_open:
                 still_open[0].is_told = True
@@ -261,44 +220,83 @@ class Profiler(Generic[Context]):
 
     @classmethod
     def _loaded(cls) -> Self:
-        """What a pickle is loaded as."""
         active = Profiler.active
         return active if type(active) is cls else cls._switched_off()
 
     @classmethod
     def _switched_off(cls) -> Self:
         new = super().__new__(cls)
-        new._graphs = WeakSet()
-        new._under_way = []
-        new._of_all_threads = set()
-        new._outside = _Outside(new._of_all_threads)
+        new._graphs, new._captures, new._patches = WeakSet(), [], []
+        new._unreported, new._outside = set(), _Outside()
         new._n_entered = 0
         return new
 
-    def _switch_on(self, dump_fn: Callable[[Context, float], None]) -> None:
-        self._dump_fn = dump_fn
-        self._hooks = GraphHooks(GraphListener(self._begun, self._ended, self._replayed, self._emptied))
-        Profiler.active = self
+    def _patch(self) -> None:
+        """Replace the methods of graphs by hooks, which call them first."""
+        told: dict[str, Callable[[Any], None]] = {
+            "capture_begin": self._begun,
+            "capture_end": self._ended,
+            "replay": self._replayed,
+            "reset": self._emptied,
+        }
+        for owner in _GRAPHS:
+            for name, tell in told.items():
+                method = getattr(owner, name)
+                hook = functools.wraps(method)(self._hook(method, tell, name == "capture_end"))
+                self._patches.append((owner, name, hook, vars(owner).get(name)))
+                setattr(owner, name, hook)
+
+    def _hook(self, method: Any, tell: Callable[[Any], None], ends_capture: bool) -> Any:
+        # Arguments are passed on as they are: they differ between versions of torch.
+        def hook(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                result = method(graph, *args, **kwargs)
+            except BaseException:
+                if ends_capture and Profiler.active is self:
+                    self._ended(graph, failed=True)
+                raise
+            if Profiler.active is self:
+                tell(graph)
+            return result
+
+        return hook
+
+    def _unpatch(self) -> list[str]:
+        """Put the methods back; returns a text where another patch calls a hook, which stays then."""
+        left = []
+        for owner, name, hook, own in reversed(self._patches):
+            if vars(owner).get(name) is not hook:
+                left.append(f"`{owner.__name__}.{name}`")
+            elif own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+        self._patches = []
+        text = (
+            f"Other code has replaced {', '.join(left)} since the `Profiler` did, and calls its"
+            " function, which has to stay there; it only passes calls on from now on."
+        )
+        return [text] if left else []
 
     def _graph_here(self) -> Any:
-        """The graph that takes what is issued here, or None if nobody knows it."""
+        """The graph of the capture that the calling thread is in, or None if it is not known."""
         with _lock:
-            under_way = [capture for capture in self._under_way if capture.graph() is not None]
-        own = [capture for capture in under_way if capture.thread == get_ident()]
-        # The backward pass runs in a thread of autograd's.
-        found = own or (under_way if len(under_way) == 1 else [])
-        return found[-1].graph() if found else None
+            under_way = [(graph(), thread) for graph, thread in self._captures if graph() is not None]
+        own = [graph for graph, thread in under_way if thread == get_ident()]
+        if not own and len(under_way) == 1:
+            own = [under_way[0][0]]  # the backward pass runs in a thread of autograd's
+        return own[-1] if own else None
 
     def _begun(self, graph: Any) -> None:
         with _lock:
-            setattr(graph, _BLOCKS, Stretches())
+            setattr(graph, _BLOCKS, Timings())
             self._graphs.add(graph)
             _events_in[graph] = []
-            self._under_way.append(_Capture(ref(graph), get_ident()))
+            self._captures.append((ref(graph), get_ident()))
 
-    def _ended(self, graph: Any, failed: bool) -> None:
+    def _ended(self, graph: Any, failed: bool = False) -> None:
         with _lock:
-            self._under_way = [c for c in self._under_way if c.graph() not in (None, graph)]
+            self._captures = [c for c in self._captures if c[0]() not in (None, graph)]
         if failed:
             self._emptied(graph)
 
@@ -310,22 +308,18 @@ class Profiler(Generic[Context]):
             _events_in.pop(graph, None)
 
     def _replayed(self, graph: Any) -> None:
-        stretches: Stretches | None = getattr(graph, _BLOCKS, None)
-        if stretches is None or not len(stretches) or self._is_capturing() or is_trial():
+        blocks: Timings | None = getattr(graph, _BLOCKS, None)
+        if blocks is None or not len(blocks) or self._is_capturing() or is_trial():
             return
-        for stretch in stretches.open() if stretches.is_open else ():
-            stretches.discard(stretch)
-            stretch.is_told = True
-            warnings.warn(
-                f"{stretch} has been entered and not left, so that it has no end: it is not reported.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        self._report(stretches)
+        for timing in blocks.open():
+            blocks.discard(timing)
+            timing.is_told = True
+            text = f"{timing} has been entered and not left, so that it has no end: it is not reported."
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+        self._report(blocks)
 
-    def _report(self, stretches: Stretches) -> None:
-        # All are read before anybody else's code runs.
-        times = stretches.read()
+    def _report(self, blocks: Timings) -> None:
+        times = blocks.read()  # all, before code of the user's runs
         outside = self._outside
         was_reporting, outside.is_reporting = outside.is_reporting, True
         try:
@@ -334,69 +328,66 @@ class Profiler(Generic[Context]):
         finally:
             outside.is_reporting = was_reporting
 
+    def _settle(self) -> None:
+        """Some blocks of this thread outside of graphs have been reported or forgotten."""
+        self._outside.unreported_since_s = monotonic()
+        if not len(self._outside.blocks):
+            self._unreported.discard(self._outside.blocks)
+
     def _is_capturing(self) -> bool:
         with _lock:
-            return any(capture.graph() is not None for capture in self._under_way)
+            return any(graph() is not None for graph, _ in self._captures)
 
-    def _entered(self, context: Context) -> Stretch | None:
-        if Profiler.active is not self or self._outside.is_reporting:
+    # For `TimedBlock`:
+
+    def _entered(self, context: Context) -> Timing | None:
+        outside = self._outside
+        if Profiler.active is not self or outside.is_reporting:
             return None
-        stretch = Stretch(context)
-        if not stretch.captured:
-            self._outside.enter(stretch)
-            return stretch
+        timing = Timing(context)
+        if not timing.captured:
+            if not outside.blocks.n_open:
+                outside.unreported_since_s = monotonic()
+            self._unreported.add(outside.blocks)
+            return outside.blocks.enter(timing)
         graph = self._graph_here()
         if graph is None:
             warnings.warn(
-                f"{stretch} is in a capture that began before the `Profiler` was made, or beside others"
+                f"{timing} is in a capture that began before the `Profiler` was made, or beside others"
                 " in a thread that began none of them: it is not timed.",
                 RuntimeWarning,
                 stacklevel=4,
             )
             return None
-        _events_in[graph].extend(stretch.events)
-        getattr(graph, _BLOCKS).enter(stretch)
-        return stretch
+        _events_in[graph].extend(timing.events)
+        blocks: Timings = getattr(graph, _BLOCKS)
+        return blocks.enter(timing)
 
-    def _left(self, stretch: Stretch, failed: bool) -> None:
-        stretches = stretch.home
-        if stretches is None:  # `reset` has forgotten it
+    def _left(self, timing: Timing, failed: bool) -> None:
+        blocks = timing.home
+        if blocks is None:  # `reset` has forgotten it
             return
         if failed or Profiler.active is not self:
-            stretches.discard(stretch)
-            if not stretch.captured and not stretches.is_open:
-                stretches.clear()  # of a block that failed as a whole, nothing is reported
-                self._of_all_threads.discard(stretches)  # of another thread, if that has ended
-            return
-        if stretch.captured:
+            blocks.discard(timing)
+            if not timing.captured and not blocks.n_open:
+                blocks.clear()  # of a block that failed as a whole, nothing is reported
+                self._unreported.discard(blocks)  # of another thread, if that has ended
+        elif timing.captured:
             graph = self._graph_here()
-            if graph is not None and (here := getattr(graph, _BLOCKS)) is not stretches:
+            if graph is not None and (here := getattr(graph, _BLOCKS)) is not blocks:
                 # A step is captured in parts, of which a later one holds the end.
-                _events_in[graph].extend(stretch.events)
-                stretches = here
-            stretches.leave(stretch)
-            return
-        stretches.leave(stretch)
-        if self._outside.is_due() and not self._is_capturing():
-            try:
-                self._report(stretches)
-            finally:
-                self._outside.settle()
-
-
-class _ProfiledBlock(TimedBlock):
-    """A block of the profiler."""
-
-    def __init__(self, profiler: Profiler[Any], context: Any) -> None:
-        super().__init__()
-        self._profiler = profiler
-        self._context = context
-
-    def _entered(self) -> Stretch | None:
-        return self._profiler._entered(self._context)
-
-    def _left(self, stretch: Stretch, failed: bool) -> None:
-        self._profiler._left(stretch, failed)
-
-    def __reduce__(self) -> Any:
-        return type(self), (self._profiler, self._context)
+                _events_in[graph].extend(timing.events)
+                blocks = here
+            blocks.leave(timing)
+        else:
+            blocks.leave(timing)
+            is_due = (
+                not blocks.n_open
+                or len(blocks) > _MOST_UNREPORTED
+                or monotonic() - self._outside.unreported_since_s >= _LONGEST_UNREPORTED_S
+            )
+            if is_due and not self._is_capturing():
+                try:
+                    self._report(blocks)
+                finally:
+                    self._settle()

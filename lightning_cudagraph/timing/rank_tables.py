@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_cudagraph.timing.rank_times import RankRow, RankTable
 from lightning_cudagraph.timing.tables import timed_steps
-from lightning_cudagraph.timing.texts import aligned
+from lightning_cudagraph.timing.texts import table
 
 __all__ = ["ranks_lines", "ranks_text"]
 
@@ -25,30 +25,35 @@ _WHERE = {
 }
 
 
-def ranks_text(table: RankTable) -> str:
-    """A table with a row for each process, the one with the most work of its own first.
-
-    Args:
-        table: the times.
-    """
-    rows = sorted(table.rows, key=lambda row: -row.p50_ms("work"))
+def ranks_text(ranks: RankTable) -> str:
+    """A table with a row for each process, the one with the most work of its own first."""
+    rows = sorted(ranks.rows, key=lambda row: -row.p50_ms("work"))
     shown = rows
     if len(rows) > _MOST_ROWS:
         shown = rows[: _MOST_ROWS - _FASTEST_SHOWN] + rows[-_FASTEST_SHOWN:]
     columns = [part for part in _COLUMNS if any(part in row.parts for row in rows)]
     with_hosts = len({row.host for row in rows}) > 1
-    above = ["", *([""] if with_hosts else []), "work", "", "", "wait", "step", *[""] * len(columns)]
+    above: list[str | float] = [
+        "",
+        *([""] if with_hosts else []),
+        "work",
+        "",
+        "",
+        "wait",
+        "step",
+        *[""] * len(columns),
+    ]
     names = [*["p50 ms", "p95 ms", "mean ms"], *["p50 ms"] * 2, *columns]
-    lines = [above, ["rank", *(["host"] if with_hosts else []), *names]]
+    lines: list[list[str | float]] = [above, ["rank", *(["host"] if with_hosts else []), *names]]
     lines += [_line(row, columns, with_hosts) for row in shown]
-    text = aligned(lines, left=(1,) if with_hosts else ())
+    text = table(lines, left=(1,) if with_hosts else ())
     if len(shown) < len(rows):
         text.insert(2 + _MOST_ROWS - _FASTEST_SHOWN, f"... and {len(rows) - len(shown)} more")
     first, last = rows[0].first_step, max(row.last_step for row in rows)
     return "\n".join(
         [
             f"{len(rows)} processes, {timed_steps(rows[0].n_steps)}, {first} to {last}",
-            *ranks_lines(table),
+            *ranks_lines(ranks),
             "",
             *text,
             "Work: what a process would take for a step without the others. Wait: what of a step it",
@@ -58,19 +63,15 @@ def ranks_text(table: RankTable) -> str:
     )
 
 
-def _line(row: RankRow, columns: Sequence[str], with_host: bool) -> list[str]:
+def _line(row: RankRow, columns: Sequence[str], with_host: bool) -> list[str | float]:
     work = row.parts["work"]
     numbers = [work.p50_ms, work.p95_ms, work.mean_ms, row.p50_ms("wait"), row.p50_ms("step")]
     numbers += [row.p50_ms(part) for part in columns]
-    return [str(row.rank), *([row.host] if with_host else []), *(f"{value:.3f}" for value in numbers)]
+    return [str(row.rank), *([row.host] if with_host else []), *numbers]
 
 
 def ranks_lines(table: RankTable) -> list[str]:
-    """In sentences, which process the others wait for, and where it loses its time.
-
-    Args:
-        table: the times.
-    """
+    """In sentences, which process the others wait for, and where it loses its time."""
     slowest, fastest = table.slowest, table.fastest
     work_ms, step_ms = slowest.p50_ms("work"), table.median_ms("step")
     waits_ms = sorted(row.p50_ms("wait") for row in table.rows)
@@ -91,7 +92,7 @@ def ranks_lines(table: RankTable) -> list[str]:
 
 
 def _others(table: RankTable, part: str) -> str:
-    """What is usual, to compare the slowest with."""
+    """The median rank, or the other one of two, to compare the slowest with."""
     if len(table.rows) == 2:
         return f"rank {table.fastest.rank} {table.fastest.p50_ms(part):.3f} ms"
     return f"median rank {table.median_ms(part):.3f} ms"
@@ -102,7 +103,7 @@ def _on_host(table: RankTable, row: RankRow) -> str:
 
 
 def _where(table: RankTable, slowest: RankRow) -> list[str]:
-    """Where the slowest loses most of what the fastest does not, if it is in one place."""
+    """The part of a step in which the slowest loses most against the fastest, if it is one."""
     fastest = table.fastest
     behind_ms = slowest.p50_ms("work") - fastest.p50_ms("work")
     part = max(_WHERE, key=lambda part: slowest.p50_ms(part) - fastest.p50_ms(part))

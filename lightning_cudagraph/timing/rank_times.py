@@ -4,9 +4,9 @@ Under synchronous data parallelism every step takes all processes the same time,
 collectives for the last one. So a straggler does not show in the times of steps. It is the process that
 has the most work of its own, and waits the least.
 
-Each process sums up its own steps, and leaves the sums with the store that the process group was made
-with. The first process takes what it finds there, later, when all have come by. Nobody waits for
-anybody: what a process does not leave is not shown.
+Each process sums up its own steps. In pauses the sums of all are gathered in the first process, through
+the store that the process group was made with. No process waits for another: what one does not send is
+not shown.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from lightning_cudagraph.timing.lead_in import GAP_TAG
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import (
     EXPOSED_TAG,
     RANKS_TAG,
     STEP_TAG,
     TOTAL_TAG,
     Reading,
-    SpanLayout,
 )
+from lightning_cudagraph.timing.windows import Times, WindowSummary, column_times
 
 __all__ = [
     "PARTS",
@@ -39,12 +39,10 @@ __all__ = [
     "RankTable",
     "RankTimes",
     "SharedRun",
-    "Store",
-    "Usual",
-    "usual_parts",
+    "part_times",
 ]
 
-# What a process tells of its steps. The first three follow from the others.
+# The parts of steps that processes exchange. The first three follow from the others.
 PARTS = (
     "step",
     "work",
@@ -58,12 +56,11 @@ PARTS = (
     "all_reduce",
 )
 _OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
-# What lies behind one another from the end of a step to the end of the next.
+# The parts that tile the time from the end of a step to the end of the next.
 _TILES = ("copy", "gap", "forward", "backward", "host", "optimizer")
-_ALL_REDUCE, _EXPOSED = "all_reduce", EXPOSED_TAG.removeprefix(STEP_TAG)
-_OTHERS = "other collectives"
-_WINDOWS_KEPT = 16
-# How long the first process waits at the end of training for what the others have still to leave.
+# Windows that wait for a pause, or for those of other processes; older ones are dropped.
+_WAITING_WINDOWS = 8
+# The longest wait of the first process, at the end of training, for the last windows of the others.
 _LAST_WORD_S = 5.0
 _POLL_S = 0.005
 
@@ -80,31 +77,6 @@ class SharedRun:
 
     name: str
     waited_s: Callable[[], float] = lambda: 0.0
-
-
-class Store(Protocol):
-    """What is used of `torch.distributed.Store`."""
-
-    def set(self, key: str, value: str) -> None:
-        """Leave something."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all of these are there."""
-
-    def get(self, key: str) -> bytes:
-        """What was left."""
-
-    def delete_key(self, key: str) -> bool:
-        """Take it away."""
-
-
-@dataclass(frozen=True)
-class Usual:
-    """What something takes over the steps of a window, in milliseconds."""
-
-    mean_ms: float
-    p50_ms: float
-    p95_ms: float
 
 
 @dataclass(frozen=True)
@@ -128,7 +100,7 @@ class RankRow:
     first_step: int
     last_step: int
     n_steps: int
-    parts: dict[str, Usual]
+    parts: dict[str, Times]
 
     def p50_ms(self, part: str) -> float:
         """The median of a part; 0 if there is none."""
@@ -142,7 +114,7 @@ class RankTable:
     rows: tuple[RankRow, ...]
 
     def median_ms(self, part: str) -> float:
-        """What is usual among the processes."""
+        """The median of the processes."""
         return float(np.median([row.p50_ms(part) for row in self.rows]))
 
     @property
@@ -157,7 +129,7 @@ class RankTable:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """What is drawn as curves, by tag."""
+        """The values of curves, by tag."""
         slowest, fastest = self.slowest, self.fastest
         work_ms = [row.p50_ms("work") for row in (fastest, slowest)]
         waits_ms = [row.p50_ms("wait") for row in self.rows]
@@ -173,78 +145,42 @@ class RankTable:
         }
 
 
-class _Calls:
-    """The marks between which the parts lie of steps with one layout."""
-
-    def __init__(self, layout: SpanLayout) -> None:
-        self._of: dict[str, list[tuple[int, int]]] = {}
-        for span in layout.spans:
-            if not span.tag.startswith(STEP_TAG) or span.tag == TOTAL_TAG:
-                continue
-            part = span.tag.removeprefix(STEP_TAG)
-            if part in _OF_OPTIMIZER:
-                part = "optimizer"
-            elif span.lane == "communication" and part not in (_ALL_REDUCE, _EXPOSED):
-                part = _OTHERS
-            self._of.setdefault(part, []).extend(span.calls)
-
-    def parts_ms(self, offsets_ms: Sequence[float]) -> dict[str, float]:
-        return {
-            part: sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
-            for part, calls in self._of.items()
-        }
-
-
-def usual_parts(readings: Sequence[Reading]) -> dict[str, Usual]:
-    """What steps take, of `PARTS` those that they have.
-
-    Args:
-        readings: at least one, each of a whole step.
-    """
-    layouts: dict[SpanLayout, _Calls] = {}
-    columns: dict[str, list[float]] = {}
-    # Where no gap at all is known, steps are what lies inside of them.
-    inside_only = not any(GAP_TAG in reading.layout.tags for reading in readings)
-    for reading in readings:
-        if (calls := layouts.get(reading.layout)) is None:
-            calls = layouts[reading.layout] = _Calls(reading.layout)
-        parts_ms = calls.parts_ms(reading.offsets_ms)
-        exposed_ms = parts_ms.pop(_EXPOSED, 0.0)
-        # The device has waited as long, if it had nothing left to do.
-        before_ms = min(reading.waited_ms, parts_ms.get("gap", 0.0))
-        wait_ms = exposed_ms + before_ms + parts_ms.pop(_OTHERS, 0.0)
-        if inside_only or "gap" in parts_ms:  # there is none behind something else than a step
-            step_ms = sum([parts_ms.get(part, 0.0) for part in _TILES])
-            columns.setdefault("step", []).append(step_ms)
-            columns.setdefault("work", []).append(step_ms - wait_ms)
-        columns.setdefault("wait", []).append(wait_ms)
-        if "backward" in parts_ms:
-            parts_ms["backward"] -= exposed_ms
-        if "gap" in parts_ms:
-            parts_ms["gap"] -= before_ms
-        for part, part_ms in parts_ms.items():
-            columns.setdefault(part, []).append(part_ms)
-    usual: dict[str, Usual] = {}
-    for length in set(map(len, columns.values())):  # at once, which is quicker
-        parts = [part for part, values_ms in columns.items() if len(values_ms) == length]
-        values_ms = np.array([columns[part] for part in parts])
-        p50_ms, p95_ms = np.percentile(values_ms, [50, 95], axis=1)
-        numbers = zip(values_ms.mean(axis=1).tolist(), p50_ms.tolist(), p95_ms.tolist(), strict=True)
-        usual.update((part, Usual(*of_part)) for part, of_part in zip(parts, numbers, strict=True))
-    return {part: usual[part] for part in PARTS if part in usual}
+def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
+    """The times of steps, of `PARTS` those that they have."""
+    summary = WindowSummary(readings)
+    parts_ms = {part: summary.series_ms(STEP_TAG + part) for part in PARTS}
+    parts_ms["optimizer"] = summary.series_ms(*(STEP_TAG + part for part in _OF_OPTIMIZER))
+    known = {*(STEP_TAG + part for part in (*PARTS, *_OF_OPTIMIZER)), EXPOSED_TAG, TOTAL_TAG}
+    # Collectives that the step waits for from their beginning to their end.
+    others = [tag for tag in summary.tags if tag.startswith(STEP_TAG) and tag not in known]
+    exposed_ms = np.nan_to_num(summary.series_ms(EXPOSED_TAG))
+    # The device has waited as long as the host, if it had nothing left to do.
+    before_ms = np.minimum(summary.waited_ms, np.nan_to_num(parts_ms["gap"]))
+    wait_ms = exposed_ms + before_ms + np.nan_to_num(summary.series_ms(*others))
+    step_ms = np.nan_to_num([parts_ms[part] for part in _TILES]).sum(axis=0)
+    has_gap = ~np.isnan(parts_ms["gap"])
+    if has_gap.any():  # otherwise steps are what lies inside of them
+        step_ms = np.where(has_gap, step_ms, np.nan)  # behind a pause there is none
+    parts_ms |= {"step": step_ms, "work": step_ms - wait_ms, "wait": wait_ms}
+    parts_ms["backward"] = parts_ms["backward"] - exposed_ms
+    parts_ms["gap"] = parts_ms["gap"] - before_ms
+    columns = column_times(np.stack([parts_ms[part] for part in PARTS], axis=1), step_ms)
+    return {part: times for part, times in zip(PARTS, columns, strict=True) if times is not None}
 
 
-class RankTimes:
+class RankTimes(Sink):
     """Sums up the steps of this process, window by window; in the first process, shows those of all.
 
-    A window has the steps of so many numbers: the same ones in all processes.
+    A window has the steps of so many numbers: the same ones in all processes. Windows are exchanged in
+    pauses, through a store and not by a collective: a process that fails, or comes to a pause of its
+    own, holds up none of the others.
 
     Args:
-        store: where processes leave what they have to say; of this run alone.
+        store: a `torch.distributed.Store`, of this run alone.
         rank: of this process.
-        size: how many processes there are.
-        window_steps: how many steps make a window.
-        on_table: told in the first process, soon after each window.
+        size: the number of processes.
+        window_steps: the number of steps of a window.
+        on_table: called in the first process for each window that all have sent.
 
     Attributes:
         trouble: why the times of the others are not known, or no more of them; or nothing.
@@ -252,7 +188,7 @@ class RankTimes:
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         rank: int,
         size: int,
         window_steps: int,
@@ -264,40 +200,39 @@ class RankTimes:
         self._window_steps = window_steps
         self._on_table = on_table
         self._host = socket.gethostname()
-        self._readings: list[Reading] = []
-        self._window = -1
-        # Those that this process has left something for, and that have not been shown.
-        self._open: deque[int] = deque(maxlen=_WINDOWS_KEPT)
+        # Readings by the number of the window; the last one is not complete.
+        self._windows: dict[int, list[Reading]] = {}
+        # Windows that this process has sent, and that have not been shown.
+        self._open: deque[int] = deque(maxlen=_WAITING_WINDOWS)
         self._tables: deque[RankTable] = deque(maxlen=2)
         self.trouble = ""
 
     def add(self, reading: Reading) -> None:
-        """Take what a whole step's marks said. On its path: an append, but at the end of a window."""
         window = reading.step // self._window_steps
-        if window != self._window:
-            self._leave()
-            self._look()
-            self._window = window
-        self._readings.append(reading)
+        if window not in self._windows:
+            self._windows[window] = []
+            if len(self._windows) > _WAITING_WINDOWS:
+                del self._windows[next(iter(self._windows))]
+        self._windows[window].append(reading)
 
     def pause(self) -> None:
-        """Show what has come in."""
-        self._look()
+        self._send(list(self._windows)[:-1])
+        self._receive()
 
     def finish(self) -> RankTable | None:
-        """The end of training has come; waits a little for what other processes have still to leave.
+        """Exchange the last windows, with a short wait for those of the others.
 
         Returns:
             In the first process, the last steps of all; None if they are not known.
         """
-        self._leave()
+        self._send(list(self._windows))
         deadline_s = monotonic() + _LAST_WORD_S
-        self._look()
+        self._receive()
         while self._rank == 0 and self._open and monotonic() < deadline_s and not self.trouble:
             threading.Event().wait(_POLL_S)
-            self._look()
+            self._receive()
         if self._open and not (self._tables or self.trouble):
-            self.trouble = f"not all have left theirs within {_LAST_WORD_S:.0f} s of the end"
+            self.trouble = f"not all have sent theirs within {_LAST_WORD_S:.0f} s of the end"
         # The last window may have a few steps only.
         return max(
             self._tables,
@@ -305,22 +240,20 @@ class RankTimes:
             default=None,
         )
 
-    def close(self) -> None:
-        """Nothing to do: what a run that failed has measured is not waited for."""
+    def _send(self, windows: list[int]) -> None:
+        for window in windows:
+            readings = self._windows.pop(window)
+            if self.trouble:
+                continue
+            first, last = readings[0].step, readings[-1].step
+            row = RankRow(self._rank, self._host, first, last, len(readings), part_times(readings))
+            key, text = self._key(window, self._rank), json.dumps(asdict(row))
+            self._try(lambda: self._store.set(key, text))  # noqa: B023
+            if self._rank == 0:
+                self._open.append(window)
 
-    def _leave(self) -> None:
-        """Leave what the window was."""
-        readings, self._readings = self._readings, []
-        if not readings or self.trouble:
-            return
-        first, last = readings[0].step, readings[-1].step
-        row = RankRow(self._rank, self._host, first, last, len(readings), usual_parts(readings))
-        self._try(lambda: self._store.set(self._key(self._window, self._rank), _packed(row)))
-        if self._rank == 0:
-            self._open.append(self._window)
-
-    def _look(self) -> None:
-        """In the first process: show the windows that all have come by."""
+    def _receive(self) -> None:
+        """In the first process: show the windows that all have sent."""
         for window in tuple(self._open):
             rows = None if self.trouble else self._try(lambda: self._taken(window))  # noqa: B023
             if rows is None:
@@ -332,7 +265,7 @@ class RankTimes:
             self._on_table(table)
 
     def _taken(self, window: int) -> tuple[RankRow, ...] | None:
-        """What all have left for a window, or None if one of them has not."""
+        """The rows of all processes for a window, or None if one of them has sent none."""
         keys = [self._key(window, rank) for rank in range(self._size)]
         if not self._store.check(keys):
             return None
@@ -347,7 +280,7 @@ class RankTimes:
         return f"{window}/{rank}"
 
     def _try(self, do: Callable[[], Any]) -> Any:
-        """Do something with the store. It can be gone, with the process that had it."""
+        """Use the store, which can be gone with the process that had it."""
         try:
             return do()
         except RuntimeError as error:
@@ -355,11 +288,7 @@ class RankTimes:
             return None
 
 
-def _packed(row: RankRow) -> str:
-    return json.dumps(asdict(row))
-
-
 def _unpacked(text: bytes) -> RankRow:
     found = json.loads(text)
-    found["parts"] = {part: Usual(**usual) for part, usual in found["parts"].items()}
+    found["parts"] = {part: Times(**times) for part, times in found["parts"].items()}
     return RankRow(**found)

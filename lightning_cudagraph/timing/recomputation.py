@@ -1,4 +1,4 @@
-"""What activation checkpointing recomputes in the backward pass, and in which layers it was called.
+"""Recomputation by activation checkpointing in the backward pass, and the layers that it belongs to.
 
 Without reentrance, torch recomputes all that is checkpointed when a node needs the first tensor of it.
 By the node alone, its layer would be charged with the others', and with what lies between them.
@@ -22,12 +22,7 @@ _Layers = frozenset[str]
 
 
 class Recomputation:
-    """Follows checkpoints without reentrance through one step.
-
-    Args:
-        here: the layers in whose calls the step is.
-        moved: called where recomputation begins, and where it ends.
-    """
+    """Follows checkpoints without reentrance through one step."""
 
     def __init__(self, here: Callable[[], _Layers], moved: Callable[[], None]) -> None:
         self._here = here

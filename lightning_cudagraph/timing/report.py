@@ -15,8 +15,8 @@ from lightning_cudagraph.timing.spans import (
     STEP_TAG,
 )
 from lightning_cudagraph.timing.tables import Layer, layers_of, timed_steps
-from lightning_cudagraph.timing.texts import padded, places, shortened
-from lightning_cudagraph.timing.windows import Times, WindowSummary
+from lightning_cudagraph.timing.texts import shortened, table
+from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["eager_report", "evaluation_report", "fit_report"]
 
@@ -193,28 +193,28 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary, which: str = "") 
     layers = sorted(layers_of(summary), key=lambda layer: -layer.median_ms)[:_SLOWEST_LAYERS]
     if not layers:
         return []
-    compared = any(tag + layer.name in eager for layer in layers for tag in (FORWARD_TAG, BACKWARD_TAG))
-    names = [shortened(layer.name, _NAME_WIDTH) for layer in layers]
-    width = max(len("layer"), *map(places, names))
+    passes = (FORWARD_TAG, BACKWARD_TAG)
+    summaries = [summary]
+    if any(tag + layer.name in eager for layer in layers for tag in passes):
+        summaries.append(eager)
+    rows: list[list[str | float | None]] = [
+        ["layer", *["forward ms", "backward ms"] * len(summaries), "share of step"]
+    ]
+    for layer in layers:
+        times = [found.get(tag + layer.name) for found in summaries for tag in passes]
+        times_ms = [None if one is None else one.p50_ms for one in times]
+        rows.append([shortened(layer.name, _NAME_WIDTH), *times_ms, _share(layer)])
+    lines = table(rows, left=(0, len(rows[0]) - 1))
+    if len(summaries) > 1:
+        begin, end = (lines[0].index("forward ms", at) for at in (0, lines[0].index("backward ms")))
+        lines.insert(
+            0, f"{'in the graph':>{begin + len('in the graph')}}".ljust(end) + "in warm-up, watched"
+        )
     steps = timed_steps(summary.n_readings)
-    lines = [f"slowest layers, {which}median of {steps} (containers include their members)"]
-    passes = "  forward ms  backward ms"
-    if compared:
-        lines.append(f"  {'':<{width}}  {'in the graph':<23}  in warm-up, watched")
-    lines.append(f"  {'layer':<{width}}{passes * (2 if compared else 1)}  share of step")
-    for name, layer in zip(names, layers, strict=True):
-        numbers = _pair(layer.forward, layer.backward)
-        if compared:
-            numbers += _pair(eager.get(FORWARD_TAG + layer.name), eager.get(BACKWARD_TAG + layer.name))
-        lines.append(f"  {padded(name, width)}{numbers}  {_share(layer)}")
-    return lines
+    title = f"slowest layers, {which}median of {steps} (containers include their members)"
+    return [title, *(f"  {line}" for line in lines)]
 
 
 def _share(layer: Layer) -> str:
     bar = "#" * round(min(layer.share, 1.0) * _BAR_WIDTH)
     return f"{layer.share:>5.0%} {bar}".rstrip()
-
-
-def _pair(forward: Times | None, backward: Times | None) -> str:
-    cells = ["-" if times is None else f"{times.p50_ms:.3f}" for times in (forward, backward)]
-    return f"  {cells[0]:>10}  {cells[1]:>11}"

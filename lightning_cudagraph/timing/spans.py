@@ -1,8 +1,8 @@
-"""What was timed in a step, and what its events said: the common language of all that shows times.
+"""Timed parts of a step, and readings of its events: the data of all that shows times.
 
 The events of a step are its marks: points in time on the device. A span lies between two marks, or is
-the sum of several such stretches, if a layer is called more than once. What is read after a replay is
-one number for each mark, from which the times of all spans follow, for many replays at once.
+the sum of several such intervals, if a layer is called more than once. A reading is one number for each
+mark, from which the times of all spans follow, for many replays at once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ __all__ = [
     "BACKWARD_TAG",
     "EXPOSED_TAG",
     "FORWARD_TAG",
+    "MAX_LAYOUTS",
     "RANKS_TAG",
     "STEP_PARTS",
     "STEP_TAG",
     "TOTAL_TAG",
-    "Lane",
     "Reading",
     "Span",
     "SpanLayout",
+    "Track",
 ]
 
 FORWARD_TAG = "layer_forward_ms/"
@@ -33,27 +34,31 @@ BACKWARD_TAG = "layer_backward_ms/"
 STEP_TAG = "step_ms/"
 RANKS_TAG = "ranks_ms/"
 TOTAL_TAG = f"{STEP_TAG}total"
-# What tiles a step, in its order.
+# The parts that tile a step, in their order.
 STEP_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
-# What of the step is no more than waiting for all-reduces: time that their own tag has as well.
+# The part of a step that is only a wait for all-reduces; their own tag has it as well.
 EXPOSED_TAG = f"{STEP_TAG}all_reduce_exposed"
 
+# The number of layouts for which prepared objects are cached: most runs have few. Where each step calls
+# other layers, they are of no use later, and would grow with the run.
+MAX_LAYOUTS = 64
+
 # Where a span is drawn on a timeline.
-Lane = Literal["forward", "backward", "optimizer", "communication", "copy", "host"]
+Track = Literal["forward", "backward", "optimizer", "communication", "copy", "host"]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A thing that takes time.
+    """A part of a step that is timed: a stage, a layer in one pass, a kind of collective.
 
     Attributes:
         tag: its name in TensorBoard, such as ``layer_forward_ms/head``.
-        lane: where it is drawn on a timeline.
+        track: where it is drawn on a timeline.
         calls: numbers of the marks at the beginning and at the end of each of its calls.
     """
 
     tag: str
-    lane: Lane
+    track: Track
     calls: tuple[tuple[int, int], ...]
 
 
@@ -95,13 +100,13 @@ class SpanLayout:
         if not self.spans:
             return np.zeros((*offsets_ms.shape[:-1], 0))
         begins, ends, firsts = self._calls
-        stretches_ms = offsets_ms[..., ends] - offsets_ms[..., begins]
-        return np.add.reduceat(stretches_ms, firsts, axis=-1)
+        calls_ms = offsets_ms[..., ends] - offsets_ms[..., begins]
+        return np.add.reduceat(calls_ms, firsts, axis=-1)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the marks of one step said, or of one batch of a step.
+    """The times of the marks of one step, or of one batch of a step.
 
     Attributes:
         layout: what the marks mean. Steps that were captured together share it, as an object.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_PARTS, STEP_TAG
-from lightning_cudagraph.timing.texts import aligned, shortened
+from lightning_cudagraph.timing.texts import shortened, table
 from lightning_cudagraph.timing.windows import Times, WindowSummary
 
 __all__ = [
@@ -84,7 +84,7 @@ class Layer:
 
     @property
     def own_name(self) -> str:
-        """What its name adds to that of its parent."""
+        """Its name without that of its parent."""
         return self.name if self.parent is None else self.name[len(self.parent) + 1 :]
 
 
@@ -97,11 +97,7 @@ def _parent(name: str, names: Collection[str]) -> str | None:
 
 
 def mostly_members(times_ms: Mapping[str, float]) -> set[str]:
-    """The layers most of whose time is that of their members, so that it is shown with these.
-
-    Args:
-        times_ms: of each layer, by its name.
-    """
+    """The layers most of whose time is that of their members, so that it is shown with these."""
     inside_ms: dict[str, float] = {}
     for name, time_ms in times_ms.items():
         if (parent := _parent(name, times_ms)) is not None:
@@ -149,10 +145,6 @@ def timed_steps(number: int) -> str:
     return f"{number} timed step" + ("" if number == 1 else "s")
 
 
-def _number(value_ms: float | None) -> str:
-    return "-" if value_ms is None else f"{value_ms:.3f}"
-
-
 def _percent(share: float) -> str:
     return f"{share:.1%}"
 
@@ -181,13 +173,13 @@ def parts_table(summary: WindowSummary) -> list[str]:
     if not rows or summary.step is None:
         return []
     step = summary.step
-    lines: list[tuple[str, ...]] = [
+    lines: list[tuple[str | float, ...]] = [
         ("step", "p05 ms", "p50 ms", "p95 ms", "max ms", "mean ms", "share", "")
     ]
 
     def add(name: str, times: Times, note: str = "", share: str | None = None) -> None:
         numbers = (times.p05_ms, times.p50_ms, times.p95_ms, times.max_ms, times.mean_ms)
-        lines.append((name, *map(_number, numbers), share or _percent(times.share), note))
+        lines.append((name, *numbers, share or _percent(times.share), note))
 
     for name, times in rows:
         add(name, times, _bar(times.share, 0.0))
@@ -199,7 +191,7 @@ def parts_table(summary: WindowSummary) -> list[str]:
             add(f"  {part}", times, f"({what})", "-")
         else:
             add(f"  {part}", times, f"({what}{_OF_PERIOD if part in _BETWEEN else ''})")
-    return aligned(lines, left=(0, 7))
+    return table(lines, left=(0, 7))
 
 
 def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
@@ -231,7 +223,7 @@ def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
         ("layer", "p50 ms", "p95 ms", "p50 ms", "p95 ms", "share", "# forward = backward"),
         *(_layer_row(layer) for layer in layers if layer.name in shown),
     ]
-    text = aligned(rows, left=(0, 6))
+    text = table(rows, left=(0, 6))
     hidden = [layer for layer in layers if layer.name not in shown]
     if hidden:
         slowest_ms = max(layer.median_ms for layer in hidden)
@@ -239,21 +231,13 @@ def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
     return text + _sums(summary, layers)
 
 
-def _layer_row(layer: Layer) -> tuple[str, ...]:
+def _layer_row(layer: Layer) -> tuple[str | float | None, ...]:
     indent = "  " * min(layer.depth, 8)
-    forward, backward = layer.forward, layer.backward
-    return (
-        indent + shortened(layer.own_name, max(_NAME_WIDTH - len(indent), 12)),
-        _number(None if forward is None else forward.p50_ms),
-        _number(None if forward is None else forward.p95_ms),
-        _number(None if backward is None else backward.p50_ms),
-        _number(None if backward is None else backward.p95_ms),
-        _percent(layer.share),
-        _bar(
-            0.0 if forward is None else forward.share,
-            0.0 if backward is None else backward.share,
-        ),
-    )
+    passes = (layer.forward, layer.backward)
+    times_ms = [(None, None) if times is None else (times.p50_ms, times.p95_ms) for times in passes]
+    shares = [0.0 if times is None else times.share for times in passes]
+    name = indent + shortened(layer.own_name, max(_NAME_WIDTH - len(indent), 12))
+    return name, *times_ms[0], *times_ms[1], _percent(layer.share), _bar(*shares)
 
 
 def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
@@ -265,7 +249,7 @@ def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
     found = []
     for name, inside in members.items():
         for prefix in (FORWARD_TAG, BACKWARD_TAG):
-            # Step by step: members can take turns.
+            # Step by step: members can alternate.
             inside_ms = summary.series_ms(*(prefix + member for member in inside))
             ratios = inside_ms / np.maximum(summary.series_ms(prefix + name), 1e-6)
             known = ratios[~np.isnan(ratios)]
@@ -276,7 +260,7 @@ def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
 
 
 def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
-    """What the table adds up to, and what is counted twice in it."""
+    """Sentences about the sums of the table, and about times that are in it twice."""
     lines = []
     if any(layer.has_members for layer in layers):
         text = "The time of an indented layer is contained in that of the one above it"
@@ -302,12 +286,7 @@ def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
 
 
 def window_text(summary: WindowSummary, max_layers: int = 40) -> str:
-    """All of a window: the parts of the step, then its layers.
-
-    Args:
-        summary: the times.
-        max_layers: how many layers are shown.
-    """
+    """All of a window: the parts of the step, then its layers."""
     if not summary.n_readings:
         return "No step was timed."
     steps = f"{summary.first_step} to {summary.last_step}"

@@ -1,21 +1,21 @@
-"""Names and columns of plain text, by the places that they take: some characters take two, some none."""
+"""Tables of plain text. Some characters take two places in a line, some none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from unicodedata import combining, east_asian_width
 
-__all__ = ["aligned", "padded", "places", "shortened"]
+__all__ = ["places", "shortened", "table"]
 
 
 def places(text: str) -> int:
-    """How many places a text takes in a line."""
+    """The number of places that a text takes in a line."""
     if text.isascii():
         return len(text)
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def padded(text: str, width: int, to_the_right: bool = False) -> str:
+def _padded(text: str, width: int, to_the_right: bool = False) -> str:
     """A text with blanks, so that it takes `width` places; behind it, or before it."""
     blanks = " " * (width - places(text))
     return blanks + text if to_the_right else text + blanks
@@ -44,18 +44,25 @@ def _first(characters: Iterable[str], width: int) -> str:
     return found
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Rows with columns of one width.
+def table(rows: Sequence[Sequence[str | float | None]], left: Sequence[int]) -> list[str]:
+    """Lines of a table with aligned columns.
 
     Args:
-        rows: texts, as many in each row.
-        left: the columns whose texts begin at one place; those of others end at one.
+        rows: cells, as many in each row: texts, milliseconds, or None for what was not timed.
+        left: the columns that are aligned to the left; others are aligned to the right.
     """
-    widths = [max(map(places, column)) for column in zip(*rows, strict=True)]
+    texts = [[_cell(cell) for cell in row] for row in rows]
+    widths = [max(map(places, column)) for column in zip(*texts, strict=True)]
     return [
         "  ".join(
-            padded(cell, width, to_the_right=index not in left)
+            _padded(cell, width, to_the_right=index not in left)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for row in rows
+        for row in texts
     ]
+
+
+def _cell(value: str | float | None) -> str:
+    if isinstance(value, str):
+        return value
+    return "-" if value is None else f"{value:.3f}"

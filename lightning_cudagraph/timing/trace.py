@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cudagraph.timing.lead_in import GAP_TAG
-from lightning_cudagraph.timing.slices import LANES, TICKS_PER_MS, Slice, slices_of, step_end
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import STEP_TAG, Reading
+from lightning_cudagraph.timing.timeline import TICKS_PER_MS, TRACKS, Slice, slices_of, step_end
 
 __all__ = ["TraceWriter", "trace_of", "write_trace"]
 
 _TICKS_PER_US = TICKS_PER_MS // 1000
-_LANE_NAMES = {
+_TRACK_NAMES = {
     "host": "gap: waiting for the host",
     "copy": "copy of the batch",
     "forward": "forward",
@@ -27,9 +27,9 @@ _LANE_NAMES = {
     "optimizer": "optimizer",
     "communication": "communication",
 }
-# Threads of the file. Each lane has room for rows of slices that overlap.
+# Threads of the file. Each track has room for rows of slices that overlap.
 _STEPS_THREAD = 1
-_THREADS_PER_LANE = 100
+_THREADS_PER_TRACK = 100
 # Perfetto tells threads apart by their numbers, whatever their process.
 _THREADS_PER_RANK = 10_000
 
@@ -73,12 +73,14 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
             events.append(whole | {"ph": "C", "name": "step ms", "args": counted_ms})
         for one in slices_of(reading):
             thread = base + _thread(one)
-            threads.setdefault(thread, _LANE_NAMES[one.lane] + (f" ({one.row + 1})" if one.row else ""))
+            threads.setdefault(
+                thread, _TRACK_NAMES[one.track] + (f" ({one.row + 1})" if one.row else "")
+            )
             events.append(
                 {
                     "ph": "X",
                     "name": one.name,
-                    "cat": one.lane,
+                    "cat": one.track,
                     "pid": process,
                     "tid": thread,
                     "ts": (origin + one.begin) / _TICKS_PER_US,
@@ -110,11 +112,11 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
 
 
 def _thread(one: Slice) -> int:
-    return _THREADS_PER_LANE * (LANES.index(one.lane) + 1) + min(one.row, _THREADS_PER_LANE - 1)
+    return _THREADS_PER_TRACK * (TRACKS.index(one.track) + 1) + min(one.row, _THREADS_PER_TRACK - 1)
 
 
 def _origins(readings: Sequence[Reading]) -> list[int]:
-    """Where each step begins, in ticks; nothing lies before 0."""
+    """The beginning of each step, in ticks; nothing lies before 0."""
     origins: list[int] = []
     previous: Reading | None = None
     for reading in readings:
@@ -136,37 +138,26 @@ def write_trace(
 ) -> None:
     """Write a trace file; one that is there is replaced when the new one is complete.
 
-    Args:
-        path: the file, in a folder that is there.
-        readings: in the order of their steps.
-        title: of the process that is shown.
-        rank: of the process.
-
     Raises:
         OSError: if it cannot be written; nothing is left of it then.
     """
     path = Path(path)
     text = json.dumps(trace_of(readings, title, rank), separators=(",", ":"))
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # `mkstemp` lets nobody else read.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
-class TraceWriter:
+class TraceWriter(Sink):
     """Keeps the last timed steps, and writes them as a trace file at the end.
 
     Args:
         where: tells the file, when it is to be written. Its folder is made if need be.
-        n_readings: how many are kept.
+        n_readings: the number of steps in the file, at most.
         title: of the process that is shown.
         rank: of the process.
     """
@@ -185,11 +176,7 @@ class TraceWriter:
         return self._where()
 
     def add(self, reading: Reading) -> None:
-        """Take what a step's marks said."""
         self._readings.append(reading)
-
-    def pause(self) -> None:
-        """Nothing to do."""
 
     def close(self) -> None:
         """Write the file. If that fails, it is said, and nothing else happens."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol
 
-from lightning_cudagraph.timing.kept import kept
 from lightning_cudagraph.timing.lead_in import GAP_TAG
-from lightning_cudagraph.timing.spans import STEP_PARTS, STEP_TAG, TOTAL_TAG, Reading, Span, SpanLayout
+from lightning_cudagraph.timing.sinks import Sink, Sinks
+from lightning_cudagraph.timing.spans import (
+    MAX_LAYOUTS,
+    STEP_PARTS,
+    STEP_TAG,
+    TOTAL_TAG,
+    Reading,
+    Span,
+    SpanLayout,
+)
 
 __all__ = ["StepJoiner", "WholeSteps"]
 
@@ -23,7 +30,7 @@ class StepJoiner:
     whole step. Of a step that lacks a batch, because that was eager, nothing is made.
 
     Args:
-        apart: batches are timed in different steps. In the place of one that lacks is the last that was
+        apart: batches are timed in different steps. One that lacks is replaced by the last that was
             timed of its kind: a first one, or one between the first and the last.
     """
 
@@ -32,7 +39,7 @@ class StepJoiner:
         self._batches: list[Reading] = []
         # The last that were timed apart: the first of a step, and one that is not.
         self._kinds: dict[bool, Reading] = {}
-        self._layouts: dict[tuple[SpanLayout, ...], SpanLayout] = {}
+        self._layout_of = lru_cache(MAX_LAYOUTS)(_joined_layout)
 
     def add(self, reading: Reading) -> Reading | None:
         """Take the reading of a batch; returns that of the step which is complete with it."""
@@ -65,8 +72,7 @@ class StepJoiner:
         return self._joined(batches)
 
     def _joined(self, batches: list[Reading]) -> Reading:
-        key = tuple(batch.layout for batch in batches)
-        layout = kept(self._layouts, key, lambda: _joined_layout(key))
+        layout = self._layout_of(tuple(batch.layout for batch in batches))
         offsets_ms = list(batches[0].offsets_ms)
         origin_ms = 0.0
         for before, batch in pairwise(batches):
@@ -78,7 +84,7 @@ class StepJoiner:
         return Reading(layout, last.step, last.walltime_s, offsets_ms, waited_ms=waited_ms)
 
 
-def _joined_layout(layouts: Sequence[SpanLayout]) -> SpanLayout:
+def _joined_layout(layouts: tuple[SpanLayout, ...]) -> SpanLayout:
     """The layout of batches whose marks follow one another."""
     calls: dict[str, list[tuple[int, int]]] = {}
     spans: dict[str, Span] = {}
@@ -97,46 +103,18 @@ def _joined_layout(layouts: Sequence[SpanLayout]) -> SpanLayout:
             calls.setdefault(tag, []).extend((first + begin, first + end) for begin, end in of_batch)
         first += layout.n_marks
     return SpanLayout(
-        tuple(Span(tag, span.lane, tuple(calls[tag])) for tag, span in spans.items()), first
+        tuple(Span(tag, span.track, tuple(calls[tag])) for tag, span in spans.items()), first
     )
 
 
-class TakesReadings(Protocol):
-    """What is given readings: see `lightning_cudagraph.timing.clock.Sink`."""
+class WholeSteps(Sinks):
+    """Gives sinks one reading for each step of the optimizer, and not one for each batch."""
 
-    def add(self, reading: Reading) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class WholeSteps:
-    """Gives others one reading for each step of the optimizer, and not one for each batch.
-
-    Args:
-        sinks: the others.
-        apart: as `StepJoiner` has it.
-    """
-
-    def __init__(self, sinks: Sequence[TakesReadings], apart: bool = False) -> None:
-        self._sinks = sinks
+    def __init__(self, sinks: Sequence[Sink], apart: bool = False) -> None:
+        super().__init__(sinks)
         self._joiner = StepJoiner(apart)
 
     def add(self, reading: Reading) -> None:
-        """Take what the marks of a batch said."""
         step = self._joiner.add(reading)
         if step is not None:
-            for sink in self._sinks:
-                sink.add(step)
-
-    def pause(self) -> None:
-        """Pass it on."""
-        for sink in self._sinks:
-            sink.pause()
-
-    def close(self) -> None:
-        """Close the others, from the last to the first."""
-        with ExitStack() as stack:  # all, also where one of them fails
-            for sink in self._sinks:
-                stack.callback(sink.close)
+            super().add(step)

@@ -1,4 +1,4 @@
-"""What a window of readings says: the usual time of each span, and how much it varies."""
+"""Statistics of a window of readings: the usual time of each span, and how much it varies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_cudagraph.timing.lead_in import COPY_TAG, GAP_TAG
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import STEP_PARTS, STEP_TAG, TOTAL_TAG, Reading, SpanLayout
 
-__all__ = ["ReadingWindow", "Times", "WindowSummary"]
+__all__ = ["ReadingWindow", "Times", "WindowSummary", "column_times"]
 
 # What a step is made of where its whole has no tag: one that ends with the backward pass.
 _PARTS = tuple(STEP_TAG + part for part in STEP_PARTS)
@@ -50,11 +51,8 @@ class WindowSummary:
     """The times of all spans over some readings.
 
     Readings need not have one layout: steps of a window of accumulation differ, and a step may be
-    captured anew in the middle. Spans are joined by their tags, and each counts in the readings that
+    captured again in the middle. Spans are joined by their tags, and each counts in the readings that
     have it. So what a new capture no longer times stays until the last reading of it leaves the window.
-
-    Args:
-        readings: in the order of their steps.
 
     Attributes:
         n_readings: how many they are.
@@ -62,11 +60,12 @@ class WindowSummary:
         last_step: that of the last.
         tags: of all spans, in the order in which they are shown.
         durations_ms: a row for each reading and a column for each tag; NaN where a reading lacks it.
+        waited_ms: the host's wait for other processes before each.
     """
 
     def __init__(self, readings: Sequence[Reading]) -> None:
         self.n_readings = len(readings)
-        self._waited_ms = np.array([reading.waited_ms for reading in readings])
+        self.waited_ms = np.array([reading.waited_ms for reading in readings])
         self.first_step = readings[0].step if readings else 0
         self.last_step = readings[-1].step if readings else 0
         self._offsets_ms: dict[int, NDArray[np.float64]] = {}
@@ -111,7 +110,7 @@ class WindowSummary:
 
     def times_of(self, *tags: str) -> Times | None:
         """The times of the sum of some spans, or None if no reading has one of them."""
-        return _times(self.series_ms(*tags)[:, None], self.step_ms)[0]
+        return column_times(self.series_ms(*tags)[:, None], self.step_ms)[0]
 
     @cached_property
     def step_ms(self) -> NDArray[np.float64]:
@@ -122,7 +121,7 @@ class WindowSummary:
     @cached_property
     def step(self) -> Times | None:
         """The times of the steps, or None if nothing says what they are."""
-        return _times(self.step_ms[:, None], self.step_ms)[0]
+        return column_times(self.step_ms[:, None], self.step_ms)[0]
 
     @cached_property
     def _period_ms(self) -> NDArray[np.float64]:
@@ -135,23 +134,23 @@ class WindowSummary:
     @cached_property
     def period(self) -> Times | None:
         """The times from the end of a step to that of the next, where the gap between them is known."""
-        return _times(self._period_ms[:, None], self._period_ms)[0]
+        return column_times(self._period_ms[:, None], self._period_ms)[0]
 
     @cached_property
     def waited(self) -> Times | None:
-        """What of the gaps before steps is a wait for other processes."""
-        waited_ms = np.minimum(self._waited_ms, self.series_ms(GAP_TAG))
-        return _times(waited_ms[:, None], self._period_ms)[0]
+        """The part of the gaps before steps that is a wait for other processes."""
+        waited_ms = np.minimum(self.waited_ms, self.series_ms(GAP_TAG))
+        return column_times(waited_ms[:, None], self._period_ms)[0]
 
     @cached_property
     def times(self) -> dict[str, Times]:
         """The times of all spans, by tag."""
         if not self.n_readings:
             return {}
-        times = _times(self.durations_ms, self.step_ms)
+        times = column_times(self.durations_ms, self.step_ms)
         for column, tag in enumerate(self.tags):
             if tag in _BETWEEN:
-                [times[column]] = _times(self.durations_ms[:, [column]], self._period_ms)
+                [times[column]] = column_times(self.durations_ms[:, [column]], self._period_ms)
         return {tag: found for tag, found in zip(self.tags, times, strict=True) if found is not None}
 
     def typical(self) -> Reading | None:
@@ -170,7 +169,7 @@ class WindowSummary:
         return Reading(self._layouts[key], self.last_step, 0.0, offsets_ms)
 
 
-def _times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64]) -> list[Times | None]:
+def column_times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64]) -> list[Times | None]:
     """The times of each column; None for columns without a number.
 
     Args:
@@ -203,12 +202,8 @@ def _times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64]) -> 
     return times
 
 
-class ReadingWindow:
-    """The last readings.
-
-    Args:
-        size: how many are kept, at most.
-    """
+class ReadingWindow(Sink):
+    """The last readings; they stay when it is closed, for the report."""
 
     def __init__(self, size: int = 200) -> None:
         self._readings: deque[Reading] = deque(maxlen=size)
@@ -217,15 +212,8 @@ class ReadingWindow:
         return len(self._readings)
 
     def add(self, reading: Reading) -> None:
-        """Take what a step's marks said. On the step's path: it is kept, and nothing else."""
         self._readings.append(reading)
 
-    def pause(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do; they stay, for the report."""
-
     def summary(self) -> WindowSummary:
-        """What they say."""
+        """Their statistics."""
         return WindowSummary(self._readings)

@@ -127,7 +127,7 @@ class EagerTimes:
             stack.callback(self._abandon)
 
     def _is_due(self, batches_ahead: int) -> bool:
-        """Whether a batch is timed.
+        """True if a batch is timed.
 
         Args:
             batches_ahead: 0 for the one that Lightning counts as the latest, 1 for the next one.

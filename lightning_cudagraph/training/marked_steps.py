@@ -1,4 +1,4 @@
-"""Where the parts of a step begin and end: told to its marks by Lightning's own code.
+"""Begins and ends of the parts of a step, which Lightning's own code passes to its marks.
 
 For a step that is captured, and for one that runs eagerly.
 """

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -16,11 +17,11 @@ from torch import nn
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.processes.ranks import own_store
 from lightning_cudagraph.capture.steps import Place, StepCounts
-from lightning_cudagraph.compat.features import BOARD, CHARTS, TIMES
+from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE, TIMES
 from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.profilers import delay_notes
 from lightning_cudagraph.replicas import has_replicas
-from lightning_cudagraph.timing.clock import FitClock, Sink
+from lightning_cudagraph.timing.clock import FitClock
 from lightning_cudagraph.timing.dashboard import Dashboard
 from lightning_cudagraph.timing.layers import (
     LayerChoice,
@@ -32,8 +33,9 @@ from lightning_cudagraph.timing.layers import (
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
-from lightning_cudagraph.timing.rank_times import RankTable, RankTimes, SharedRun, Store
+from lightning_cudagraph.timing.rank_times import RankTable, RankTimes, SharedRun
 from lightning_cudagraph.timing.report import eager_report, fit_report
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.trace import TraceWriter
 from lightning_cudagraph.timing.whole_steps import WholeSteps
@@ -104,7 +106,7 @@ class RunTimes:
         self.off: list[str] = []
         if choice is not None:
             require(TIMES)
-            self.off = notes(BOARD, CHARTS)
+            self.off = notes(EVENT_QUEUE, CHARTS)
         self.names: list[str] = [] if choice is None else list(select_layers(module, choice))
         self._module = module
         self._left_out = {} if choice is None else left_out(module, choice)
@@ -312,7 +314,7 @@ def _device_name(trainer: pl.Trainer) -> str:
 
 
 class _TracePath:
-    """Where the trace of a process goes: beside those of the others, in the folder of the first one.
+    """The file of a process's trace: beside those of the others, in the folder of the first one.
 
     Each logger of each process has a folder of its own in mind, and `trainer.log_dir` has all processes
     wait for the first one's, whether they all ask or not. Here it is left with the store.
@@ -322,7 +324,7 @@ class _TracePath:
         store: of this run alone; None if there is one process.
     """
 
-    def __init__(self, trainer: pl.Trainer, store: Store | None) -> None:
+    def __init__(self, trainer: pl.Trainer, store: Any) -> None:
         self._store = store
         self._rank = trainer.global_rank
         self._folder = _folder(trainer)
@@ -339,7 +341,7 @@ class _TracePath:
 
 
 def _folder(trainer: pl.Trainer) -> str:
-    """What `trainer.log_dir` is in this process by itself."""
+    """The value of `trainer.log_dir`, without the wait for other processes."""
     logger = trainer.logger
     own = logger.log_dir if isinstance(logger, (TensorBoardLogger, CSVLogger)) else None
     folder = os.fspath(own or (logger and logger.save_dir) or trainer.default_root_dir)

@@ -99,8 +99,8 @@ def the_slowest_is_named(here: Here) -> None:
     path = here.folder / "graph" / ("layer_trace_rank1.json" if here.rank else "layer_trace.json")
     trace_file = json.loads(path.read_text())
     assert trace_file["otherData"] == {"rank": here.rank, "hostname": socket.gethostname()}
-    lanes = [event.get("cat") for event in trace_file["traceEvents"]]
-    assert lanes.count("communication") >= 4
+    tracks = [event.get("cat") for event in trace_file["traceEvents"]]
+    assert tracks.count("communication") >= 4
     if here.rank > 0:
         assert "is slowest" not in str(callback.report)
         return

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import struct
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_cudagraph.compat.features import CHARTS
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.timing.kept import kept
 from lightning_cudagraph.timing.spans import (
     BACKWARD_TAG,
     EXPOSED_TAG,
     FORWARD_TAG,
+    MAX_LAYOUTS,
     RANKS_TAG,
     STEP_PARTS,
     STEP_TAG,
@@ -26,7 +25,7 @@ from lightning_cudagraph.timing.spans import (
     SpanLayout,
 )
 from lightning_cudagraph.timing.tables import mostly_members
-from lightning_cudagraph.timing.tensorboard.board import innards
+from lightning_cudagraph.timing.tensorboard.logger_writer import innards
 from lightning_cudagraph.timing.windows import WindowSummary
 
 __all__ = ["BAND_TAG", "CATEGORY", "Band", "Charts", "StepBand"]
@@ -43,13 +42,12 @@ _IN_CHART = (*STEP_PARTS, "all_reduce", "copy", "gap")
 _LAYOUT_TAG = b"custom_scalars__config__"
 # Layouts of charts stand near the beginning of a file.
 _SEARCHED_BYTES = 16 * 2**20
-_RUNS_SEARCHED = 3
 # Of a record: its length with a checksum, and the checksum of its data.
 _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 
 
 class Band(NamedTuple):
-    """How long the steps of a window took.
+    """The times of the steps of a window.
 
     Attributes:
         step: the last of them.
@@ -63,40 +61,35 @@ class Band(NamedTuple):
 class StepBand:
     """Percentiles of the step's time, window by window.
 
-    Args:
-        window_steps: how many readings make a window.
+    Readings without the optimizer's step count only until there is one with it.
     """
 
     def __init__(self, window_steps: int) -> None:
         self._window_steps = window_steps
-        # Step and milliseconds; those of readings that do not end with the optimizer's step apart.
-        self._whole: list[tuple[int, float]] = []
-        self._without_optimizer: list[tuple[int, float]] = []
-        self._calls: dict[SpanLayout, tuple[bool, list[tuple[int, int]]]] = {}
+        self._times: list[tuple[int, float]] = []  # step and milliseconds
+        self._are_whole = False
+        self._calls = lru_cache(MAX_LAYOUTS)(_step_calls)
 
     def add(self, readings: Iterable[Reading]) -> list[Band]:
         """Take readings; returns the bands of the windows that are complete with them."""
         for reading in readings:
-            layout = reading.layout
-            is_whole, calls = kept(self._calls, layout, partial(_step_calls, layout))
-            offsets_ms = reading.offsets_ms
-            time_ms = sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
-            (self._whole if is_whole else self._without_optimizer).append((reading.step, time_ms))
+            is_whole, calls = self._calls(reading.layout)
+            if is_whole and not self._are_whole:
+                self._are_whole = True
+                self._times.clear()
+            if is_whole == self._are_whole:
+                offsets_ms = reading.offsets_ms
+                time_ms = sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
+                self._times.append((reading.step, time_ms))
         bands = []
-        while (window := self._window()) and len(window) >= self._window_steps:
-            bands.append(self._band(window[: self._window_steps]))
-            del window[: self._window_steps]
+        while len(self._times) >= self._window_steps:
+            bands.append(self._band(self._times[: self._window_steps]))
+            del self._times[: self._window_steps]
         return bands
 
     def rest(self) -> list[Band]:
         """The band of the window that has begun, if there is any."""
-        window = self._window()
-        return [self._band(window)] if window else []
-
-    def _window(self) -> list[tuple[int, float]]:
-        if self._whole:
-            self._without_optimizer.clear()
-        return self._whole or self._without_optimizer
+        return [self._band(self._times)] if self._times else []
 
     def _band(self, window: list[tuple[int, float]]) -> Band:
         percentiles_ms = np.percentile([ms for _, ms in window], (5, 50, 95)).tolist()
@@ -105,7 +98,7 @@ class StepBand:
 
 
 def _step_calls(layout: SpanLayout) -> tuple[bool, list[tuple[int, int]]]:
-    """Whether a step ends with that of the optimizer, and the marks that its time lies between."""
+    """True if the step has that of the optimizer, and the marks that its time lies between."""
     by_tag = {span.tag: span.calls for span in layout.spans}
     if (total := by_tag.get(f"{STEP_TAG}total")) is not None:
         return True, list(total)
@@ -133,15 +126,10 @@ def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
     return [tag for tag in innermost if tag in chosen]
 
 
-def _charts(summary: WindowSummary, before: Any) -> dict[str, dict[str, list[str | list[str]]]]:
+def _charts(summary: WindowSummary) -> dict[str, dict[str, list[str | list[str]]]]:
     """The custom scalars, as `SummaryWriter.add_custom_scalars` takes them.
 
-    TensorBoard merges those of several runs by their titles, and shows equal charts once. So a run shows
-    the layers that the run before it shows, if it has them.
-
-    Args:
-        summary: tells which layers are slow.
-        before: the custom scalars of a run before, or None.
+    TensorBoard merges those of several runs by their titles, and shows equal charts once.
     """
     times_ms = {tag: summary[tag].p50_ms for tag in summary.tags}
     # The tags of lines are regular expressions, which have to match at the beginning.
@@ -162,20 +150,10 @@ def _charts(summary: WindowSummary, before: Any) -> dict[str, dict[str, list[str
             [f"{RANKS_TAG}work_{which}" for which in ("median", "fastest", "slowest")],
         ]
     for way, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
-        title = f"slowest layers, {way} [ms]"
-        lines = _lines_in(before, title)
-        if not lines or not all(any(re.match(line, tag) for tag in times_ms) for line in lines):
-            lines = [f"{re.escape(tag)}$" for tag in _slowest(times_ms, prefix)]
+        lines: list[str] = [f"{re.escape(tag)}$" for tag in _slowest(times_ms, prefix)]
         if lines:
-            found[title] = ["Multiline", lines]
+            found[f"slowest layers, {way} [ms]"] = ["Multiline", lines]
     return {CATEGORY: found}
-
-
-def _lines_in(layout: Any, title: str) -> list[str]:
-    """The lines of one of our charts in a layout that was read."""
-    categories = [] if layout is None else [c for c in layout.category if c.title == CATEGORY]
-    ours = [chart for category in categories for chart in category.chart]
-    return [line for chart in ours if chart.title == title for line in chart.multiline.tag]
 
 
 class Charts:
@@ -183,25 +161,16 @@ class Charts:
 
     def __init__(self) -> None:
         self._written: Any = None
-        # What was there before this run.
-        self._before: Any = None
 
     def write(self, writer: Any, summary: WindowSummary) -> None:
-        """Write them, with those that the user has written: of a run, the last ones count.
-
-        Args:
-            writer: the logger's.
-            summary: of the steps so far.
-        """
-        writer.flush()
-        path = getattr(innards(writer)[1], "_file_name", None) if available(CHARTS) else None
-        theirs = _charts_in(path) if isinstance(path, str) else None
-        if self._written is None and isinstance(path, str):
-            self._before = theirs or next(filter(None, map(_charts_in, _files_beside(path))), None)
-        ours = _charts(summary, self._before)
+        """Write them, with those that the user has written: of a run, the last ones count."""
+        ours = _charts(summary)
         if ours == self._written:
             return
         self._written = ours
+        writer.flush()
+        path = getattr(innards(writer)[1], "_file_name", None) if available(CHARTS) else None
+        theirs = _charts_in(path) if isinstance(path, str) else None
         if theirs is None:
             writer.add_custom_scalars(ours)
             return
@@ -213,19 +182,6 @@ class Charts:
         merged.MergeFromString(tensor.string_val[0])
         tensor.string_val[0] = merged.SerializeToString()
         writer.file_writer.add_summary(written)
-
-
-def _files_beside(path: str) -> list[str]:
-    """The event files of the last runs that are beside the one with this file, the newest first."""
-    own = os.path.dirname(os.path.abspath(path))
-    try:
-        with os.scandir(os.path.dirname(own)) as entries:
-            runs = [entry for entry in entries if entry.is_dir() and entry.path != own]
-        newest = sorted(runs, key=lambda run: -run.stat().st_mtime)[:_RUNS_SEARCHED]
-        files = [file for run in newest for file in os.scandir(run) if "tfevents" in file.name]
-        return [file.path for file in sorted(files, key=lambda file: -file.stat().st_mtime)]
-    except OSError:  # not a folder of this machine, or one that somebody clears
-        return []
 
 
 def _charts_in(path: str) -> Any:

@@ -1,8 +1,8 @@
 """Times, charts and texts for the loggers of a trainer.
 
-The times of a step cost the training loop an append. Now and then, what has gathered is put into the
-queue of TensorBoard's own writer: its thread makes records of it, many at once, and writes them in their
-turn, among the events of everybody else, into the same file.
+The times of a step cost the training loop an append. Every some seconds the readings since then are put
+into the queue of TensorBoard's own writer: its thread makes records of them, many at once, and writes
+them in order, among the events of other code, into the same file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_cudagraph.timing.metrics import MetricsWriter
-from lightning_cudagraph.timing.records import ReadingRecords
+from lightning_cudagraph.timing.records import n_bytes
+from lightning_cudagraph.timing.sinks import Sink
 from lightning_cudagraph.timing.spans import Reading
-from lightning_cudagraph.timing.tensorboard.board import Board, Rows
 from lightning_cudagraph.timing.tensorboard.charts import Band, Charts, StepBand
+from lightning_cudagraph.timing.tensorboard.logger_writer import LoggerWriter
 from lightning_cudagraph.timing.whole_steps import StepJoiner
 from lightning_cudagraph.timing.windows import WindowSummary
 
@@ -38,7 +39,7 @@ _READINGS_FOR_CHARTS = 16
 _READINGS_FOR_CHOICE = 200
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(Sink):
     """Shows the times of each step, and charts of them, in TensorBoard.
 
     There is a point for each replay that was timed, at the trainer's step. With accumulation, each
@@ -51,15 +52,14 @@ class TensorBoardWriter:
     """
 
     def __init__(self, loggers: Sequence[Logger], window_steps: int = 200) -> None:
-        self._boards = [Board(x) for x in loggers if isinstance(x, TensorBoardLogger)]
+        self._writers = [LoggerWriter(x) for x in loggers if isinstance(x, TensorBoardLogger)]
         if getattr(rank_zero_only, "rank", 0) != 0:
-            self._boards = []
+            self._writers = []
         self._readings: list[Reading] = []
         self._flush_at_s = 0.0
         self._n_bytes = 0  # of what has been handed to writers
         self._thin_at_bytes = _BYTES_BEFORE_THINNING
         self._every_n_steps = 1
-        self._records = ReadingRecords()
         self._band = StepBand(window_steps)
         self._joiner = StepJoiner()
         # The first readings, until the charts are written that show the slowest layers of them.
@@ -68,35 +68,32 @@ class TensorBoardWriter:
 
     @property
     def is_shown(self) -> bool:
-        """Whether there is any logger to write to: if not, texts and figures need not be made."""
-        return bool(self._boards)
+        """There is a logger to write to; if not, texts and figures need not be made."""
+        return bool(self._writers)
 
     def add(self, reading: Reading) -> None:
-        """Take the times of one step."""
         readings = self._readings
         readings.append(reading)
         if len(readings) >= _READINGS_PER_FLUSH or reading.walltime_s >= self._flush_at_s:
             self.flush()
 
     def pause(self) -> None:
-        """Write what has been taken."""
         self.flush()
 
     def flush(self) -> None:
         """Write what has been taken."""
         readings, self._readings = self._readings, []
-        if not readings or not self._boards:
+        if not readings or not self._writers:
             return
         last = readings[-1]
         self._flush_at_s = last.walltime_s + _SECONDS_BETWEEN_FLUSHES
         bands = self._band.add(filter(None, map(self._joiner.add, readings)))
         n = self._every_n_steps
         shown = readings if n == 1 else [reading for reading in readings if (reading.step + 1) % n == 0]
-        rows = Rows(shown, self._records)
-        for board in self._boards:
-            board.write(rows)
+        for writer in self._writers:
+            writer.write(shown)
         self._add_bands(bands)
-        self._n_bytes += self._records.n_bytes(shown)
+        self._n_bytes += n_bytes(shown)
         if self._n_bytes >= self._thin_at_bytes:
             self._thin(last.step)
         if self._first is not None:
@@ -117,52 +114,30 @@ class TensorBoardWriter:
         )
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write numbers that do not follow from readings.
-
-        Args:
-            values: by tag.
-            step: the step as the trainer's loggers count it.
-        """
+        """Write numbers that do not follow from readings."""
         for tag, value in values.items():
-            for board in self._boards:
-                board.attempt(lambda writer: writer.add_scalar(tag, value, step))  # noqa: B023
+            for writer in self._writers:
+                writer.attempt(lambda summary: summary.add_scalar(tag, value, step))  # noqa: B023
 
     def add_text(self, tag: str, text: str, step: int) -> None:
-        """Write a text in a fixed-width font.
-
-        Args:
-            tag: where it is shown.
-            text: plain text; its columns stay aligned.
-            step: the step as the trainer's loggers count it.
-        """
-        for board in self._boards:
-            board.attempt(lambda writer: writer.add_text(tag, f"```\n{text}\n```", step))
+        """Write a text in a fixed-width font."""
+        for writer in self._writers:
+            writer.attempt(lambda summary: summary.add_text(tag, f"```\n{text}\n```", step))
 
     def add_event(self, text: str, step: int) -> None:
-        """Write what became of the graphs, or of what is shown of them.
-
-        Args:
-            text: sentences.
-            step: the step as the trainer's loggers count it.
-        """
+        """Write what became of the graphs, or of what is shown of them."""
         self.add_text("cudagraph/events", textwrap.fill(text, _TEXT_COLUMNS), step)
 
     def add_figure(self, tag: str, figure: Any, step: int) -> None:
-        """Write a picture; what goes wrong with it is raised.
-
-        Args:
-            tag: where it is shown.
-            figure: from matplotlib.
-            step: the step as the trainer's loggers count it.
-        """
-        for board in self._boards:
-            board.draw(lambda writer: writer.add_figure(tag, figure, step))
+        """Write a picture; what goes wrong with it is raised."""
+        for writer in self._writers:
+            writer.draw(lambda summary: summary.add_figure(tag, figure, step))
 
     def close(self) -> None:
         """Write what is left, and leave the loggers' writers as they were."""
         with ExitStack() as stack:
-            for board in self._boards:
-                stack.callback(board.close)
+            for writer in self._writers:
+                stack.callback(writer.close)
             self.flush()
             self._add_bands(self._band.rest())
             self._choose_charts()
@@ -179,22 +154,17 @@ class TensorBoardWriter:
 
     def _add_charts(self, readings: Sequence[Reading]) -> None:
         summary = WindowSummary(readings)
-        self._charts = self._charts or [Charts() for _ in self._boards]
-        for board, charts in zip(self._boards, self._charts, strict=True):
-            board.attempt(lambda writer: charts.write(writer, summary))  # noqa: B023
+        self._charts = self._charts or [Charts() for _ in self._writers]
+        for writer, charts in zip(self._writers, self._charts, strict=True):
+            writer.attempt(lambda writer: charts.write(writer, summary))  # noqa: B023
 
 
 def other_loggers_writer(
     loggers: Sequence[Logger], window_steps: int, step_now: Callable[[], int]
 ) -> MetricsWriter:
-    """What hands times to the loggers that are not for TensorBoard.
+    """A writer of medians to the loggers that are not for TensorBoard.
 
     A `CSVLogger` is left out: each of its rows has all columns, and its file is what people compare.
-
-    Args:
-        loggers: the trainer's loggers.
-        window_steps: how many readings make a window.
-        step_now: the step at hand as the loggers count it.
     """
     others = [x for x in loggers if not isinstance(x, (TensorBoardLogger, CSVLogger, DummyLogger))]
     if getattr(rank_zero_only, "rank", 0) != 0:

@@ -1,72 +1,43 @@
-"""A logger for TensorBoard, and the way into its writer's queue."""
+"""The writer of a TensorBoard logger, and the way into its queue."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from threading import Lock
 from typing import Any, NamedTuple
 
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cudagraph.capture.stand_ins import replace_method
-from lightning_cudagraph.compat.features import BOARD
+from lightning_cudagraph.compat.features import EVENT_QUEUE
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.timing.records import ReadingRecords
 from lightning_cudagraph.timing.spans import Reading
 
-__all__ = ["Board", "Rows", "innards"]
+__all__ = ["LoggerWriter", "innards"]
 
 
-class Rows:
-    """Readings for writers; made into records once, by the thread that comes to them first."""
+class _Queued(NamedTuple):
+    """Readings among the records in a writer's queue."""
 
-    def __init__(self, readings: Sequence[Reading], records: ReadingRecords) -> None:
-        self._readings = readings
-        self._records = records
-        self._finished: list[bytes] | None = None
-        self._lock = Lock()
-
-    def finished(self, skip: int) -> bytes:
-        """All records but the first `skip`, in the order of the readings."""
-        with self._lock:
-            if self._finished is None:
-                self._finished = self._records.of(self._readings)
-        return b"".join(self._finished[skip:])
-
-    def write_by_value(self, writer: Any, begin: int, end: int | None) -> None:
-        """The public way, which makes an event of each value."""
-        for reading in self._readings[begin:end]:
-            for tag, value_ms in zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True):
-                writer.add_scalar(tag, value_ms, reading.step, walltime=reading.walltime_s)
+    readings: Sequence[Reading]
 
 
-class Queued(NamedTuple):
-    """Rows among the records in a writer's queue.
+class LoggerWriter:
+    """The writer of a logger. After an error no more is written to it, and training goes on.
 
-    Attributes:
-        rows: the rows.
-        skip: how many of them are written already.
-    """
-
-    rows: Rows
-    skip: int
-
-
-class Board:
-    """A logger for TensorBoard. After an error it is left alone, and training goes on.
-
-    Its writer may be closed by its owner at any time, and makes a new file then when something is
+    It may be closed by its owner at any time, and makes a new file then when something is
     written.
     """
 
     def __init__(self, logger: TensorBoardLogger) -> None:
         self._logger = logger
-        self._has_way_in = available(BOARD)
+        self._made = ReadingRecords()
+        self._has_way_in = available(EVENT_QUEUE)
         self._failed = False
         self._patches = ExitStack()
-        # The innards of the writer that rows are handed to.
+        # The part of the writer with a method that is replaced.
         self._records: Any = None
         # What went wrong in the writer's thread.
         self._error: Exception | None = None
@@ -81,9 +52,9 @@ class Board:
         if not self._failed:
             write(self._logger.experiment)
 
-    def write(self, rows: Rows) -> None:
-        """Hand rows to the writer."""
-        self.attempt(lambda writer: self._write(writer, rows))
+    def write(self, readings: Sequence[Reading]) -> None:
+        """Hand readings to the writer."""
+        self.attempt(lambda writer: self._write(writer, readings))
 
     def close(self) -> None:
         """Leave the writer as it was."""
@@ -110,19 +81,18 @@ class Board:
                     f" {type(error).__name__}: {error}. It is given no more; training goes on."
                 )
 
-    def _write(self, writer: Any, rows: Rows) -> None:
-        done = 0
+    def _write(self, writer: Any, readings: Sequence[Reading]) -> None:
         if getattr(writer, "file_writer", self) is None:
             # Closed. The public way opens it again.
-            rows.write_by_value(writer, 0, 1)
-            done = 1
+            _write_values(writer, readings[:1])
+            readings = readings[1:]
         if (put := self._way_in(writer)) is None:
-            rows.write_by_value(writer, done, None)
+            _write_values(writer, readings)
         else:
-            put(Queued(rows, done))
+            put(_Queued(readings))
 
     def _way_in(self, writer: Any) -> Callable[[Any], None] | None:
-        """What puts rows into the writer's queue; None if it is built differently."""
+        """The function that puts readings into the writer's queue; None if it is built differently."""
         if self._error is not None:
             raise self._error
         if not self._has_way_in:
@@ -136,24 +106,31 @@ class Board:
             by_tensorboard = records.write
 
             def write(data: Any) -> None:
-                if type(data) is not Queued:
+                if type(data) is not _Queued:
                     by_tensorboard(data)
                     return
                 try:
-                    finished = data.rows.finished(data.skip)
+                    made = b"".join(self._made.of(data.readings))
                 except Exception as error:  # ours, and no reason for TensorBoard's thread to end
                     self._error = error
                     return
-                if finished:
-                    file.write(finished)
+                if made:
+                    file.write(made)
 
             replace_method(records, "write", write, self._patches)
         put: Callable[[Any], None] = queue.write
         return put
 
 
+def _write_values(writer: Any, readings: Sequence[Reading]) -> None:
+    """Write by the public method, which makes an event of each value."""
+    for reading in readings:
+        for tag, value_ms in zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True):
+            writer.add_scalar(tag, value_ms, reading.step, walltime=reading.walltime_s)
+
+
 def innards(writer: Any) -> list[Any]:
-    """What a writer of torch's is made of: its file, that of its events, the queue, records, bytes."""
+    """The parts of a writer of torch's: its file, that of its events, the queue, records, bytes."""
     found = []
     for name in ("file_writer", "event_writer", "_async_writer", "_writer", "_writer"):
         writer = getattr(writer, name, None)

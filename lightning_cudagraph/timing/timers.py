@@ -1,20 +1,16 @@
-"""Timers that work inside a CUDA graph as they do outside, for any code; they know no Trainer.
-
-A timer records an event before a block and one behind it. In a capture the events are external ones:
-nodes of the graph, whose times each replay sets anew and the host can read. While CUDA has not been
-initialised, the clock of the host takes the place of the events.
-"""
+"""Timers for any code, inside a CUDA graph and outside."""
 
 from __future__ import annotations
 
 from threading import get_ident
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from lightning_cudagraph.capture.emulator import EmulatedGraph
 from lightning_cudagraph.capture.here import is_captured_here
 from lightning_cudagraph.errors import TimerError
-from lightning_cudagraph.timing.blocks import TimedBlock
-from lightning_cudagraph.timing.stretches import Stretch, Stretches, last_ended, read_ms
+from lightning_cudagraph.timing.timed_blocks import TimedBlock, Timing, Timings, has_no_time, read_ms
 
 __all__ = ["EventTimer", "TimerRegistry"]
 
@@ -25,29 +21,23 @@ Context = TypeVar("Context")
 _in_graphs: list[Any] = []
 
 
-def _keep(stretch: Stretch) -> None:
-    """Keep the events of a stretch, if it is in a graph that does not keep them itself."""
-    if stretch.captured and EmulatedGraph.recording() is None:
-        _in_graphs.extend(stretch.events)
-
-
 class EventTimer(TimedBlock):
     """Measures a block of work on the device, in a CUDA graph too.
 
     ``with timer:``, ``with timer():`` and ``@timer`` are all right. It may be entered again, nested, and
     in several threads; it tells the time of the block that ended last. In a capture the block becomes
     part of the graph, and has a new time after each replay; of several graphs, the one counts that was
-    replayed last, be it one that has gone since: `clear` forgets what was timed before another capture.
-    A block that ends with an exception is not timed. While CUDA has not been initialised, the clock of
-    the host is read. Tasks of asyncio that take turns in a thread need a timer each, or the `Profiler`.
+    replayed last, even if it is gone by now: `clear` forgets all timings before another capture.
+    A block that ends with an exception is not timed. Until CUDA is initialised, the clock of the host is
+    read. Tasks of asyncio that run by turns in a thread need a timer each, or the `Profiler`.
 
     An event in a graph lies on its critical path, and costs 2 to 4 µs there (H200, docs/times.md).
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._last: Stretch | None = None
-        self._captured: list[Stretch] = []
+        super().__init__(None, None)
+        self._last: Timing | None = None
+        self._captured: list[Timing] = []
 
     def synchronize(self) -> None:
         """Block the host until the end of the block has been reached.
@@ -78,41 +68,63 @@ class EventTimer(TimedBlock):
                 "A timer was read with which nothing has been timed.",
                 "Put `with timer:` around the work.",
             )
-        if not is_captured_here() and (last := last_ended([*self._captured, self._last])) is not None:
-            return last.elapsed_ms()
-        return read_ms([self._last], self._last)[0]
+        last = None if is_captured_here() else self._last_ended()
+        return read_ms([self._last], self._last)[0] if last is None else last.elapsed_ms()
 
     def clear(self) -> None:
         """Forget all blocks that have been left."""
         self._last = None
         self._captured = []
 
-    def _entered(self) -> Stretch:
-        stretch = Stretch()
-        _keep(stretch)
-        return stretch
+    def _last_ended(self) -> Timing | None:
+        """The timing with the latest end, after a wait for all; None if no end has been reached."""
+        found: Timing | None = None
+        if torch.cuda.is_initialized():
+            # `Event.synchronize` does not wait for an event that a graph sets for the first time.
+            torch.cuda.current_stream().synchronize()
+        for timing in filter(None, [*self._captured, self._last]):
+            try:
+                timing.events[1].synchronize()
+                timing.elapsed_ms()
+            except RuntimeError as error:  # not replayed yet, or never again
+                if not has_no_time(error):
+                    raise
+                continue
+            if found is None or found.ended_before(timing):
+                found = timing
+        return found
 
-    def _left(self, stretch: Stretch, failed: bool) -> None:
+    def _entered(self) -> Timing:
+        return _kept(Timing())
+
+    def _left(self, timing: Timing, failed: bool) -> None:
         if not failed:
-            self._last = stretch
-            if stretch.captured:
-                self._captured.append(stretch)
+            self._last = timing
+            if timing.captured:
+                self._captured.append(timing)
 
     def __reduce__(self) -> Any:
-        # A copy of what holds a timer, such as a module, has a timer of its own.
+        # A copy of an object that holds a timer, such as a module, has a timer of its own.
         return type(self), ()
+
+
+def _kept(timing: Timing) -> Timing:
+    """Keep the events of a timing alive, if it is in a graph that does not."""
+    if timing.captured and EmulatedGraph.recording() is None:
+        _in_graphs.extend(timing.events)
+    return timing
 
 
 class TimerRegistry(Generic[Context]):
     """Many timed blocks, whose times are read together.
 
-    Blocks of a graph have new times after each replay. Those outside of graphs are handed out once.
+    Blocks of a graph have new times after each replay. Those outside of graphs are returned once.
     A registry serves one graph, and one thread at a time: before another capture, and when a capture has
-    failed, `clear` it. Otherwise it cannot tell which graph was replayed last, and hands out old times
+    failed, `clear` it. Otherwise it cannot tell which graph was replayed last, and returns old times
     of the others too; and waits for the first replay of a graph that does not exist. `Profiler` keeps
     all graphs and threads apart by itself.
 
-    A copy of it, or what a pickle is loaded as, is empty, and so are the blocks that are copied with it.
+    A copy of it, or a pickle when loaded, is empty, and so are the blocks that are copied with it.
 
     Example:
         with torch.cuda.graph(graph):
@@ -124,15 +136,15 @@ class TimerRegistry(Generic[Context]):
     """
 
     def __init__(self) -> None:
-        self._stretches = Stretches()
+        self._timings = Timings()
 
     def time(self, context: Context) -> TimedBlock:
         """A block to be entered by ``with``, or put on a function: each call is a block of its own.
 
         Args:
-            context: any object, which comes back with the time; the same one may come again.
+            context: any object, which is returned with the time; the same one may be used again.
         """
-        return _RegisteredBlock(self, context)
+        return TimedBlock(self, context)
 
     def elapsed_times(self) -> list[tuple[Context, float]]:
         """Contexts and milliseconds of all blocks, in the order in which they were entered.
@@ -143,47 +155,27 @@ class TimerRegistry(Generic[Context]):
             TimerError: if a block is still open, if the graph has not been replayed or its capture has
                 failed, or if a capture is under way.
         """
-        for stretch in self._stretches.open():
+        for timing in self._timings.open():
             raise TimerError(
-                f"{stretch} has been entered and not left, so that it has no end.",
+                f"{timing} has been entered and not left, so that it has no end.",
                 "Leave it before the times are read, best by `with`; `clear()` forgets it.",
             )
-        return self._stretches.read()
+        return self._timings.read()
 
     def synchronize(self) -> None:
         """Block the host until the end of the block that was left last has been reached."""
-        self._stretches.wait()
+        self._timings.wait()
 
     def clear(self) -> None:
         """Forget all blocks."""
-        self._stretches.clear()
+        self._timings.clear()
+
+    def _entered(self, context: Context) -> Timing:
+        return self._timings.enter(_kept(Timing(context)))
+
+    def _left(self, timing: Timing, failed: bool) -> None:
+        if timing.home is not None:  # `clear` has not forgotten it
+            (timing.home.discard if failed else timing.home.leave)(timing)
 
     def __reduce__(self) -> Any:
         return type(self), ()
-
-
-class _RegisteredBlock(TimedBlock):
-    """A block of a registry."""
-
-    def __init__(self, registry: TimerRegistry[Any], context: Any) -> None:
-        super().__init__()
-        self._registry = registry
-        self._context = context
-
-    def _entered(self) -> Stretch:
-        stretch = Stretch(self._context)
-        _keep(stretch)
-        self._registry._stretches.enter(stretch)
-        return stretch
-
-    def _left(self, stretch: Stretch, failed: bool) -> None:
-        if stretch.home is None:  # `clear` has forgotten it
-            return
-        if failed:
-            stretch.home.discard(stretch)
-        else:
-            stretch.home.leave(stretch)
-
-    def __reduce__(self) -> Any:
-        # The registry comes along, so that one and its blocks are copied as a whole.
-        return type(self), (self._registry, self._context)

@@ -1,0 +1,31 @@
+"""What is prepared for steps does not grow with a run whose steps are all different."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_cudagraph.timing.clock import FitClock
+from lightning_cudagraph.timing.records import ReadingRecords, n_bytes
+from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.tensorboard.charts import StepBand
+from lightning_cudagraph.timing.whole_steps import StepJoiner
+
+
+def test_steps_that_are_all_different() -> None:
+    backend: Any = SimpleNamespace(event_times=list)
+    clock, records, band, joiner = FitClock(backend, [], 1), ReadingRecords(), StepBand(10), StepJoiner()
+    for step in range(300):
+        layout = SpanLayout((Span(f"step_ms/{step}", "forward", ((0, 1),)),), 2)
+        layout = clock._layout_of(layout, False, 0)
+        reading = Reading(layout, step, 0.0, [0.0, 1.0])
+        for _ in range(2):
+            assert len(records.of([reading])[0]) == n_bytes([reading]) > 0
+        band.add([reading])
+        joiner.add(Reading(layout, step, 0.0, [0.0, 1.0, -1.0], 0, False))
+        assert joiner.add(Reading(layout, step, 0.0, [0.0, 1.0, -1.0], 1, True)) is not None
+    prepared = (clock._layout_of, records._of_tags, band._calls, joiner._layout_of)
+    for by_layout in prepared:
+        info = by_layout.cache_info()
+        assert info.misses == 300  # once for each
+        assert info.currsize <= 64
