@@ -301,7 +301,8 @@ class Signature:
     """All that a graph takes for granted about a batch, as one comparable, hashable value.
 
     Containers by type, keys and the plain values in their attributes, tensors by shape, stride, dtype,
-    device, and by which of them are the same object; other leaves by value, because a capture freezes them.
+    device, and by which of them are the same object; other leaves by value, because a capture freezes
+    them.
 
     Args:
         batch: the batch to describe.

@@ -344,13 +344,13 @@ class StridesOfATensor(Place, name="strides of a buffer"):
     counts = False
 
     def make(self) -> None:
-        self.net.register_buffer("table", torch.zeros(16).as_strided((2, 2), (int(LOW), 1)))
+        self.net.body.register_buffer("table", torch.zeros(16).as_strided((2, 2), (int(LOW), 1)))
 
     def read(self) -> float:
-        return float(self.net.table.stride(0))
+        return float(self.net.body.table.stride(0))
 
     def write(self, number: float) -> None:
-        self.net.table.as_strided_((2, 2), (int(number), 1))
+        self.net.body.table.as_strided_((2, 2), (int(number), 1))
 
 
 # Attributes that are not what they look like
