@@ -426,7 +426,7 @@ def _write_slots(value: Any, slots: dict[str, Any], parts: Parts) -> None:
 
 def _of_function(value: FunctionType) -> Parts:
     cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-    defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    defaults = (*(value.__defaults__ or ()), value.__kwdefaults__)
     return {
         **dict(cells),
         "__code__": value.__code__,

@@ -484,9 +484,8 @@ class Walk:
         in_tuple = issubclass(type(node.owner), tuple)
         is_of_modules = issubclass(type(node.owner), type) and issubclass(node.owner, nn.Module)
         is_of_modules &= not self._scope.in_capture
-        is_whole = type(root.value) in PROXIES or issubclass(type(root.value), READ_WHOLE)
         for label, part in node.parts.items():
-            if type(part) in VALUES or node.ignores(label) or label in _OWN or is_whole:
+            if type(part) in VALUES or node.ignores(label) or label in _OWN:
                 continue
             if is_of_modules and not node.was_read(label):
                 continue  # a method that the step does not call
