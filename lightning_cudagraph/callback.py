@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.arguments import check_arguments, check_company
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.nccl import check_nccl, settle_nccl
+from lightning_cudagraph.capture.nccl import check_nccl
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.streams import stream_choice
 from lightning_cudagraph.capture.streams.stream_choice import AskedStreams
@@ -50,9 +50,8 @@ class CUDAGraphCallback(Callback):
 
     The first batches are ordinary training steps on a side stream. Then the step is captured, and
     every later batch of the same shape is copied into the graph's static buffers and replayed. The
-    run comes out as it would without this callback, but for the last place of optimizers that must
-    run with ``capturable=True`` (said when training starts); what is known not to is refused with
-    the reason, or run eagerly. On a CPU an emulator takes the place of the GPU.
+    run comes out as it would without this callback; what is known not to is refused with the
+    reason, or run eagerly. On a CPU an emulator takes the place of the GPU.
 
     Shown in TensorBoard for each timed replay, in milliseconds: ``layer_forward_ms/{module}``,
     ``layer_backward_ms/{module}`` and ``step_ms/{forward,backward,clipping,scaler,optimizer,total}``,
@@ -174,8 +173,6 @@ class CUDAGraphCallback(Callback):
         self._evaluation: GraphedEvaluation | None = None
         self._processes: Distributed | None = None
         self._wrapping: ExitStack | None = None
-        # Now, because process groups are made before the first hook.
-        self._settled = "" if backend == "off" else settle_nccl()
         self._no_evaluation: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._description = ""
@@ -227,9 +224,8 @@ class CUDAGraphCallback(Callback):
         self._training.install()
         self._processes.install()
         self.counts = self._training.counts
-        settled = [self._settled] if self._settled and self._processes.agreement is not None else []
         lacking = gpu_without_cuda(torch.version.cuda, torch.version.hip)
-        said = (self._description, newer_than_tested(), lacking, *settled, *self._training.notes)
+        said = (self._description, newer_than_tested(), lacking, *self._training.notes)
         for line in filter(None, said):
             rank_zero_info(f"lightning_cudagraph: {line}")
 

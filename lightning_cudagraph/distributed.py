@@ -1,26 +1,25 @@
-"""The processes of one `fit`, in Lightning's terms.
+"""The processes of one `fit`, and the decisions that they take together.
 
-Which decisions need all processes, and which do not. A graph with collectives in it is launched by all
-processes or by none: so says NCCL's manual ("Using NCCL with CUDA Graphs"), and it may register buffers
-of all of them in a capture. So these are made together, before each step: replay, capture, a check of a
-replay (it does the step several times, with its collectives), warm-up of what all have dropped, and
-giving up. Each process says what it would do by itself, and:
+A graph with collectives in it is launched by all processes or by none: so says NCCL's manual ("Using
+NCCL with CUDA Graphs"), and it may register buffers of all of them in a capture. So these are decided by
+a vote before each step: replay, capture, a check of a replay (it does the step several times, with its
+collectives), warm-up after all have dropped their graphs, and giving up. Each process votes for what it
+would do by itself, and:
 
-- all say the same: they do it;
+- all vote for the same: they do it;
 - one has to run eagerly (another shape): all do, and keep their graphs;
-- one has dropped its graphs (a guard): all drop theirs, warm up and capture anew;
+- one has dropped its graphs (a guard): all drop theirs, warm up and capture again;
 - one has given up: all do.
 
-How a capture or a check came out is told by each, so that a failure is everybody's. What stays with each
-process: the batch shapes that its own graphs are for, layers and their times, what is logged.
+The outcome of a capture or a check is gathered from all, so that a failure of one is one of all. Each
+process has to itself: the batch shapes that its own graphs are for, layers and their times, logs.
 
-Where Lightning broadcasts before each batch whether a SIGTERM has come, and makes the host wait for the
-GPU to read it, the signal goes along with the plans here, and all end behind the same batch. All meet
-before a validation and at the end of an epoch, too, and say where they are: who has come elsewhere
-would wait in collectives that the others do not do. Nobody meets inside an evaluation, which may have
-more batches in one process than in another: there, all end once all have the signal, behind the same
-batch if each has as many; where one has it alone, they end behind the next batch of the training, or
-the epoch.
+Lightning broadcasts before each batch whether a SIGTERM has come, and makes the host wait for the GPU to
+read it. Here the signal goes along with the votes, and all end behind the same batch. All vote before a
+validation and at the end of an epoch, too, and say where they are: a process elsewhere would wait in
+collectives that the others do not do. There are no votes inside an evaluation, which may have more
+batches in one process than in another: there, all end once all have the signal, behind the same batch if
+each has as many; where one has it alone, they end behind the next batch of the training, or the epoch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -44,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.processes.agreement import Agreement, Intent
-from lightning_cudagraph.capture.processes.ranks import Ranks
+from lightning_cudagraph.capture.processes.peers import Peers, Vote
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.compat.features import COLLECTIVES
 from lightning_cudagraph.compat.tables import require
@@ -53,10 +52,12 @@ from lightning_cudagraph.timing.rank_times import SharedRun
 
 __all__ = ["Distributed", "wrapped_on_side_stream"]
 
+T = TypeVar("T")
+
 # What Lightning's own handler says is said in its name.
 _log = logging.getLogger(signal_connector.__name__)
 
-# Where processes meet.
+# Where processes vote.
 _STEP, _EPOCH_END, _VALIDATION = range(3)
 _PLACES = (
     "before batch {0} of the epoch",
@@ -95,8 +96,30 @@ def _at(where: int) -> str:
     return _PLACES[place].format(ready - 1)
 
 
+def _check_same_place(lowest: Vote, highest: Vote) -> None:
+    (here, window), (there, other) = divmod(lowest.place, _WINDOWS), divmod(highest.place, _WINDOWS)
+    if here != there:
+        raise PeerError(
+            f"Some processes are {_at(here)}, and others {_at(there)}. One of them has skipped"
+            " batches (by what `on_train_batch_start` returns), has been told to stop"
+            " (`trainer.should_stop`), or has other numbers of batches or epochs. Let all do the"
+            " same; `trainer.strategy.reduce_boolean_decision` has them decide together."
+        )
+    if window != other:
+        raise PeerError(
+            f"Some processes have `trainer.accumulate_grad_batches` {window}, and others {other}."
+            " Change it in all of them behind the same batch."
+        )
+    if lowest.is_last != highest.is_last:
+        raise PeerError(
+            f"Some processes are {_at(here)}, which is the last one there, and not in others. Give"
+            " all of them the same number of batches (a `DistributedSampler` does, and"
+            " `Trainer(limit_train_batches=...)`), and let `on_train_batch_start` skip the same."
+        )
+
+
 class Distributed:
-    """The processes of a `fit`; this one alone, if it is not distributed.
+    """The processes of a `fit`, and their `Agreement`; this one alone, if it is not distributed.
 
     Args:
         trainer: the trainer.
@@ -105,30 +128,29 @@ class Distributed:
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._patches = ExitStack()
-        self._ranks: Ranks | None = None
-        self._meets = False
-        self._place = _STEP
+        self._peers: Peers | None = None
+        self._votes = False
         self._sigterm = False
         self._all_end = False  # with a SIGTERM, and all know it
         if trainer.world_size > 1 and dist.is_initialized():
             require(COLLECTIVES)
-            self._ranks = Ranks(self._flags, self._met)
+            self._peers = Peers()
             # Until training starts, processes may wait in NCCL for one that has failed.
-            self._ranks.watch(trainer.strategy.root_device)
+            self._peers.watch(trainer.strategy.root_device)
 
     @property
     def agreement(self) -> Agreement | None:
-        """With the other processes, or None if there are none."""
-        return self._ranks
+        """The agreement with the other processes, or None if there are none."""
+        return None if self._peers is None else self
 
     @property
     def run(self) -> SharedRun | None:
         """The run as all its processes know it, or None if there is one."""
-        ranks = self._ranks
-        return None if ranks is None else SharedRun(f"graphs/{ranks.number}", lambda: ranks.waited_s)
+        peers = self._peers
+        return None if peers is None else SharedRun(f"graphs/{peers.number}", lambda: peers.waited_s)
 
     def compare(self, arguments: Mapping[str, Any], refused: UnsupportedError | None = None) -> None:
-        """At the start: let no process begin what another one does not.
+        """Let no process begin what another one does not, at the start.
 
         Args:
             arguments: what was asked for in this process, by name.
@@ -138,114 +160,103 @@ class Distributed:
             ConfigurationError: if the processes were asked for different things.
             UnsupportedError: if this process, or another one, would run without graphs.
         """
-        if self._ranks is None:
+        if self._peers is None:
             return
         asked = {f"argument `{name}`": repr(value) for name, value in arguments.items()}
         asked["number of training batches"] = str(self._trainer.num_training_batches)
         asked["`Trainer(accumulate_grad_batches=...)`"] = str(self._trainer.accumulate_grad_batches)
-        self._ranks.compare(asked, refused)
+        self._peers.compare(asked, refused)
 
     def install(self) -> None:
-        """Meet before each step from now on."""
-        if self._ranks is None:
+        """Vote before each step from now on."""
+        if self._peers is None:
             return
         trainer = self._trainer
         timeout = getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)
-        self._ranks.start(timeout, trainer.strategy.root_device)
+        self._peers.start(timeout)
         loop = trainer.fit_loop.epoch_loop
         replace_method(loop, "_broadcast_sigterm_tensor", lambda: None, self._patches)
         self._take_sigterm()
-        self._meets = True
+        self._votes = True
 
     def fail(self, error: BaseException) -> None:
         """The run ends with an error: take the other processes along."""
-        if self._ranks is None or (self._all_end and isinstance(error, SIGTERMException)):
+        if self._peers is None or (self._all_end and isinstance(error, SIGTERMException)):
             return
-        self._ranks.fail(error)
+        self._peers.fail(error)
 
     def pause(self) -> None:
-        """Behind a batch of an evaluation, where nobody meets: end with the others, if all are to end.
+        """Behind a batch of an evaluation, without a vote: end with the others, if all are to end.
 
         Raises:
             PeerError: if another process has failed.
             SIGTERMException: if all end, and this batch is the last one.
         """
-        if self._ranks is None or not self._meets:
+        if self._peers is None or not self._votes:
             return
         loop = self._trainer.fit_loop.epoch_loop
         progress = loop.val_loop.batch_progress
         is_last = progress.is_last_batch
         # No two evaluations come behind the same batch.
         word = f"SIGTERM/{loop.batch_progress.total.ready}" if self._sigterm else ""
-        if self._ranks.pause(word, progress.current.ready, is_last):
+        if self._peers.pause(word, progress.current.ready, is_last):
             self._end()
             if is_last:
                 raise SIGTERMException  # as Lightning does behind any other batch
 
     def end_epoch(self) -> None:
-        """Meet once more, because there may be no other batch.
+        """Vote once more, because there may be no other batch.
 
         Raises:
             PeerError: if another process has failed.
         """
-        self._meet_at(_EPOCH_END)
+        self._vote_at(_EPOCH_END)
 
     def begin_validation(self) -> None:
-        """Meet before a validation, which may have collectives of its own.
+        """Vote before a validation, which may have collectives of its own.
 
         Raises:
             PeerError: if another process has failed, or does not come.
         """
-        self._meet_at(_VALIDATION)
+        self._vote_at(_VALIDATION)
 
-    def _meet_at(self, place: int) -> None:
-        if self._ranks is None or not self._meets:
-            return
-        self._place = place
-        try:
-            self._ranks.meet(Intent.REPLAY)
-        finally:
-            self._place = _STEP
+    def vote(self, intent: Intent) -> tuple[Intent, Intent]:
+        """Vote for what this process would do with its batch; see `Agreement`.
+
+        Raises:
+            PeerError: if another process has failed, does not come, or is elsewhere in the run.
+        """
+        return self._vote_at(_STEP, intent)
+
+    def gather(self, mine: T) -> list[T]:
+        """Gather an object of each process; see `Agreement`."""
+        assert self._peers is not None
+        return self._peers.gather(mine)
+
+    def _vote_at(self, place: int, intent: Intent = Intent.REPLAY) -> tuple[Intent, Intent]:
+        if self._peers is None or not self._votes:
+            return intent, intent
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        window = self._trainer.accumulate_grad_batches % _WINDOWS
+        where = (progress.current.ready * len(_PLACES) + place) * _WINDOWS + window
+        is_last = int(progress.is_last_batch)
+        lowest, highest = self._peers.vote(Vote(intent, int(self._sigterm), is_last, where))
+        if lowest is not highest:
+            _check_same_place(lowest, highest)
+        # A validation ends by itself: see `pause`.
+        if highest.sigterm and place != _VALIDATION:
+            self._end()
+        return Intent(lowest.intent), Intent(highest.intent)
 
     def close(self) -> None:
         """Leave Lightning's objects as they were."""
         with ExitStack() as stack:
-            if self._ranks is not None:
-                stack.callback(self._ranks.close)
+            if self._peers is not None:
+                stack.callback(self._peers.close)
             stack.callback(self._patches.close)
 
-    def _flags(self) -> tuple[int, int, int]:
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        window = self._trainer.accumulate_grad_batches % _WINDOWS
-        where = (progress.current.ready * len(_PLACES) + self._place) * _WINDOWS + window
-        return int(self._sigterm), int(progress.is_last_batch), where
-
-    def _met(self, lowest: tuple[int, ...], highest: tuple[int, ...]) -> None:
-        (here, window), (there, other) = divmod(lowest[2], _WINDOWS), divmod(highest[2], _WINDOWS)
-        if here != there:
-            raise PeerError(
-                f"Some processes are {_at(here)}, and others {_at(there)}. One of them has skipped"
-                " batches (by what `on_train_batch_start` returns), has been told to stop"
-                " (`trainer.should_stop`), or has other numbers of batches or epochs. Let all do the"
-                " same; `trainer.strategy.reduce_boolean_decision` has them decide together."
-            )
-        if window != other:
-            raise PeerError(
-                f"Some processes have `trainer.accumulate_grad_batches` {window}, and others {other}."
-                " Change it in all of them behind the same batch."
-            )
-        if lowest[1] != highest[1]:
-            raise PeerError(
-                f"Some processes are {_at(here)}, which is the last one there, and not in others. Give"
-                " all of them the same number of batches (a `DistributedSampler` does, and"
-                " `Trainer(limit_train_batches=...)`), and let `on_train_batch_start` skip the same."
-            )
-        # A validation ends by itself: see `pause`.
-        if highest[0] and self._place != _VALIDATION:
-            self._end()
-
     def _end(self) -> None:
-        """All have agreed to: Lightning ends the run behind this batch, or this epoch."""
+        """Have Lightning end the run behind this batch, or this epoch, as all have agreed."""
         self._all_end = True
         self._trainer._signal_connector.received_sigterm = True
 
@@ -254,7 +265,7 @@ class Distributed:
         connector = self._trainer._signal_connector
         handlers: Any = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", None)
         if not isinstance(handlers, list) or connector._sigterm_notifier_fn not in handlers:
-            return  # not in the main thread, or somebody else's
+            return  # not in the main thread, or another library's
         index = handlers.index(connector._sigterm_notifier_fn)
         original = handlers[index]
         handlers[index] = self._on_sigterm

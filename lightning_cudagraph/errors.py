@@ -119,6 +119,8 @@ class TimerError(CUDAGraphError):
 class PeerError(CUDAGraphError):
     """Another process of the run has failed, or does something else; this one cannot go on alone."""
 
+    is_told = True  # the other processes know of it, or come to it by themselves
+
 
 class BatchError(UnsupportedError):
     """A batch holds tensors in a place from which no static copy can be made."""

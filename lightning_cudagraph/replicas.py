@@ -1,13 +1,10 @@
-"""The `DistributedDataParallel` around a module, and what it keeps on the host from step to step.
+"""The `DistributedDataParallel` around a module, or the sharded weights in it, in a `fit`.
 
-A replay does not run its Python. What an eager step would leave there is noted here, and what is not
-the same in every step of a kind keeps such a step out of the graph: buffers are broadcast in the step
-after one that has averaged gradients, and so not in the step that follows a validation.
+The steps of a kind are alike but for one: buffers are broadcast in the step after one that has averaged
+gradients, and so not in the step that follows a validation. Such a step is not in the graph.
 
-Or the weights that are sharded (`shards.py`) in place of a wrapper.
-
-Its gradients lie in buckets that are allocated once, in the second step; the graph writes into them, or
-into its own gradients beside them, as an eager step does.
+The wrapper's gradients lie in buckets that are allocated once, in the second step; the graph writes into
+them, or into gradients of its own, as an eager step does.
 """
 
 from __future__ import annotations
@@ -19,26 +16,21 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cudagraph.capture.processes.wrappers import hooks_of, is_unfinished, take_times
+from lightning_cudagraph.capture.processes.ddp import DDPState, hooks_of
 from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.shards import Shards, sharded_modules
 from lightning_cudagraph.support import check_replicas
 
 __all__ = ["Replicas", "has_replicas"]
 
-# One more than the reducer takes times of by events, which no capture can hold. By then it has also
-# sorted its buckets anew, which it does in the second one, after a broadcast on the host.
-_SETTLED_AFTER = 11
-_SORTED_AFTER = 2
-
 
 def has_replicas(strategy: Strategy) -> bool:
-    """Whether there are collectives in steps: of a wrapper, or of sharded weights."""
+    """Tell if there are collectives in steps: of a wrapper, or of sharded weights."""
     model = strategy.model
     return isinstance(model, DistributedDataParallel) or bool(sharded_modules(model))
 
 
-class Replicas:
+class Replicas(DDPState):
     """The replicas of a module in the processes of a run; one, if it is not distributed.
 
     Args:
@@ -47,62 +39,45 @@ class Replicas:
 
     def __init__(self, strategy: Strategy) -> None:
         model = strategy.model
-        self._strategy = strategy
-        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        wrappers = [model] if isinstance(model, DistributedDataParallel) else []
+        super().__init__(wrappers, lambda: check_replicas(strategy))
         self.shards = Shards(model)
-        self._averaged = 0
-        self._broken = False
-
-    @property
-    def are_averaged(self) -> bool:
-        """Whether there is a wrapper, which averages gradients in the last step of each window."""
-        return self._ddp is not None
 
     @property
     def syncs(self) -> bool:
-        """Whether gradients are averaged in the step that is about to run."""
-        return self._ddp is not None and self._ddp.require_backward_grad_sync
+        """Tell if gradients are averaged in the step that is about to run."""
+        return any(ddp.require_backward_grad_sync for ddp in self.wrappers)
 
     def described(self) -> dict[str, Any]:
-        """What the collectives of a step go by, by name."""
-        hooks = {} if self._ddp is None else {"the communication hooks": hooks_of(self._ddp)}
-        return {**hooks, **self.shards.described()}
+        """The settings that the collectives of a step depend on, by name."""
+        hooks = [("the communication hooks", hooks_of(ddp)) for ddp in self.wrappers]
+        return {**dict(hooks), **self.shards.described()}
 
     def settings(self) -> tuple[Any, ...]:
         """The same in a form that is quick to compare."""
-        hooks = () if self._ddp is None else (len(self._ddp._comm_hooks),)
-        return (*hooks, *self.shards.settings())
+        return (*(len(ddp._comm_hooks) for ddp in self.wrappers), *self.shards.settings())
 
-    def ran(self, place: Place) -> None:
+    def ran(self) -> None:
         """An eager step went through."""
-        self._averaged += place.syncs
+        super().ran()
         self.shards.ran()
 
-    def is_settled(self) -> bool:
-        """Whether the reducer has had the iterations that no capture can hold."""
-        return self._ddp is None or self._averaged >= _SETTLED_AFTER
-
     def unlike_others(self, place: Place) -> str:
-        """Why the step that is about to run does not do what others in its place do, or nothing."""
-        ddp = self._ddp
-        if ddp is None:
-            return self.shards.unlike_others()
-        if not ddp.modules_buffers:
-            return ""
-        if ddp.will_sync_module_buffers() == (place.drops and self._broadcasts(ddp)):
-            return ""
-        return "buffers are not broadcast in the step after a validation"
-
-    @staticmethod
-    def _broadcasts(ddp: DistributedDataParallel) -> bool:
-        # Another name since torch 2.13.
-        name = "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
-        return bool(getattr(ddp, name))
+        """Return why the step that is about to run is not like others of its kind, or nothing."""
+        for ddp in self.wrappers:
+            # Another name since torch 2.13.
+            name = (
+                "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
+            )
+            broadcasts = place.drops and bool(getattr(ddp, name))
+            if ddp.modules_buffers and ddp.will_sync_module_buffers() != broadcasts:
+                return "buffers are not broadcast in the step after a validation"
+        return self.shards.unlike_others()
 
     def replayed(self, place: Place) -> None:
         """Leave what an eager step would have left."""
-        if self._ddp is not None:
-            self._ddp.require_forward_param_sync = place.syncs
+        for ddp in self.wrappers:
+            ddp.require_forward_param_sync = place.syncs
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -111,40 +86,14 @@ class Replicas:
         Raises:
             UnsupportedError: if the wrapper does by now what no graph can hold.
         """
-        ddp = self._ddp
-        if ddp is None:
-            with self.shards.undone():
-                yield
-            return
-        check_replicas(self._strategy)  # hooks may have been added since
-        before = ddp.require_forward_param_sync
-        try:
+        with super().undone(), self.shards.undone():
             yield
-        except BaseException:
-            self._broken = is_unfinished(ddp)
-            raise
-        finally:
-            ddp.require_forward_param_sync = before
-
-    def is_broken(self) -> bool:
-        """Whether a step was left in the middle of its backward pass: gradients are waited for."""
-        return self._broken
-
-    def mend(self) -> None:
-        """Wait for none any more. In all processes at once: the next step sorts buckets anew."""
-        self._broken = False
-        if self._ddp is not None:
-            self._ddp.reducer._reset_state()
-            self._averaged = min(self._averaged, _SETTLED_AFTER - _SORTED_AFTER)
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Inside, it takes no times of its own after the first ten iterations."""
-        if self._ddp is None:
-            yield
-            return
-        take_times(self._ddp, False)
+        """Inside, the wrapper takes no times of its own after the first ten iterations."""
+        self.record_times(False)
         try:
             yield
         finally:
-            take_times(self._ddp, True)
+            self.record_times(True)

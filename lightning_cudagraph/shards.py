@@ -5,7 +5,7 @@ they remember on the host from one step to the next, a replay does not see. So a
 eagerly that
 
 - finds weights gathered, or about to be: by an evaluation, which leaves those of the outermost module
-  so, or by the user. An eager step uses them as they are, whoever has written into them since.
+  so, or by the user. An eager step uses them as they are, whatever was written into them since.
 - leaves something behind: weights that stay gathered, gradients that wait to be reduced.
 - gathers weights or reduces gradients by code of the user's.
 
@@ -29,7 +29,7 @@ from lightning_cudagraph.errors import CaptureError, UnsupportedError
 __all__ = ["Shards", "check_shards", "sharded_modules"]
 
 _PLAIN = (bool, int, float, str)
-# How weights are gathered and gradients reduced: torch's own way, or somebody else's.
+# How weights are gathered and gradients reduced: torch's own way, or another.
 _WAYS = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
 _TORCHS = ("DefaultAllGather", "DefaultReduceScatter", "NoneType")
 # Unless all of these are on, gradients are not reduced, or nothing waits until they are.
@@ -46,7 +46,7 @@ def sharded_modules(model: nn.Module | None) -> list[Any]:
 
 
 def _groups(module: Any) -> list[Any]:
-    """Of each set of weights that such a module gathers together, what its hooks keep."""
+    """The state that hooks keep of each set of weights that such a module gathers together."""
     state = module._get_fsdp_state()
     # There can be more than one since torch 2.13.
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -55,13 +55,13 @@ def _groups(module: Any) -> list[Any]:
 
 
 def _states(module: Any) -> list[Any]:
-    """What the hooks of such a module keep: of itself, and of its weights."""
+    """The state that the hooks of such a module keep: of itself, and of its weights."""
     state = module._get_fsdp_state()
     return [state, state._state_ctx, *_groups(module)]
 
 
 def _is_reducing(group: Any) -> bool:
-    """Whether gradients of these weights wait to be reduced, or nobody has waited until they are."""
+    """Tell if gradients of these weights wait to be reduced, or were not waited for."""
     if group._post_reduce_event is not None or group._partial_reduce_output is not None:
         return True
     weights = [(weight, getattr(weight, "_unsharded_param", None)) for weight in group.fsdp_params]
@@ -112,7 +112,7 @@ class Shards:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._modules = sharded_modules(model)
-        # The step before has left gradients that are not reduced, or that nobody has waited for. What
+        # The step before has left gradients that are not reduced, or not waited for. What
         # their hooks keep shows that too, but not on a CPU, where nothing is under way.
         self._is_unreduced = False
 
@@ -139,7 +139,7 @@ class Shards:
         self._is_unreduced = self._is_off(*_REDUCING)
 
     def unlike_others(self) -> str:
-        """Why the step that is about to run goes by, or leaves, what is on the host; or nothing."""
+        """Return why the next step depends on the host, or leaves something there; or nothing."""
         if not self._modules:
             return ""
         groups = [group for module in self._modules for group in _groups(module)]

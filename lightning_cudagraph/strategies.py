@@ -1,6 +1,6 @@
-"""What becomes of a run with each of Lightning's strategies: one table, for messages and for readers.
+"""The table of Lightning's strategies: what of a step is captured under each, or why nothing is.
 
-A row says what is done, and why nothing is where that is so. A strategy that no row knows is refused.
+A strategy that no row knows is refused. `docs/strategies.md` is written from the same rows.
 """
 
 from __future__ import annotations
@@ -10,25 +10,23 @@ from typing import Any
 
 from lightning_cudagraph.errors import UnsupportedError
 
-__all__ = ["STRATEGIES", "Row", "as_markdown", "refuse_strategy", "row_of"]
+__all__ = ["STRATEGIES", "UNKNOWN", "Row", "refuse_strategy", "row_of"]
 
 _DDP = 'Pass `strategy="ddp"`, if the model fits on one device.'
 
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of runs with some strategies.
+    """A row of the table.
 
     Attributes:
-        names: as `Trainer(strategy=...)` and `Fabric(strategy=...)` take them; others are made by hand.
-        classes: the names of their classes, in either of them. A subclass belongs to the nearest one.
+        classes: the names of their classes, in Lightning or Fabric; a subclass belongs to the nearest.
         captured: what is in the graph; empty if nothing is.
         reason: why nothing is.
         remedy: what to do about it.
         variant: which runs of these classes are meant, if not all; in words.
     """
 
-    names: tuple[str, ...]
     classes: tuple[str, ...]
     captured: str = ""
     reason: str = ""
@@ -37,25 +35,13 @@ class Row:
 
 
 STRATEGIES = (
+    Row(("SingleDeviceStrategy",), captured="the whole step"),
     Row(
-        ("single_device",),
-        ("SingleDeviceStrategy",),
-        captured="the whole step",
-    ),
-    Row(
-        tuple(
-            f"ddp{start}{unused}"
-            for start in ("", "_spawn", "_fork", "_notebook")
-            for unused in ("", "_find_unused_parameters_false")
-        ),
         ("DDPStrategy",),
         captured="the whole step with its all-reduce, in all processes together, on one or several"
         " machines",
     ),
     Row(
-        tuple(
-            f"ddp{start}_find_unused_parameters_true" for start in ("", "_spawn", "_fork", "_notebook")
-        ),
         ("DDPStrategy",),
         reason="it reads on the host, in every backward pass, which parameters took part",
         remedy='Pass `strategy="ddp"`, and let all parameters take part in every step; freeze others'
@@ -63,56 +49,45 @@ STRATEGIES = (
         variant="find_unused_parameters=True",
     ),
     Row(
-        (),
         ("ModelParallelStrategy",),
         captured="the whole step with its all-gathers and reduce-scatters, in all processes together,"
         " whatever `reshard_after_forward` is (by the callback; `GraphedStep` refuses sharded weights)",
         variant="fully_shard (FSDP2)",
     ),
     Row(
-        (),
         ("ModelParallelStrategy",),
         reason="with tensor parallelism, parameters are `DTensor`s, whose ops decide in Python which"
         " collectives they need, and whose local parts replays are not yet compared in",
         variant="tensor parallel",
     ),
     Row(
-        ("fsdp", "fsdp_cpu_offload"),
         ("FSDPStrategy",),
         reason="FSDP1 gathers weights into memory that it frees and resizes in every step, on streams of"
         " its own",
     ),
     Row(
-        (
-            "deepspeed",
-            *(f"deepspeed_stage_{n}" for n in ("1", "1_offload", "2", "2_offload", "3", "3_offload")),
-            "deepspeed_stage_3_offload_nvme",
-        ),
         ("DeepSpeedStrategy",),
         reason="DeepSpeed's engine does backward pass and optimizer step itself, and decides in them on"
         " the host (overflows, partitions, offloading)",
     ),
     Row(
-        ("xla", "xla_debug", "xla_fsdp", "single_xla", "single_tpu"),
         ("XLAStrategy", "XLAFSDPStrategy", "SingleDeviceXLAStrategy", "SingleTPUStrategy"),
         reason="XLA devices have no CUDA graphs",
         remedy="Train on CUDA GPUs.",
     ),
     Row(
-        (),
         ("HPUParallelStrategy", "SingleHPUStrategy"),
         reason="HPU devices have no CUDA graphs",
         remedy="Train on CUDA GPUs.",
     ),
     Row(
-        ("dp",),
         ("DataParallelStrategy",),
         reason="`DataParallel` copies the module to all devices in every step, and runs it there in"
         " threads",
     ),
 )
-_UNKNOWN = Row(
-    (), (), reason="nothing is known of what it does in a step", remedy=f"{_DDP} Or train on one device."
+UNKNOWN = Row(
+    (), reason="nothing is known of what it does in a step", remedy=f"{_DDP} Or train on one device."
 )
 
 
@@ -136,7 +111,7 @@ def row_of(strategy: type | object, *, unused: bool = False, tensor_parallel: bo
         for row in rows:
             if variants.get(row.variant, True):
                 return row
-    return _UNKNOWN
+    return UNKNOWN
 
 
 def refuse_strategy(strategy: Any) -> None:
@@ -168,17 +143,3 @@ def _tensor_parallel_size(strategy: Any) -> int:
     mesh = getattr(strategy, "_device_mesh", None)
     names = getattr(mesh, "mesh_dim_names", None) or ()
     return int(mesh["tensor_parallel"].size()) if mesh and "tensor_parallel" in names else 1
-
-
-def as_markdown() -> str:
-    """The table, for readers."""
-    lines = ["| `strategy=` | in the graph | why not |", "|---|---|---|"]
-    for row in (*STRATEGIES, _UNKNOWN):
-        names = ", ".join(
-            f'`"{name}"`' for name in row.names if "_find_unused_parameters_false" not in name
-        )
-        made = ", ".join(f"`{name}`" for name in row.classes)
-        what = names or made or "any other"
-        variant = f", {row.variant}" if row.variant and "=" not in row.variant else ""
-        lines.append(f"| {what}{variant} | {row.captured or 'nothing'} | {row.reason} |")
-    return "\n".join(lines) + "\n"

@@ -25,11 +25,10 @@ from torch.cuda.amp import GradScaler as CudaGradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.capture.processes.wrappers import COMM_HOOKS, check_wrapper
+from lightning_cudagraph.capture.processes.ddp import COMM_HOOKS, check_wrapper
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.compat.features import CAPTURES, EVALUATION
@@ -353,19 +352,6 @@ def check_optimizer_part(trainer: pl.Trainer, module: pl.LightningModule) -> Non
     Raises:
         UnsupportedError: with `in_optimizer` set.
     """
-    for config in trainer.lr_scheduler_configs:
-        scheduler = config.scheduler
-        if (
-            isinstance(scheduler, (OneCycleLR, CyclicLR))
-            and scheduler.cycle_momentum
-            and config.interval == "step"
-        ):
-            raise UnsupportedError(
-                f"`{type(scheduler).__name__}(cycle_momentum=True)` moves the momentum of"
-                f" `{type(scheduler.optimizer).__qualname__}` in every step; a graph would freeze it.",
-                "Pass `cycle_momentum=False` to have the optimizer's step in the graph too.",
-                in_optimizer=True,
-            )
     for callback in callbacks_of(trainer):
         for hook in _CALLBACK_HOOKS_BEHIND:
             if is_overridden(hook, callback, Callback):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +19,18 @@ from tests.declared import captures_looked_at
 # Tiny tensors gain nothing from threads, and several processes on few cores lose a lot by them.
 torch.set_num_threads(1)
 
-# What has been imported so far stays. To look through it in every collection of garbage, and whenever an
-# audit asks who refers to something of a test's, takes a tenth of a second.
-gc.collect()
-gc.freeze()
+
+def _freeze() -> None:
+    """Take what lives now out of later collections of garbage, and of looks at who refers to what.
+
+    All that is imported and collected stays until the end: half a million objects, which captures would
+    look through several times, in a tenth of a second and more.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+_freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +44,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--streams", default=str(stream_choice.DEFAULT_STREAMS))
     parser.addoption("--declared", action="store_true")
     parser.addoption("--long", action="store_true")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without a GPU, do not collect what needs one, unless it is named: it is half of all tests."""
+    return lengths.lacks_gpu(config, collection_path) or None
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return "tests/gpu is left out: no CUDA GPU" if lengths.lacks_gpu(config, lengths.GPU) else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,6 +69,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         rest = set(items).difference(left_out)
         items[:] = [item for item in items if item in rest]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_a_module_leaves_is_not_looked_through() -> Iterator[None]:
+    yield
+    _freeze()
 
 
 @pytest.fixture(autouse=True)

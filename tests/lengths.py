@@ -11,8 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 GPU = Path(__file__).parent / "gpu"
+
+
+def lacks_gpu(config: pytest.Config, folder: Path) -> bool:
+    """Tell if a folder is the one for GPUs, which is not named, and there is none."""
+    if folder != GPU or torch.cuda.is_available():
+        return False
+    named = (Path(argument.partition("::")[0]).absolute() for argument in config.args)
+    return not any(path == GPU or GPU in path.parents for path in named)
 
 
 def takes_all(config: pytest.Config) -> bool:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lightning_cudagraph.capture.streams.dataflow import Flow, Kept, Placed, Span
+from lightning_cudagraph.capture.streams.dataflow import Flow, HeldMemory, Placed, Span
 
 _OLDER = 3  # tensors that are there before the program
 _SIZE = 8  # of each of them, in words
-_KEPT_WORDS = 2 * _SIZE
+_HELD_WORDS = 2 * _SIZE
 _MASK = (1 << 61) - 1
 _MULTIPLIER = 1_000_003
 
@@ -186,7 +186,7 @@ class Scheduled:
         program: its instructions.
         streams: how many streams there are.
         flow: what places them.
-        kept: what keeps memory that other streams use.
+        held: what keeps memory that other streams use.
         knows_liars: whether it is known what is written without being declared.
         refuses: end where memory is given out too early, and `flow` sees it.
     """
@@ -196,13 +196,13 @@ class Scheduled:
         program: list[Instruction],
         streams: int,
         flow: Callable[[int], Flow] = Flow,
-        kept: Callable[[Flow], Kept] = Kept,
+        held: Callable[[Flow], HeldMemory] = HeldMemory,
         knows_liars: bool = True,
         refuses: bool = True,
     ) -> None:
         self.kernels: list[Kernel] = []
         self.flow = flow(streams)
-        self.kept = kept(self.flow)
+        self.held = held(self.flow)
         self._knows_liars = knows_liars
         self._refuses = refuses
         self._allocator = Allocator()
@@ -263,7 +263,7 @@ class Scheduled:
             del block
         placed = self.flow.barrier()
         self.kernels.append(Kernel(placed.stream, placed.waits, reads, writes, work))
-        self.kept.release()
+        self.held.release()
 
     def _launch(
         self,
@@ -274,10 +274,12 @@ class Scheduled:
         really: list[Tensor] | None = None,
     ) -> None:
         """Put a kernel on a stream, as `Branches` does."""
-        placed = self.flow.add([t.span for t in reads], [t.span for t in writes], besides=self._overdue)
+        placed = self.flow.add(
+            [t.span for t in reads], [t.span for t in writes], also_after=self._overdue
+        )
         for tensor in (*reads, *writes):
-            self.kept.use(placed, tensor.block.home, tensor.block, tensor.block.size)
-        self.kept.release()
+            self.held.use(placed, tensor.block.home, tensor.block, tensor.block.size)
+        self.held.release()
         kernel = Kernel(
             placed.stream,
             placed.waits,
@@ -296,7 +298,7 @@ class Scheduled:
         self._take(placed, made)
 
     def _overdue(self, stream: int, time: float) -> list[int]:
-        return self.kept.overdue(stream, time, _KEPT_WORDS)
+        return self.held.overdue(stream, time, _HELD_WORDS)
 
     def _take(self, placed: Placed, made: Tensor | None) -> None:
         early = self.flow.made(placed, [] if made is None else [made.span])

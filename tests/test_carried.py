@@ -193,7 +193,6 @@ def test_carried(tmp_path: Path, accelerator: str, cls: type[Base], scope: Any) 
     assert not differences(keeps[0].kept, keeps[1].kept)
 
 
-@pytest.mark.long
 def test_an_attribute_that_would_not_be_copied_in(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,7 +272,6 @@ REFUSED: dict[type[Base], str] = {
 }
 
 
-@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", REFUSED)
 def test_not_carried(tmp_path: Path, accelerator: str, cls: type[Base]) -> None:
     refused(tmp_path, accelerator, cls, match=REFUSED[cls])

@@ -148,7 +148,6 @@ class _Seen(Callback):
         self.loop = trainer.fit_loop.epoch_loop.automatic_optimization
 
 
-@pytest.mark.spread(3)
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_nothing_is_left(tmp_path: Path, accelerator: str, ending: str) -> None:
     cls, error = ENDINGS[ending]

@@ -156,7 +156,7 @@ def test_a_step_compiled_in_its_place(accelerator: str, form: str) -> None:
     assert "a capture without torch.compile showed the Python" in graph.report
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3, first=2)
 @pytest.mark.parametrize("how", [beside, in_a_function, both], ids=lambda how: how.__name__)
 def test_where_it_is_compiled(accelerator: str, how: How) -> None:
     assert_replayed(accelerator, FIT["Adam"], how)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_cudagraph.capture.streams.dataflow import Flow, Kept, Placed
+from lightning_cudagraph.capture.streams.dataflow import Flow, HeldMemory, Placed
 from tests.simulated import NAMES, SCRATCH, Instruction, RefusedError, Scheduled, random_program
 
 pytestmark = pytest.mark.usefixtures("hypothesis_leaves_no_clock")
@@ -67,8 +67,8 @@ def test_one_stream_waits_for_nothing(program: list[Instruction]) -> None:
 def test_nothing_is_kept_when_all_have_come_together(program: list[Instruction]) -> None:
     scheduled = Scheduled(program, 4)
     scheduled.flow.barrier()
-    scheduled.kept.release()
-    assert not list(scheduled.kept)
+    scheduled.held.release()
+    assert not list(scheduled.held)
 
 
 class _NoReadAfterWrite(Flow):
@@ -87,28 +87,28 @@ class _NoWriteAfterRead(Flow):
 
 
 class _BarrierWaitsForNothing(Flow):
-    def barrier(self, cost: float = 1.0) -> Placed:
-        placed = self._place(0, set(), cost)
+    def barrier(self) -> Placed:
+        placed = self._place(0, set(), 1.0)
         self._front = placed.number
         self._memory.clear()
         return placed
 
 
 class _NothingWaitsForBarriers(Flow):
-    def barrier(self, cost: float = 1.0) -> Placed:
-        placed = super().barrier(cost)
+    def barrier(self) -> Placed:
+        placed = super().barrier()
         self._front = -1
         return placed
 
 
-class _KeepsNothing(Kept):
+class _KeepsNothing(HeldMemory):
     def use(self, placed: Placed, home: int, owner: Any, size_bytes: int = 0) -> None:
         pass
 
 
-class _LetsGoAtOnce(Kept):
+class _LetsGoAtOnce(HeldMemory):
     def release(self) -> None:
-        self._kept.clear()
+        self._held.clear()
 
 
 WITHOUT: dict[str, dict[str, Any]] = {
@@ -117,8 +117,8 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "write after read": {"flow": _NoWriteAfterRead},
     "what a barrier waits for": {"flow": _BarrierWaitsForNothing},
     "what waits for a barrier": {"flow": _NothingWaitsForBarriers},
-    "memory that others use": {"kept": _KeepsNothing, "refuses": False},
-    "how long memory is kept": {"kept": _LetsGoAtOnce, "refuses": False},
+    "memory that others use": {"held": _KeepsNothing, "refuses": False},
+    "how long memory is held": {"held": _LetsGoAtOnce, "refuses": False},
     "what is written undeclared": {"knows_liars": False},
 }
 
@@ -151,7 +151,7 @@ def test_without_a_rule_it_comes_out_wrong(rule: str, shown: Callable[[Scheduled
 def test_memory_that_is_given_out_too_early_is_seen() -> None:
     def is_refused(program: list[Instruction]) -> bool:
         try:
-            Scheduled(program, 3, kept=_KeepsNothing)
+            Scheduled(program, 3, held=_KeepsNothing)
         except RefusedError:
             return True
         return False

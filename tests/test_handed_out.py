@@ -60,7 +60,7 @@ def _pair(build: Any, tmp_path: Path, accelerator: str, **kwargs: Any) -> tuple[
     return run("plain", None), run("graph", CUDAGraphCallback(verify_replays=0, evaluation=evaluation))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("read", RATES.values(), ids=RATES)
 def test_a_graph_for_each_learning_rate(
     read: Callable[[Any], Any], tmp_path: Path, accelerator: str

@@ -86,27 +86,19 @@ def test_no_file_is_out_of_proportion() -> None:
     assert [file.name for file in files if file.exists() and file.stat().st_size > 500_000] == []
 
 
-def test_importing_touches_no_gpu() -> None:
+def test_importing_touches_no_gpu_and_needs_no_drawing_and_no_tensorboard() -> None:
+    """These are loaded when something is shown. (Lightning's metrics load matplotlib themselves.)"""
     code = (
-        "import torch\n"
+        "import sys, torch\n"
         "def fail(*args, **kwargs): raise SystemExit('touched CUDA')\n"
         "torch.cuda.init = torch.cuda._lazy_init = torch.cuda.current_device = fail\n"
-        "import lightning_cudagraph\n"
-        "lightning_cudagraph.CUDAGraphCallback()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_importing_needs_no_drawing_and_no_tensorboard() -> None:
-    """Both are loaded when something is shown. (Lightning's metrics load matplotlib themselves.)"""
-    code = (
-        "import sys\n"
         "import lightning.pytorch\n"
         "for name in ('matplotlib', 'tensorboard'):\n"
         "    for module in [m for m in sys.modules if m.partition('.')[0] == name]:\n"
         "        del sys.modules[module]\n"
         "    sys.modules[name] = None\n"  # an import of it fails
         "import lightning_cudagraph\n"
+        "lightning_cudagraph.CUDAGraphCallback()\n"
         "lightning_cudagraph.CUDAGraphCallback(timings=lightning_cudagraph.LayerTimings())\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

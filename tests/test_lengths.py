@@ -75,6 +75,25 @@ def test_on_a_gpu_none_is_left_out(monkeypatch: pytest.MonkeyPatch, pytester: py
 
 
 @pytest.mark.parametrize(
+    ("arguments", "available", "lacks"),
+    [
+        (["tests"], False, True),
+        (["tests/gpu"], False, False),
+        (["tests/gpu/test_views.py::test_a"], False, False),
+        (["tests"], True, False),
+    ],
+)
+def test_what_needs_a_gpu_is_left_out_without_one_unless_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], available: bool, lacks: bool
+) -> None:
+    monkeypatch.chdir(lengths.GPU.parents[1])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: available)
+    config: Any = SimpleNamespace(args=arguments)
+    assert lengths.lacks_gpu(config, lengths.GPU) == lacks
+    assert not lengths.lacks_gpu(config, lengths.GPU.parent)
+
+
+@pytest.mark.parametrize(
     ("argument", "named"), [("tests/test_a.py::test_b", True), ("tests/test_a.py", False)]
 )
 def test_a_test_that_is_named_has_all_of_its_cases(argument: str, named: bool) -> None:

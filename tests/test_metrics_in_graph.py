@@ -354,7 +354,7 @@ def test_captures_that_take_turns(
 
 @UNIMPORTANT
 def test_evaluation(tmp_path: Path, accelerator: str) -> None:
-    kwargs: dict[str, Any] = {"accelerator": accelerator, "val_check_interval": 4, "max_epochs": 4}
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "val_check_interval": 4}
     plain = train(make(Everyday), tmp_path / "plain", **kwargs)
     callback = CUDAGraphCallback(evaluation=True)
     graph = train(make(Everyday), tmp_path / "graph", callback, **kwargs)

@@ -26,14 +26,15 @@ import lightning_cudagraph
 from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep, LayerTimings
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.nccl import check_nccl
-from lightning_cudagraph.capture.processes.wrappers import check_wrapper
+from lightning_cudagraph.capture.processes.ddp import check_wrapper
 from lightning_cudagraph.compat import features
 from lightning_cudagraph.compat.features import Feature
 from lightning_cudagraph.compat.names import PrivateName, accepts, members
 from lightning_cudagraph.compat.tables import TABLE, notes_of_captures
 from lightning_cudagraph.distributed import Distributed
 from lightning_cudagraph.manual import FabricLoop, ManualOptimization
-from lightning_cudagraph.metrics import mends
+from lightning_cudagraph.metrics import fixed_counts
+from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 from lightning_cudagraph.shards import check_shards
 from tests import harness
@@ -117,6 +118,11 @@ def _refused_evaluation(tmp_path: Path) -> str:
     return str(refused.value)
 
 
+def _prepared_with_capturable() -> PreparedOptimizer:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], capturable=True)
+    return PreparedOptimizer(optimizer, torch.device("cpu"), lambda reason: None)
+
+
 def _refused_call(call: Any) -> str:
     with pytest.raises(CUDAGraphError) as refused:
         call()
@@ -153,10 +159,10 @@ def test_refused_before_the_first_step(
             lambda: _refused_fit(tmp_path / "graph", CUDAGraphCallback(timings=LayerTimings())),
         ],
         features.METRICS: [lambda: _refused_fit(tmp_path, CUDAGraphCallback(), Measured)],
-        features.CAPTURABLE_ON_CPU: [lambda: _refused_fit(tmp_path, CUDAGraphCallback())],
+        features.CAPTURABLE_ON_CPU: [lambda: _refused_call(_prepared_with_capturable)],
         features.EVALUATION: [lambda: _refused_evaluation(tmp_path)],
         features.FP16: [
-            lambda: _refused_call(lambda: PreparedScaler(GradScaler("cpu"), torch.device("cpu"), dict)),
+            lambda: _refused_call(lambda: PreparedScaler(GradScaler("cpu"), torch.device("cpu"), list)),
         ],
         features.REPLICAS: [
             lambda: _refused_call(
@@ -214,9 +220,9 @@ def test_off_and_said(
     if feature in _OF_CUDA:
         assert any(note.startswith(said) for note in notes_of_captures(torch.device("cuda")))
         return
-    mends._counts.cache_clear()
+    fixed_counts._counts.cache_clear()
     graph = _fit(tmp_path, CUDAGraphCallback(timings=LayerTimings(depth=1)))
-    mends._counts.cache_clear()
+    fixed_counts._counts.cache_clear()
     assert_same(plain, graph)
     assert graph.counts.replayed >= 4
     assert said in str(graph.callback.report)  # type: ignore[union-attr]

@@ -20,7 +20,7 @@ from lightning_cudagraph.capture import writes
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.streams.branches import SentBackError
-from lightning_cudagraph.capture.streams.dataflow import Flow, Kept
+from lightning_cudagraph.capture.streams.dataflow import Flow, HeldMemory
 
 Op = tuple[str, int, int, int]
 Make = Callable[[int], Backend]
@@ -225,7 +225,7 @@ def test_without_what_is_kept(
 ) -> None:
     if accelerator != "gpu":
         pytest.skip("the emulator gives each tensor memory of its own")
-    monkeypatch.setattr(Kept, "use", lambda *args: None)
+    monkeypatch.setattr(HeldMemory, "use", lambda *args: None)
     assert _goes_wrong(make_backend(4), 60)
 
 

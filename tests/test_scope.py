@@ -46,11 +46,12 @@ def hooked(parameters: Any) -> O.Optimizer:
 # What keeps the optimizer out of the graph, and what the report says of it.
 BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
     "LBFGS": (lambda p: O.LBFGS(p, lr=0.1, max_iter=2), None, "`torch.optim.lbfgs.LBFGS` calls its"),
-    "Adagrad": (lambda p: O.Adagrad(p, lr=0.1, lr_decay=0.01), None, "counts its steps on the host"),
     "Adafactor": (lambda p: O.Adafactor(p, lr=0.01), None, "reads norms back to the host"),
-    "OneCycle": (lambda p: O.AdamW(p, fused=True), one_cycle, r"`OneCycleLR\(cycle_momentum=True\)`"),
-    "Cyclic": (lambda p: O.SGD(p, lr=0.1, momentum=0.9), cyclic, r"`CyclicLR\(cycle_momentum=True\)`"),
-    "OneCycle-foreach": (lambda p: O.AdamW(p, foreach=True), one_cycle, "moves the momentum"),
+    "OneCycle": (
+        lambda p: O.AdamW(p, fused=True),
+        one_cycle,
+        "`_fused_adamw_` a number that is another",
+    ),
     "optimizer hooks": (hooked, None, "register_step_post_hook"),
     "counts in state": (CountsInState, None, r"`step` in entry 0 of the state .* changed from 2 to 3"),
     "counts on itself": (CountsOnItself, None, r"`steps` of `tests.optimizers.CountsOnItself` changed"),
@@ -80,6 +81,28 @@ def test_the_optimizer_steps_behind_the_graph(tmp_path: Path, accelerator: str, 
     assert callback.report is not None
     assert "the optimizer steps eagerly" in callback.report
     assert re.search(reason, callback.report), callback.report
+
+
+CYCLED: dict[str, tuple[Callable[[Any], O.Optimizer], Any]] = {
+    "OneCycle": (lambda p: O.AdamW(p), one_cycle),
+    "OneCycle-single": (lambda p: O.Adam(p, foreach=False), one_cycle),
+    "Cyclic": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True), cyclic),
+}
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("name", CYCLED)
+def test_cycled_momentum_is_in_the_graph(tmp_path: Path, accelerator: str, name: str) -> None:
+    def build() -> Net:
+        return Net(*CYCLED[name])
+
+    plain = train(make(build), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback()
+    graph = train(make(build), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert (graph.counts.captures, graph.counts.replayed) == (1, 18)
+    assert callback.report is not None
+    assert "the optimizer steps eagerly" not in callback.report
 
 
 @pytest.mark.parametrize("make_optimizer", [Own, CallsTwice])

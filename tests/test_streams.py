@@ -231,7 +231,7 @@ def test_the_fastest_is_chosen_if_it_is_worth_it(
 _MIB = 1 << 20
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("of", ["workspaces", "graphs"])
 @pytest.mark.parametrize(
     ("memory_bytes", "said"),

@@ -21,7 +21,7 @@ from lightning_cudagraph.capture.checks.compare import distance, names_that_diff
 from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.optim.optimizers import PreparedOptimizer
+from lightning_cudagraph.optim.traced import Stage
 from tests.harness import Net, assert_same, differences, fused_adamw, make, train
 
 # What the numbers of a check say by themselves; names come from elsewhere (tests/test_walker.py).
@@ -159,14 +159,14 @@ class PerEpoch(Net):
 
 
 def _freeze_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of this package: the mirror of the learning rate is filled in the first epoch only."""
-    original = PreparedOptimizer.refresh
+    """A fault of this package: the learning rate is brought to the graph in the first epoch only."""
+    original = Stage.fill
 
-    def refresh(self: PreparedOptimizer) -> None:
-        if self.optimizer.param_groups[0]["lr"] > 5e-3:
-            original(self)
+    def fill(self: Stage, numbers: list[float]) -> None:
+        if abs(numbers[0]) > 5e-3:
+            original(self, numbers)
 
-    monkeypatch.setattr(PreparedOptimizer, "refresh", refresh)
+    monkeypatch.setattr(Stage, "fill", fill)
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from torch.autograd import set_multithreading_enabled
 
 from lightning_cudagraph.capture.driver import event_times, position_of
 from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.host_work import host_work_of
 from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.capture.noted import noted_refusals
 from lightning_cudagraph.capture.parts import Between, CudaParts
@@ -22,8 +23,8 @@ from lightning_cudagraph.capture.sentry import HostReads
 from lightning_cudagraph.capture.streams.branches import Branches, SentBackError
 from lightning_cudagraph.capture.streams.side_streams import (
     SideStream,
+    event_stream,
     keep_all_workspaces,
-    stream_beside,
 )
 from lightning_cudagraph.capture.writes import Writes, storages_held
 from lightning_cudagraph.compat.features import CUDA
@@ -70,8 +71,7 @@ class Backend(Protocol):
         generators: what the steps draw random numbers from.
         device: where the training step runs.
         description: one line for the user that says what this is.
-        lr_dtype: dtype of the device's mirror of a learning rate.
-        graphs_per_step: how many captures of a timed step take turns, so that the events of one are
+            graphs_per_step: how many captures of a timed step take turns, so that the events of one are
             read while the other runs.
         event_host_us: what an event in a graph takes of the host in each replay, in microseconds, to be
             launched and to be read.
@@ -88,7 +88,6 @@ class Backend(Protocol):
     generators: Generators
     device: torch.device
     description: str
-    lr_dtype: torch.dtype
     graphs_per_step: int
     event_host_us: float
     overlaps: bool
@@ -221,7 +220,6 @@ class CudaBackend:
     """
 
     description = "CUDA graphs"
-    lr_dtype = torch.float32  # the fused CUDA optimizers read it as a float
     graphs_per_step = 2
     event_host_us = 1.6  # 1.0 and 0.6 (H200, driver of CUDA 13.0): docs/times.md
     overlaps = True
@@ -237,9 +235,9 @@ class CudaBackend:
         self._side_stream = self._side.stream
         self._other_sides: list[SideStream] = []
         # Each stream that is marked has one beside it: what waits for one would hold up the other.
-        self._timing_streams = {self._side_stream: stream_beside(device)}
+        self._timing_streams = {self._side_stream: event_stream(device)}
         # Waits for collectives, which run on streams that torch does not show.
-        self._collectives_stream = stream_beside(device)
+        self._collectives_stream = event_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
         self._live: list[_Live] = []
@@ -289,7 +287,13 @@ class CudaBackend:
             with torch.cuda.stream(self._side_stream), set_multithreading_enabled(False):
                 try:
                     self._begin_part(graph)
-                    with HostReads(self.device.type), Constants(memory), sentry, noted_refusals():
+                    with (
+                        host_work_of(graph.work),
+                        HostReads(self.device.type),
+                        Constants(memory),
+                        sentry,
+                        noted_refusals(),
+                    ):
                         result = body()
                 except BaseException as error:
                     failure = error
@@ -425,7 +429,7 @@ class CudaBackend:
         fork = torch.cuda.Event()
         graph.record(fork, current)
         if current not in self._timing_streams:
-            self._timing_streams[current] = stream_beside(self.device)
+            self._timing_streams[current] = event_stream(self.device)
         branch = self._timing_streams[current]
         self._forked.add(branch)
         branch.wait_event(fork)

@@ -134,7 +134,7 @@ class Captures(Generic[T]):
         if self._agreement is not None:
             has_turns = captured is not None and captured.has_turns
             said = (failure and _portable(failure), raised, is_broken, sent_back, has_turns)
-            reasons, texts, broken, back, turns = zip(*self._agreement.tell(said), strict=True)
+            reasons, texts, broken, back, turns = zip(*self._agreement.gather(said), strict=True)
             is_broken = any(broken)
             if captured is not None:
                 captured.has_turns_anywhere = any(turns)

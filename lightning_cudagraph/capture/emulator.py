@@ -28,6 +28,7 @@ from torch.autograd import set_multithreading_enabled
 
 from lightning_cudagraph.capture.backend import Graph
 from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.host_work import HostWork, host_work_of
 from lightning_cudagraph.capture.inductor import refused_on_cpu
 from lightning_cudagraph.capture.noted import noted_refusals
 from lightning_cudagraph.capture.parts import Between
@@ -280,6 +281,7 @@ class EmulatedGraph:
     def __init__(self, streams: int = 1) -> None:
         self._streams = streams
         self._parts: list[_Tape] = [Tape(streams)]
+        self.work = [HostWork()]
         self._ops = 0
         self._replays = 0
         self.written: list[Tensor] = []
@@ -310,6 +312,7 @@ class EmulatedGraph:
     def cut(self) -> None:
         """Begin another part."""
         self._parts.append(Tape(self._streams))
+        self.work.append(HostWork())
 
     def position(self) -> tuple[int, int]:
         """The number of parts, and of ops in all of them."""
@@ -321,10 +324,10 @@ class EmulatedGraph:
         Those on several streams come in another order in each replay.
         """
         self._replays += 1
-        for index, part in enumerate(self._parts):
+        for index, (part, work) in enumerate(zip(self._parts, self.work, strict=True)):
             if index > 0 and between is not None:
                 between(index - 1)
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with work.around_launch(), torch.no_grad(), torch.autocast("cpu", enabled=False):
                 for op in part.order(self._replays):
                     if isinstance(op, HostEvent):
                         op.take_time()
@@ -334,6 +337,7 @@ class EmulatedGraph:
     def reset(self) -> None:
         """Let go of the recorded ops and of the memory they hold."""
         self._parts = [Tape(self._streams)]
+        self.work = [HostWork()]
         self.written.clear()
 
     def barriers(self) -> dict[str, int]:
@@ -396,7 +400,6 @@ class EmulatorBackend:
     description = (
         "CPU emulator: a CUDA graph's semantics without its speed, for tests and for trying things out"
     )
-    lr_dtype = torch.float64  # exactly the Python float
     event_host_us = 0.0
     graphs_per_step = 1  # a replay has ended when it returns, so its events can be read at once
     overlaps = False
@@ -428,6 +431,7 @@ class EmulatorBackend:
                 _told_by_torch(),
                 refused_on_cpu(),
                 _resizes_noticed(graph, undo),
+                host_work_of(graph.work),
                 HostReads("cpu"),
                 recorder,
                 noted_refusals(),

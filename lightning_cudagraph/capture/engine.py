@@ -193,7 +193,7 @@ class StepEngine(Generic[T]):
         ):
             return None
         if self._agreement is not None:
-            met = self._plans.met = self._agreement.meet(Intent.REPLAY)
+            met = self._plans.met = self._agreement.vote(Intent.REPLAY)
             if met[1] is not Intent.REPLAY:
                 return None
             self._plans.met = None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_cudagraph.capture.generators import Generators
+from lightning_cudagraph.capture.host_work import HostWork
 
 __all__ = ["Between", "CudaParts"]
 
@@ -25,12 +26,16 @@ class CudaParts:
     Args:
         generators: what may be drawn from.
         pool: the memory pool.
+
+    Attributes:
+        work: what the host does around the launch of each part.
     """
 
     def __init__(self, generators: Generators, pool: Any) -> None:
         self._generators = generators
         self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self.work: list[HostWork] = []
         # A node does not keep its event alive; and CUDA, when a capture ends, looks at those that it has
         # met, also where a step that failed has let go of its own (a segmentation fault).
         self._events: list[torch.cuda.Event] = []
@@ -41,6 +46,7 @@ class CudaParts:
         for generator in self._generators.extra:
             graph.register_generator_state(generator)
         self._graphs.append(graph)
+        self.work.append(HostWork())
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
@@ -57,14 +63,14 @@ class CudaParts:
 
     def replay(self, between: Between | None = None) -> None:
         """Run the parts, on the current stream."""
-        first, *others = self._graphs
-        first.replay()
-        for index, graph in enumerate(others):
-            if between is not None:
-                between(index)
-            graph.replay()
+        for index, (graph, work) in enumerate(zip(self._graphs, self.work, strict=True)):
+            if index and between is not None:
+                between(index - 1)
+            with work.around_launch():
+                graph.replay()
 
     def reset(self) -> None:
         """Let go of the graphs and of their memory."""
         for graph in self._graphs:
             graph.reset()
+        self.work.clear()

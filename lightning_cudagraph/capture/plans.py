@@ -118,13 +118,13 @@ class Plans(Generic[T]):
             agreement: with the other processes of the run.
         """
         intent, reason, signature, captured = plan
-        lowest, highest = self.met or agreement.meet(intent)
+        lowest, highest = self.met or agreement.vote(intent)
         self.met = None
         if lowest is highest:
             return plan
         standing = self._standing
         if highest is Intent.GIVE_UP:
-            given_up = agreement.tell(standing.given_up)
+            given_up = agreement.gather(standing.given_up)
             if standing.given_up is None:
                 standing.give_up(of_ranks(given_up))
             return Intent.GIVE_UP, standing.given_up or "", None, None
@@ -132,7 +132,7 @@ class Plans(Generic[T]):
             return Intent.VERIFY, reason, signature, captured
         if highest >= Intent.CAPTURE and lowest <= Intent.VERIFY:
             # A graph that not all processes have is none.
-            dropped = agreement.tell(None if self._graphs else standing.dropped)
+            dropped = agreement.gather(None if self._graphs else standing.dropped)
             if self._graphs:
                 standing.drop(of_ranks(dropped) or "another process captures anew", of_others=True)
             if captured is not None:

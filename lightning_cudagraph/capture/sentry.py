@@ -32,7 +32,7 @@ from lightning_cudagraph.capture.hidden_reads import in_op, of_function
 from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.noted import refused
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
-from lightning_cudagraph.capture.processes.heard import call_heard
+from lightning_cudagraph.capture.processes.collective_hooks import run_collective
 from lightning_cudagraph.capture.writes import Writes
 from lightning_cudagraph.compat.torch_names import TorchDispatchMode, tree_iter
 from lightning_cudagraph.errors import CaptureError
@@ -467,7 +467,7 @@ class Sentry(TorchDispatchMode):
             return known
         check(func, args, kwargs, self._device_type)
         if func.namespace == "c10d":
-            result = call_heard(func, args, lambda: self.run(func, args, kwargs))
+            result = run_collective(func, args, lambda: self.run(func, args, kwargs))
         else:
             with reaching(func, self._device_type, _refuse_unknown):
                 result = self.run(func, args, kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
+from lightning_cudagraph.compat.features import CAPTURES
 from lightning_cudagraph.compat.names import PrivateName
 
 __all__ = ["PYTHON"]
@@ -10,7 +10,6 @@ __all__ = ["PYTHON"]
 PYTHON = (
     PrivateName("sys._getframe", (CAPTURES,), lambda f: f(0).f_code.co_name),
     PrivateName("logging.Logger._log", (CAPTURES,)),
-    PrivateName("os._exit", (COLLECTIVES,)),
     PrivateName("copyreg._reconstructor", (CAPTURES,)),
     # Of named tuples, documented.
     PrivateName("platform.uname_result._fields", (CAPTURES,)),

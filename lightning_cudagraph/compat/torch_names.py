@@ -131,6 +131,7 @@ _MODULES = (
         "torch.nn.Module",
         "_parameters _buffers _modules _forward_pre_hooks _forward_hooks _backward_pre_hooks"
         " _backward_hooks",
+        CAPTURABLE_ON_CPU,
         CAPTURES,
         TIMES,
     ),
@@ -146,8 +147,8 @@ _TENSORS = (
     # How torch counts who refers to a tensor, since objects of Python are not counted for it any more.
     PrivateName("torch.Tensor._use_count"),
     PrivateName("torch._C._storage_Use_Count", (HELD_GRADIENTS,), _counts_users),
-    *named("torch", "_foreach_add_ _foreach_copy_ _foreach_mul _foreach_norm _foreach_sub", CAPTURES),
-    *named("torch", "_fused_sgd_", CAPTURES),
+    *named("torch", "_foreach_add_ _foreach_copy_ _foreach_div _foreach_div_ _foreach_mul", CAPTURES),
+    *named("torch", "_foreach_mul_ _foreach_norm _foreach_sub _fused_sgd_", CAPTURES),
 )
 _OPS = (
     *named("torch._ops", "OpOverload.__call__ OpOverloadPacket.__call__", CAPTURES),
@@ -176,6 +177,7 @@ _OPS = (
     *named(
         "torch.overrides",
         "_get_current_function_mode_stack",
+        CAPTURABLE_ON_CPU,
         CAPTURES,
         probe=lambda stack: isinstance(stack(), list),
     ),

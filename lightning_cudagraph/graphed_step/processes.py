@@ -1,7 +1,7 @@
 """The processes that call one captured function together.
 
-A graph with collectives in it is launched by all processes or by none. So before each call they say what
-they would do by themselves, and which arguments they were called with: all do the same to calls that are
+A graph with collectives in it is launched by all processes or by none. So before each call they vote for
+what they would do by themselves, with a digest of the arguments: all do the same with calls that are
 alike, and where arguments differ in shape, all call the function itself.
 
 A function that works on no `DistributedDataParallel` is each process's own; it may be called by some of
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_cudagraph.capture.processes.agreement import Intent
-from lightning_cudagraph.capture.processes.ending import AtEnd
-from lightning_cudagraph.capture.processes.ranks import Ranks
+from lightning_cudagraph.capture.processes.at_exit import AtExit
+from lightning_cudagraph.capture.processes.peers import Peers, Vote
 from lightning_cudagraph.capture.sentry import forbid, user_location
 from lightning_cudagraph.compat.torch_names import TorchDispatchMode
 from lightning_cudagraph.errors import UnsupportedError
@@ -36,7 +36,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Of the digest of what a call is made with, which is exchanged in the place of a batch's number.
+# Of the digest of the arguments of a call, which goes along with each vote.
 _DIGEST_BITS = 40
 _TIMEOUT = timedelta(minutes=30)
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -45,12 +45,12 @@ _HOST_WAITS = ("c10d::barrier", "c10d::monitored_barrier_")
 
 
 def is_in_group() -> bool:
-    """Whether there is a process group."""
+    """Tell if there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def are_several() -> bool:
-    """Whether this process is one of several."""
+    """Tell if this process is one of several."""
     return is_in_group() and dist.get_world_size() > 1
 
 
@@ -59,17 +59,15 @@ class StepProcesses:
 
     Args:
         device: where the function runs.
-        end: lets go of the graphs, given what has ended the program, if that was an error. Called at the
-            end of Python if nobody has before, because process groups are not torn down under graphs.
+        end: lets go of the graphs, given the error that has ended the program, if there was one. Called
+            at the end of Python at the latest, because process groups are not torn down under graphs.
     """
 
     def __init__(self, device: torch.device, end: weakref.WeakMethod[Any]) -> None:
-        self._device = device
         self._digest = 0
-        self._differ = False  # the arguments of the call at hand
-        self._ranks = Ranks(lambda: (0, 0, self._digest), self._met)
+        self._peers = Peers()
         # Until all are at their first call, processes may wait in NCCL for one that has failed.
-        self._ranks.watch(device)
+        self._peers.watch(device)
 
         def ended(error: BaseException | None) -> None:
             if (method := end()) is not None:
@@ -77,10 +75,10 @@ class StepProcesses:
             else:
                 self.close()  # it was dropped, and has not said so
 
-        self._at_end = AtEnd(ended)
+        self._at_exit = AtExit(ended)
 
     def compare(self, asked: Mapping[str, Any], refused: UnsupportedError | None) -> None:
-        """At the first call: let no process begin what another one does not.
+        """Let no process begin what another one does not, at the first call.
 
         Args:
             asked: what was asked for in this process, by name.
@@ -91,11 +89,11 @@ class StepProcesses:
             UnsupportedError: if one of them would go on without graphs.
         """
         words = {f"argument `{name}`": repr(value) for name, value in asked.items()}
-        self._ranks.compare(words, refused)
+        self._peers.compare(words, refused)
 
     def start(self) -> None:
-        """Meet before each call from now on."""
-        self._ranks.start(_TIMEOUT, self._device)
+        """Vote before each call from now on."""
+        self._peers.start(_TIMEOUT)
 
     def begin(self, digest: int) -> None:
         """A call comes.
@@ -105,39 +103,36 @@ class StepProcesses:
         """
         self._digest = digest
 
-    def meet(self, intent: Intent) -> tuple[Intent, Intent]:
-        """Say what this process would do; see `Agreement`."""
-        lowest, highest = self._ranks.meet(intent)
-        if self._differ:
-            # Nobody replays or captures, and nobody gives up what it has.
+    def vote(self, intent: Intent) -> tuple[Intent, Intent]:
+        """Vote for what this process would do; see `Agreement`."""
+        lowest, highest = self._peers.vote(Vote(intent, place=self._digest))
+        if lowest.place != highest.place:
+            # The arguments differ: no process replays or captures, and none gives up its graphs.
             return Intent.EAGER, Intent.WARM_UP
-        return lowest, highest
+        return Intent(lowest.intent), Intent(highest.intent)
 
-    def tell(self, mine: T) -> list[T]:
-        """Exchange objects; see `Agreement`."""
-        return self._ranks.tell(mine)
+    def gather(self, mine: T) -> list[T]:
+        """Gather an object of each process; see `Agreement`."""
+        return self._peers.gather(mine)
 
     def fail(self, error: BaseException) -> None:
         """Something ends with an error: take the other processes along."""
-        self._ranks.fail(error)
+        self._peers.fail(error)
 
     def close(self) -> None:
-        """Meet no more."""
-        self._at_end.cancel()
-        self._ranks.close()
-
-    def _met(self, lowest: tuple[int, ...], highest: tuple[int, ...]) -> None:
-        self._differ = lowest[2] != highest[2]
+        """Take part in no other vote."""
+        self._at_exit.cancel()
+        self._peers.close()
 
 
 def digest_of(kind: str) -> int:
-    """A number for what a call is made with, which is the same in all processes if that is."""
+    """A digest of the kind of arguments of a call, the same in all processes if that is."""
     digest = hashlib.blake2s(kind.encode()).digest()
     return int.from_bytes(digest, "little") % (1 << _DIGEST_BITS)
 
 
 class CollectiveRules(TorchDispatchMode):
-    """Refuses collectives that a graph cannot hold.
+    """A mode that refuses collectives that a graph cannot hold.
 
     Args:
         alone: what it is a graph of, if each process would decide by itself when it is replayed; or

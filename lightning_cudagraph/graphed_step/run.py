@@ -133,9 +133,7 @@ class StepRun:
         surroundings.check()
         refuse_unfit_modules(model, averaged=True)
         _refuse_several_devices(model, backend.device)
-        self._optimizers = OptimizerSteps(
-            optimizers, scaler, backend.device, backend.lr_dtype, self._drop_all
-        )
+        self._optimizers = OptimizerSteps(optimizers, scaler, backend.device, self._drop_all)
         self._harmless = settings.harmless | (OWN_ATTRIBUTES if replicas else frozenset())
         rules = surroundings.rules(self._harmless, scaler)
         self._recorder = StepRecorder(
@@ -222,7 +220,7 @@ class StepRun:
             in_window=False,  # one capture of each place, and so one place for its gradients anyway
             kept=lambda: not self._owns_gradients,
             is_broken=self._replicas.is_broken,
-            mend=self._replicas.mend,
+            mend=self._replicas.reset,
             learning=lane.guards.effects.watched,
         )
 
@@ -360,7 +358,7 @@ class StepRun:
             self._last.engine.leave()
         if self._processes is not None:
             self._processes.begin(0)  # whatever the others have, none of them replays it now
-            self._processes.meet(Intent.EAGER)
+            self._processes.vote(Intent.EAGER)
         with self.backend.on_side_stream():
             returned = self._recorder.run(arguments)
         self._replicas.ran()

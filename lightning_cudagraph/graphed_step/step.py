@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.checks.verify import is_share
-from lightning_cudagraph.capture.nccl import check_nccl, settle_nccl
+from lightning_cudagraph.capture.nccl import check_nccl
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.streams import stream_choice
@@ -85,8 +85,7 @@ class GraphedStep(Generic[P, R]):
     around the call, or inside. Use `with`, or `close` it before the process group is destroyed: NCCL
     waits for graphs. An error in a call or inside of `with`, or one that ends the program, ends the
     other processes too, from when this is made (if the wrapper has been) or first entered or called. If
-    the allocator has expandable segments, make it before the process group: it sets
-    `NCCL_GRAPH_REGISTER=0`.
+    the allocator has expandable segments, set `NCCL_GRAPH_REGISTER=0`.
 
     What it returns comes back as copies that no later call changes, without autograd's graph, from every
     call. Schedulers, logging, printing and everything else on the host stay outside of the function.
@@ -206,8 +205,6 @@ class GraphedStep(Generic[P, R]):
         }
         self._run: StepRun | None = None
         self._processes: StepProcesses | None = None  # those of the run, or of one to come
-        # Now, because process groups are often made later.
-        self._settled = "" if backend == "off" else settle_nccl()
         self._refused: str | None = None  # why all calls are eager
         self._counts = StepCounts()  # of the time before `close`, as the report
         self._report = "lightning_cudagraph: no call yet"
@@ -236,7 +233,6 @@ class GraphedStep(Generic[P, R]):
         if self._run is None:
             return self._report
         description, notes = self._run.backend.description, self._run.notes
-        notes += [self._settled] if self._settled and self._processes is not None else []
         return fit_report(description, self.counts, StepPace(), WindowSummary([]), notes)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,1 +1,1 @@
-"""What a step logs: recorded, added up in its graph, and handed to Lightning after each replay."""
+"""Logged values of a step: recorded, added up in the graph, handed to Lightning after each replay."""

@@ -1,4 +1,4 @@
-"""What one captured step has logged, and how the host gets it after a replay.
+"""The values that one captured step has logged, and their way to the host after a replay.
 
 Of what the graph has added up, Lightning's objects are told. Where Lightning would do more than to add
 (in the first batch of an epoch, for metrics, across processes), its own code is called with copies.
@@ -43,7 +43,7 @@ class Log:
 
     @property
     def key(self) -> str:
-        """What Lightning's results know it by."""
+        """The key of the value in Lightning's results."""
         return f"{self.fx}.{self.name}"
 
 
@@ -54,7 +54,7 @@ _Key = int | tuple[int, int]
 
 
 class LoggedStep:
-    """What one captured step logged, and the calls of metrics that it put off.
+    """The values that one captured step logged, and the calls of metrics that it put off.
 
     Made inside the capture: there the values are packed, one tensor for each dtype, so that after a
     replay one copy for each takes them out of the graph's memory; the loss goes along.
@@ -122,7 +122,7 @@ class LoggedStep:
 
     @property
     def can_wait(self) -> bool:
-        """Whether the graph has done all that must be done in each step.
+        """Tell if the graph has done all that must be done in each step.
 
         What is left is to hand over the values of the last replay, before anybody looks at them.
         """

@@ -2,7 +2,7 @@
 
 A graph holds them as constants. So they have to be constant: what changes from one step of the warm-up
 to the next is refused at the capture, and what is another number in the eager step of a verified replay
-is refused then. A number that comes from something that is guarded is captured anew when that changes.
+is refused then. A number that comes from something that is guarded is captured again when that changes.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class _Seen:
 
     @property
     def changes(self) -> bool:
-        """Whether it goes on changing; once may be because of a new epoch, and guards see to that."""
+        """Tell if it goes on changing; once may be because of a new epoch, and guards see to that."""
         return self.moves > 1 or 0 < self.moves == self.pairs
 
 
 class LoggedNumbers:
-    """Notes the numbers of each step, and refuses those that change."""
+    """The numbers of each step; those that change are refused."""
 
     def __init__(self) -> None:
         self._warm_up: dict[Hashable, dict[_What, _Seen]] = {}
@@ -87,7 +87,7 @@ class LoggedNumbers:
         self._check = check
 
     def captured(self, place: Hashable) -> None:
-        """The step has been captured; its warm-up is over, and what may come begins anew."""
+        """The step has been captured; its warm-up is over, and another one may come."""
         self._captured[place] = self._step
         self._warm_up.pop(self._kind, None)
 

@@ -34,7 +34,7 @@ __all__ = ["Logs"]
 
 
 class _Recorder(_ResultCollection):
-    """Takes the place of the training loop's results during a capture."""
+    """Results that replace those of the training loop during a capture."""
 
     def __init__(self, results: _ResultCollection, logged: LoggedNumbers) -> None:
         super().__init__(training=True)
@@ -60,7 +60,7 @@ class _Recorder(_ResultCollection):
 
 
 class Logs:
-    """What the steps of one run log.
+    """The logs of the steps of one run.
 
     Args:
         trainer: whose active loop takes it.
@@ -79,11 +79,11 @@ class Logs:
         self._numbers = LoggedNumbers()
         self._sums = RunningSums()
         self._places: dict[Hashable, SumsOfPlace] = {}
-        # The step of the last replays whose values nobody has asked for, and how many there were.
+        # The step of the last replays, if its values were not asked for yet, and how many there were.
         self._waiting: LoggedStep | None = None
         self._waits_at: Hashable = None
         self._replays = 0
-        # A thread that asks for metrics hands over too; nobody else reads them, or replays, until then.
+        # A thread that asks for metrics hands over too; no other reads them, or replays, until then.
         self._lock = RLock()
         # Of the capture that is under way, which is the first of several of one step, or a later one.
         self._slots: dict[str, Slot] = {}
@@ -140,15 +140,15 @@ class Logs:
         """Bring what has been added up so far to where the graphs of this place add to it."""
         with self._lock:
             if self._waiting is not None and self._waits_at == place:
-                return  # nobody has looked since the replay before
+                return  # they were not asked for since the replay before
             self.settle()
         if sums := self._places.get(place):
-            # In the first batch of an epoch, Lightning begins anew at its first log, name by name.
+            # In the first batch of an epoch, Lightning resets at its first log, name by name.
             goes_on = self._trainer._logger_connector._first_loop_iter is False
             sums.adopt(self._results, goes_on)
 
     def put_off(self, place: Hashable, logged: LoggedStep) -> None:
-        """After a replay: hand its values over when somebody asks, if that can wait.
+        """Hand the values of a replay over when they are asked for, if that can wait.
 
         They stay in the graph's memory until then. The next replay of this place takes their place, as
         the next step would have done; before any other step, they are handed over.
@@ -166,7 +166,8 @@ class Logs:
         with self._lock:
             if (logged := self._waiting) is not None:
                 self._waiting = None
-                with outside_inference_mode():  # whoever asks may be in it, and was not in the step
+                # The thread that asks may be in that mode, and the step was not.
+                with outside_inference_mode():
                     logged.hand_over(self._trainer, self._replays, is_late=True)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""What Lightning adds up of logged values, added up in the graph.
+"""Sums of logged values in the graph, as Lightning makes them on the host.
 
-For each name that is logged, Lightning keeps a value and a number of samples, and makes them anew in
+For each name that is logged, Lightning keeps a value and a number of samples, and makes new ones in
 every step: several small ops a name. Here they are static tensors that the captured step writes.
 Lightning's own objects hold these very tensors as long as replays follow one another. Where an eager
 step or the end of an epoch has put others in their place, those are copied back before the next replay;
@@ -70,7 +70,7 @@ class Slot:
         self._state: dict[str, Any] = vars(self.metric)
 
     def is_held(self) -> bool:
-        """Whether Lightning's object holds these tensors."""
+        """Tell if Lightning's object holds these tensors."""
         if self.value is None:
             return True
         state = self._state  # no look-up through the class
@@ -79,7 +79,7 @@ class Slot:
         )
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """These tensors, with what Lightning's object holds."""
+        """Pairs of these tensors and those of Lightning's object."""
         state = self._state
         pairs = [] if self.value is None else [(self.value, state["value"])]
         return pairs if self.count is None else [*pairs, (self.count, state["cumulated_batch_size"])]
@@ -99,7 +99,7 @@ class Slot:
             self.metric.cumulated_batch_size = self.count.clone()
 
     def updated(self, value: Tensor, replays: int) -> None:
-        """After replays: what as many calls of `_ResultMetric.update` leave behind, but for the sums.
+        """Leave what as many calls of `_ResultMetric.update` as replays leave, but for the sums.
 
         Args:
             value: a copy of what was logged in the last one.
@@ -174,7 +174,7 @@ def _can_add(slot: Slot, logged: LoggedValue) -> bool:
 
 @dataclass
 class SumsOfPlace:
-    """What the graphs of one kind of step add up.
+    """The sums of the graphs of one kind of step.
 
     Attributes:
         slots: where, by key.
@@ -189,7 +189,7 @@ class SumsOfPlace:
     live: bool = False
 
     def adopt(self, results: _ResultCollection, counts: bool) -> None:
-        """Before a replay: bring what Lightning's objects hold to where the graph adds to it.
+        """Bring what Lightning's objects hold to where the graph adds to it, before a replay.
 
         Args:
             results: Lightning's objects.
@@ -236,7 +236,7 @@ class _Means:
 
 
 def add(logged: Iterable[LoggedValue], slots: dict[str, Slot]) -> None:
-    """In the step: do what Lightning does on the host, in the same order, on the static tensors.
+    """Add up in the step, on the static tensors, in the order in which Lightning does on the host.
 
     Args:
         logged: what the step has logged, each name once.

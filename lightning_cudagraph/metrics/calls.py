@@ -42,10 +42,10 @@ _UNTOUCHED = object()
 
 
 class MetricCall:
-    """What the host has to do for one call after each replay, in the order of the step."""
+    """The part of one call that the host does after each replay, in the order of the step."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What can be compared with an eager step, by name."""
+        """The tensors that can be compared with an eager step, by name."""
         return {}
 
     def outputs(self) -> list[Tensor]:
@@ -85,7 +85,7 @@ class DeferredCall(MetricCall):
 
 @dataclass
 class _Entry:
-    """What a call does to the books of one metric.
+    """The changes that a call makes to the books of one metric.
 
     Attributes:
         books: the metric's attributes.
@@ -103,12 +103,7 @@ class _Entry:
 
 
 class Probe:
-    """Learns what a call does to the books of a metric, and of those inside it, and undoes it.
-
-    Args:
-        name: of the metric.
-        metric: the metric.
-    """
+    """Learn what a call changes in the books of a metric and of those inside it, and undo it."""
 
     def __init__(self, name: str, metric: nn.Module) -> None:
         self._name = name
@@ -126,7 +121,7 @@ class Probe:
             books.update(before)
 
     def call(self) -> GraphCall:
-        """What the call has done.
+        """Return the call.
 
         Raises:
             CaptureError: if that is not what every call does.
@@ -197,17 +192,12 @@ class GraphCall(MetricCall):
         return []
 
     def keeps(self, books: dict[str, Any]) -> bool:
-        """Whether these are the attributes of a metric that took part in the call."""
+        """Tell if these are the attributes of a metric that took part in the call."""
         return any(own is books for own in self._all)
 
 
 class GroupCall(MetricCall):
-    """What a collection does on the host besides calling its metrics: members of a group share a state.
-
-    Args:
-        collection: the collection.
-        method: of it that was called.
-    """
+    """The part of a collection in a call, besides its metrics: members of a group share a state."""
 
     def __init__(self, collection: MetricCollection, method: str) -> None:
         self._own = vars(collection)
@@ -254,7 +244,7 @@ class ReferenceCall(MetricCall):
 
 
 class Later(Tensor):
-    """Stands for what a metric returns after the replay; it may be logged, but not looked at."""
+    """A placeholder of what a metric returns after the replay; it may be logged, but not looked at."""
 
     call: DeferredCall
     leaf: int

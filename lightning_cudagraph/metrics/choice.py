@@ -1,7 +1,11 @@
-"""Which metrics are in the graph: those whose calls in warm-up went well on copies.
+"""The choice of the metrics that are in the graph: their calls in warm-up went well on copies.
 
 All calls of a metric in a step take the one way or the other, also those through a collection or a
 wrapper, and metrics that share a state go together.
+
+Collections and wrappers are worth it: on one slow core, an eager `update` of a `MulticlassAccuracy`
+takes 0.2 ms, that of a collection of four such metrics 0.4 ms, and its `forward` 4 ms; the books of a
+call in the graph take 2 µs.
 """
 
 from __future__ import annotations
@@ -11,10 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_cudagraph.compat.torch_names import tree_flatten
 from lightning_cudagraph.metrics.of_model import found_metrics, metrics_of, replaced
 from lightning_cudagraph.metrics.trials import MetricTrials
 
@@ -22,11 +25,7 @@ __all__ = ["MetricChoice", "calls_members"]
 
 
 class MetricChoice:
-    """Finds out in warm-up steps which metrics can be in the graph.
-
-    Args:
-        model: whose metrics.
-        trials: of single calls.
+    """Find out in warm-up steps which metrics can be in the graph.
 
     Attributes:
         in_graph: the metrics that are, by identity, with their names.
@@ -36,12 +35,12 @@ class MetricChoice:
     def __init__(self, model: nn.Module, trials: MetricTrials) -> None:
         self._model = model
         self._trials = trials
-        # What came of the calls in warm-up: the metric, and why it cannot be in the graph.
-        self._tried: dict[tuple[Any, ...], tuple[str, Metric, str | None]] = {}
+        # Of each metric and method that warm-up has called: why it cannot be called in a graph, or None.
+        self._tried: dict[tuple[int, str], tuple[str, Metric, str | None]] = {}
         # In the warm-up step under way: calls of metrics by identity, and updates of collections.
         self._calls: Counter[int] = Counter()
         self._updates: dict[int, tuple[MetricCollection, int]] = {}
-        self._put_off: dict[int, str] = {}  # in this warm-up step, for reasons of their collections
+        self._put_off: dict[int, str] = {}  # and metrics that it has called in a way that no graph can
         self.refused: dict[int, str] = {}
         self.in_graph: dict[int, tuple[str, Metric]] = {}
         self._inside = False
@@ -69,11 +68,9 @@ class MetricChoice:
             yield
         self._decide()
 
-    def was_tried(
-        self, metric: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether a warm-up step has called a metric with such arguments."""
-        return (id(metric), method, _signature(args, kwargs)) in self._tried
+    def was_tried(self, metric: nn.Module, method: str) -> bool:
+        """Tell if a warm-up step has called a method of a metric."""
+        return (id(metric), method) in self._tried
 
     def _trying(self, name: str, metric: Any, method: str) -> Callable[..., Any]:
         plain = getattr(metric, method)
@@ -92,7 +89,9 @@ class MetricChoice:
                 self._calls[id(metric)] += 1
                 with _without(metric, ("forward", "update")):
                     reason = self._trials.why_not(name, metric, method, args, kwargs)
-                self._tried[id(metric), method, _signature(args, kwargs)] = (name, metric, reason)
+                if reason is not None:
+                    self._put_off.setdefault(id(metric), reason)
+                self._tried[id(metric), method] = (name, metric, reason)
             with self._within():
                 return plain(*args, **kwargs)
 
@@ -108,7 +107,7 @@ class MetricChoice:
                 if followers and calls != [updates, *(0 for _ in followers)]:
                     refused |= dict.fromkeys(group, "it shares a state, and is also called alone")
         metrics: dict[int, tuple[str, Metric]] = {}
-        for (ident, *_), (name, metric, reason) in self._tried.items():
+        for (ident, _), (name, metric, reason) in self._tried.items():
             metrics[ident] = (name, metric)
             if reason is not None:
                 refused.setdefault(ident, reason)
@@ -134,7 +133,7 @@ class MetricChoice:
 
 
 def calls_members(collection: MetricCollection, method: str) -> bool:
-    """Whether a collection does nothing but call its metrics one by one, and let groups share states."""
+    """Tell if a collection does nothing but call its metrics one by one, and let groups share states."""
     own = type(collection)
     if own.forward is not MetricCollection.forward or own.update is not MetricCollection.update:
         return False
@@ -152,13 +151,13 @@ def _follower_names(collection: MetricCollection) -> list[str]:
 
 
 def _overlap(inside: dict[int, set[int]], ident: int, refused: dict[int, str]) -> bool:
-    """Whether a metric has one inside that is also inside a refused one."""
+    """Tell if a metric has one inside that is also inside a refused one."""
     return any(inside[ident] & inside[other] for other in refused if other in inside)
 
 
 @contextmanager
 def _without(metric: nn.Module, methods: tuple[str, ...]) -> Iterator[None]:
-    """Take out what was put in the place of methods of a metric, and of those inside it."""
+    """Take out what replaces methods of a metric, and of those inside it."""
     spaces = [vars(inner) for inner in metric.modules()]
     taken = [{name: own.pop(name) for name in methods if name in own} for own in spaces]
     try:
@@ -166,16 +165,3 @@ def _without(metric: nn.Module, methods: tuple[str, ...]) -> Iterator[None]:
     finally:
         for own, functions in zip(spaces, taken, strict=True):
             own.update(functions)
-
-
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What kind of arguments a call has."""
-    leaves, structure = tree_flatten((args, kwargs))
-    return (str(structure), *map(_kind, leaves))
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
-    # The number of a batch may stand there, which cannot be looked at.
-    return leaf if isinstance(leaf, (str, bool, type(None))) else leaf.__class__

@@ -16,7 +16,7 @@ _MAX_DEPTH = 3
 
 
 def is_metric(module: Any) -> bool:
-    """Whether a module is a metric, or a collection of them."""
+    """Tell if a module is a metric, or a collection of them."""
     return isinstance(module, (Metric, MetricCollection))
 
 
@@ -67,7 +67,7 @@ def found_metrics(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def replaced(stack: ExitStack, metric: nn.Module, method: str, function: Callable[..., Any]) -> None:
-    """Put a function in the place of a method of one metric, until the stack is closed."""
+    """Replace a method of one metric by a function, until the stack is closed."""
     own = vars(metric)
     if method in own:
         stack.callback(own.__setitem__, method, own[method])

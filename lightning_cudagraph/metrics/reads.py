@@ -1,4 +1,4 @@
-"""What a captured step reads of metrics from outside of them: their states, and what they count.
+"""Reads of metrics by a captured step, from outside of them: of their states, and of their counts.
 
 The states of a metric have names like `weight` or `total`, which much code mentions that means something
 else. So, other than with modules (`capture/audit/walker.py`), it is seen what is really read, and by
@@ -66,7 +66,7 @@ def metric_reads(note: Callable[[Metric, str, Location | None], None]) -> Iterat
 
 
 class MetricReads:
-    """Notes which attributes of metrics were read, so that guards can compare them."""
+    """The attributes of metrics that were read, for guards to compare."""
 
     def __init__(self) -> None:
         # By identity, because metrics compare as they please.
@@ -98,7 +98,7 @@ class MetricReads:
 
 
 def _asker(metric: Metric, frame: FrameType | None) -> FrameType | None:
-    """Who asked for an attribute, past the metric's own code; None if not the user's."""
+    """The frame that asked for an attribute, past the metric's own code; None if not the user's."""
     while frame is not None:
         code = frame.f_code
         receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

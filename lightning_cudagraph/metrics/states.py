@@ -34,27 +34,20 @@ from lightning_cudagraph.metrics.calls import (
     called_later,
 )
 from lightning_cudagraph.metrics.choice import MetricChoice, calls_members
-from lightning_cudagraph.metrics.mends import FixedCounts
+from lightning_cudagraph.metrics.fixed_counts import FixedCounts
 from lightning_cudagraph.metrics.of_model import found_metrics, metrics_of, replaced
 from lightning_cudagraph.metrics.reads import MetricReads, metric_reads
 from lightning_cudagraph.metrics.trials import MetricTrials, keep_states, known_only
 
 __all__ = ["StepMetrics"]
 
-# What a collection does to the states of its groups whenever somebody looks at its members.
+# Called by a collection, on the states of its groups, at each look at its members.
 _REFERENCES = "_compute_groups_create_state_ref"
 _UNKNOWN = "it was called in another way than in warm-up"
 
 
 class StepMetrics:
-    """The metrics of a model whose training step is captured.
-
-    Args:
-        model: the model.
-        trainer: its trainer.
-        backend: where steps run.
-        rules: what the names of the framework mean to the audit.
-    """
+    """The metrics of a model whose training step is captured."""
 
     def __init__(self, model: nn.Module, trainer: Any, backend: Backend, rules: HostRules) -> None:
         self._model = model
@@ -73,7 +66,7 @@ class StepMetrics:
 
     @property
     def notes(self) -> list[str]:
-        """Which metrics are called on the host after each replay, and why."""
+        """The metrics that are called on the host after each replay, and why."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self._on_host.items():
             by_reason.setdefault(reason, []).append(f"`{name}`")
@@ -90,7 +83,7 @@ class StepMetrics:
         return self._choice.learning()
 
     def prepare(self) -> None:
-        """Before captures: give the states that will be in the graph a place each."""
+        """Give the states that will be in the graph a place each, before captures."""
         self._state.forget(lambda books: self._is_kept(books))
         for name, metric in self._choice.in_graph.values():
             keep_states(self._state, name, metric)
@@ -125,26 +118,22 @@ class StepMetrics:
             yield
 
     def tell_reads(self, mentioned: MentionedNames) -> None:
-        """After a capture: have compared what it has read of metrics that only the host calls.
-
-        Args:
-            mentioned: what the captured step mentions.
-        """
+        """Have the reads of a capture of metrics that only the host calls compared."""
         self._reads.tell(mentioned, lambda metric, name: self._is_kept(vars(metric)))
 
     def write_back(self) -> None:
-        """At the end of the step, or of a part of it: bring the states to their places."""
+        """Bring the states to their places, at the end of the step or of a part of it."""
         self._state.write_back()
 
     def undo(self) -> None:
-        """At the end of the step: undo what calls did on the host, as it is done after each replay."""
+        """Undo the host's part of calls at the end of the step, as it is done after each replay."""
         for own, before in self._undo:
             own.update(before)
         self._undo = []  # it holds states, and who holds a state gets it for himself
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """In the middle of the step: inside, metrics are as they were before it."""
+        """Have metrics as they were before the step, in the middle of it."""
         now = [(own, {name: own[name] for name in before}) for own, before in self._undo]
         for own, before in self._undo:
             own.update(before)
@@ -155,19 +144,19 @@ class StepMetrics:
                 own.update(held)
 
     def adopt(self) -> None:
-        """Before a replay: bring what the host has made of the states to their places."""
+        """Bring what the host has made of the states to their places, before a replay."""
         self._state.adopt()
 
     def count_references(self) -> None:
-        """After a replay, when the host has kept the books: nobody else holds a state yet."""
+        """Count references to states after a replay, when nothing else can hold one yet."""
         self._state.count_references()
 
     def fits(self) -> bool:
-        """Whether all that the host has made of the states can be brought to their places."""
+        """Tell if all that the host has made of the states can be brought to their places."""
         return self._state.fits()
 
     def described(self) -> dict[str, str]:
-        """What kind of tensor each state is now."""
+        """The kind of tensor that each state is now."""
         return self._state.described()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -175,7 +164,7 @@ class StepMetrics:
         return self._state.tensors()
 
     def stays_on_host(self, module: Any) -> bool:
-        """Whether a module is a metric or a collection that no graph calls."""
+        """Tell if a module is a metric or a collection that no graph calls."""
         if isinstance(module, MetricCollection):
             return module not in self._collections
         return isinstance(module, Metric) and not self._is_kept(vars(module))
@@ -216,10 +205,9 @@ class StepMetrics:
                 note(GroupCall(metric, method))
                 return result
             if id(metric) in self._choice.in_graph:
-                if not self._choice.was_tried(metric, method, args, kwargs):
+                if not self._choice.was_tried(metric, method):
                     forbid(
-                        f"a call of `{name}.{method}` with another number or kind of arguments than in"
-                        " the steps before",
+                        f"a call of `{name}.{method}`, which the steps before have not called",
                         "Call the metric in the same way in every step.",
                         user_location(),
                     )
@@ -296,7 +284,7 @@ def _collections(found: list[tuple[str, Any]]) -> list[MetricCollection]:
 
 
 def _kept_by_host(metric: Metric) -> frozenset[str]:
-    """What a call that is put off changes after the replay."""
+    """The attributes that a call that is put off changes after the replay."""
     return frozenset((*BOOKS, *metric._defaults))
 
 
@@ -309,7 +297,7 @@ def _refuse_read(metric: str, name: str, where: Location | None) -> None:
 
 
 def _host_part(module: nn.Module) -> dict[str, Any]:
-    """What a call may change of a metric, or of a collection."""
+    """The attributes that a call may change of a metric, or of a collection."""
     names = (*BOOKS, *module._defaults) if isinstance(module, Metric) else ("_state_is_copy",)
     return {name: vars(module)[name] for name in names if name in vars(module)}
 

@@ -1,4 +1,4 @@
-"""Whether a call of a metric can be in a graph: tried on a copy of it, in warm-up.
+"""Trials, in warm-up and on copies, of calls of metrics that may be in a graph.
 
 On the copy everything is done that a capture would do, with everything watched that a capture would
 refuse, and nothing of it captured. So a metric that cannot be in a graph costs no capture, and no step:
@@ -29,7 +29,7 @@ from lightning_cudagraph.capture.state import StaticState
 from lightning_cudagraph.capture.writes import storage_id
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.metrics.calls import BOOKS, Probe
-from lightning_cudagraph.metrics.mends import FixedCounts
+from lightning_cudagraph.metrics.fixed_counts import FixedCounts
 from lightning_cudagraph.metrics.of_model import metrics_of, states_of
 
 __all__ = ["MetricTrials", "keep_states", "known_only"]
@@ -51,7 +51,7 @@ def keep_states(state: StaticState, name: str, metric: nn.Module) -> None:
 
 @contextmanager
 def known_only(known: set[int]) -> Iterator[None]:
-    """Refuse calls of metrics that nobody knows: inside a graph they would happen once.
+    """Refuse calls of metrics that are not known: inside a graph they would happen once.
 
     Args:
         known: the metrics that may be called, by identity.
@@ -75,14 +75,7 @@ def known_only(known: set[int]) -> Iterator[None]:
 
 
 class MetricTrials:
-    """Tries calls.
-
-    Args:
-        module: the module that is trained.
-        trainer: its trainer.
-        backend: where steps run.
-        rules: what the names of the framework mean to the audit.
-    """
+    """Trials of calls."""
 
     def __init__(self, module: nn.Module, trainer: Any, backend: Backend, rules: HostRules) -> None:
         self._trainer = trainer
@@ -94,15 +87,7 @@ class MetricTrials:
     def why_not(
         self, name: str, metric: Metric, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
-        """Why a call cannot be in a graph, in a few words, or None if it can.
-
-        Args:
-            name: of the metric.
-            metric: the metric; it is not touched.
-            method: ``"forward"`` or ``"update"``.
-            args: positional arguments.
-            kwargs: keyword arguments.
-        """
+        """Return why a call cannot be in a graph, in a few words, or None if it can."""
         if (reason := self._at_sight(metric, method)) is not None:
             return reason
         rng_state = self._backend.rng_state()
@@ -192,7 +177,7 @@ def _shared(metric: Metric) -> str | None:
 
 
 def _in_short(error: UnsupportedError) -> str:
-    """What a capture would have refused, without the line, for a list."""
+    """The reason of a refusal without its line, for a list."""
     reason = error.reason.split(": found ")[0].split(", which a replay would not ")[0]
     return _SUBJECTS.sub("it ", reason.replace("A CUDA graph cannot hold", "it needs")).rstrip(".")
 

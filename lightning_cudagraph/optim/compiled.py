@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.forms import Form
 
-__all__ = ["is_compiled", "is_in_compiled_code", "left_alone", "refuse_changes"]
+__all__ = ["is_compiled", "is_in_compiled_code", "refuse_changes"]
 
 
 def is_compiled(step: Callable[..., Any]) -> bool:
@@ -56,11 +55,6 @@ def is_in_compiled_code() -> bool:
     return False
 
 
-def left_alone(form: Form) -> Form:
-    """A form in which nothing is changed of an optimizer's param groups."""
-    return replace(form, capturable=False, mirror=False, host_state=())
-
-
 def refuse_changes(optimizer: Optimizer, form: Form, device: torch.device) -> None:
     """Refuse an optimizer with a compiled step of which something would have to be changed.
 
@@ -77,7 +71,7 @@ def refuse_changes(optimizer: Optimizer, form: Form, device: torch.device) -> No
         )
     for index, group in enumerate(optimizer.param_groups):
         lr = group["lr"]
-        if form.mirror and not (isinstance(lr, Tensor) and lr.device.type == device.type):
+        if form.reads_rate and not (isinstance(lr, Tensor) and lr.device.type == device.type):
             found = f"a tensor on {lr.device}" if isinstance(lr, Tensor) else "a float"
             raise UnsupportedError(
                 f"`step` of the `{name}` is compiled with its learning rate, and `lr` of param group"
@@ -85,7 +79,7 @@ def refuse_changes(optimizer: Optimizer, form: Form, device: torch.device) -> No
                 f'Pass `lr=torch.tensor(..., device="{device}")`, or leave out `torch.compile` there.',
                 in_optimizer=True,
             )
-        if form.capturable and not group["capturable"]:
+        if group.get("capturable") is False:
             raise UnsupportedError(
                 f"`step` of the `{name}` is compiled, and param group {index} has `capturable=False`;"
                 " expected True, so that its steps are counted on the device.",

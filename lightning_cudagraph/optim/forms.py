@@ -1,16 +1,11 @@
 """Which optimizers a graph can hold, and in which form.
 
-Three things make an optimizer unfit for a graph as it stands:
-
-* its step counter lives on the host, so a replay would go on with the count of the capture. Most
-  classes of torch have a ``capturable`` form that keeps it on the device; SGD and Muon have no counter.
-* the learning rate is a Python float, which a capture freezes. `PreparedGroup` puts a device tensor in
-  its place.
-* an op takes the learning rate as a `Scalar`, and would read that tensor back to the host.
-  `TensorAlphaMode` rewrites the forms that torch's optimizers use.
-
-An optimizer with no such form steps eagerly, behind a captured forward and backward pass. One of
-somebody else's is captured by inspection: if it keeps nothing on the host that moves from step to step.
+* One of torch's own is captured as the user has made it: what its step computes on the host is traced
+  (`traced.py`), and is computed anew in each replay.
+* One of which nothing is known is captured by inspection: if it keeps nothing on the host that moves
+  from step to step. It finds a tensor as its learning rate, and `TensorScalarMode` lets ops take that
+  for a number.
+* One that reads values back from the device steps eagerly, behind a captured forward and backward pass.
 """
 
 from __future__ import annotations
@@ -45,43 +40,36 @@ class Form:
     """How an optimizer class is captured.
 
     Attributes:
-        capturable: it has a ``capturable`` option, which must be on.
-        mirror: its step reads the learning rate.
-        exact: its arithmetic with a float64 mirror is that with a Python float.
+        reads_rate: its step reads the learning rate.
         alpha: its step passes the learning rate as ``alpha`` or ``value``.
-        host_state: names of the state tensors that are kept on the host when not capturable.
         inspected: nothing is known of the class: what it keeps on the host is watched.
     """
 
-    capturable: bool = True
-    mirror: bool = True
-    exact: bool = False
-    alpha: bool = False
-    host_state: tuple[str, ...] = ("step",)
+    reads_rate: bool = True
+    alpha: bool = True
     inspected: bool = False
 
 
+_OWN = Form()
+# Rprop reads the learning rate only when it makes its state, in the first warm-up step.
 _FORMS: dict[type[Optimizer], Form] = {
-    torch.optim.Adam: Form(),
-    torch.optim.AdamW: Form(),
-    torch.optim.NAdam: Form(host_state=("step", "mu_product")),
-    torch.optim.RAdam: Form(),
-    torch.optim.Adamax: Form(),
-    torch.optim.RMSprop: Form(alpha=True),
-    torch.optim.Adadelta: Form(alpha=True),
-    torch.optim.ASGD: Form(),
-    # Reads the learning rate only when it makes its state, in the first warm-up step.
-    torch.optim.Rprop: Form(mirror=False),
-    torch.optim.SGD: Form(capturable=False, alpha=True, host_state=()),
-    torch.optim.Muon: Form(capturable=False, alpha=True, exact=True, host_state=()),
+    torch.optim.Rprop: Form(reads_rate=False, alpha=False),
+    **dict.fromkeys(
+        (
+            torch.optim.Adam,
+            torch.optim.AdamW,
+            torch.optim.NAdam,
+            torch.optim.RAdam,
+            torch.optim.Adamax,
+            torch.optim.ASGD,
+        ),
+        Form(alpha=False),
+    ),
 }
-_FUSED_ADAGRAD = Form(capturable=False, host_state=())
-_INSPECTED = Form(capturable=False, alpha=True, exact=True, host_state=(), inspected=True)
+_INSPECTED = Form(inspected=True)
 
 # Those that no form makes fit, with the reason. Sources: torch/optim, file and function named.
 _EAGER: dict[type[Optimizer], str] = {
-    # adagrad.py, `_get_value(step)` in the decay of the learning rate
-    torch.optim.Adagrad: "counts its steps on the host unless it is fused",
     # _adafactor.py, `_single_tensor_adafactor`: `.item()` of norms
     torch.optim.Adafactor: "reads norms back to the host",
     # lbfgs.py, `step`: `float(closure())` in a loop
@@ -104,6 +92,14 @@ def _known(optimizer: Optimizer, classes: Mapping[type[Optimizer], Any]) -> Any:
 def _code(cls: type[Optimizer], name: str) -> Any:
     # `Optimizer.__init__` wraps the `step` of whichever class is made first.
     return inspect.unwrap(getattr(cls, name, _code))
+
+
+def _classes_of_torch(optimizer: Optimizer) -> list[type[Optimizer]]:
+    return [
+        cls
+        for cls in type(optimizer).__mro__
+        if f"{cls.__module__}.".startswith("torch.optim.") and cls is not Optimizer
+    ]
 
 
 def form_of(optimizer: Optimizer, scaled: bool) -> Form:
@@ -129,13 +125,6 @@ def form_of(optimizer: Optimizer, scaled: bool) -> Form:
             "Leave it out.",
         )
     refuse_step_hooks(optimizer)
-    form: Form | None = _known(optimizer, _FORMS)
-    if form is not None:
-        return form
-    if _known(optimizer, {torch.optim.Adagrad: True}) and all(
-        group.get("fused") for group in optimizer.param_groups
-    ):
-        return _FUSED_ADAGRAD
     reason: str | None = _known(optimizer, _EAGER)
     if reason is not None:
         raise UnsupportedError(
@@ -143,6 +132,11 @@ def form_of(optimizer: Optimizer, scaled: bool) -> Form:
             "Use another optimizer to have its step in the graph too.",
             in_optimizer=True,
         )
+    form: Form | None = _known(optimizer, _FORMS)
+    if form is not None:
+        return form
+    if _known(optimizer, dict.fromkeys(_classes_of_torch(optimizer), True)):
+        return _OWN
     if scaled:
         # What is put back after an overflow is the state that torch's own classes have.
         raise UnsupportedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,71 +11,100 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.forms import Form
+from lightning_cudagraph.optim.host_program import HostScalar
+from lightning_cudagraph.optim.traced import TracedStep
 
 __all__ = ["PreparedGroup", "check_group"]
 
+# An option that moves again within so many calls (two or three a step) moves all the time.
+_CALLS_BETWEEN_MOVES = 6
+
+# The name of an option, and the place in it if it is a tuple.
+_Part = tuple[str, int | None]
+
 
 class PreparedGroup:
-    """The flags, the mirror of the learning rate, and the host state of one param group.
+    """The options of one param group: those that a capture freezes, and what replaces the others.
 
     Args:
         form: how the optimizer is captured.
         optimizer: the optimizer.
         index: which of its groups this is.
         device: where its parameters are.
-        lr_dtype: dtype of the mirror, unless the parameters ask for more.
+        alone: nothing of it may be changed.
 
     Attributes:
         group: the optimizer's own dictionary, as the user has it but inside a step.
-        flags: what takes the place of the user's options inside a step.
-        options: name of each option that a capture freezes, with the user's words for it.
     """
 
     def __init__(
-        self,
-        form: Form,
-        optimizer: Optimizer,
-        index: int,
-        device: torch.device,
-        lr_dtype: torch.dtype,
+        self, form: Form, optimizer: Optimizer, index: int, device: torch.device, alone: bool
     ) -> None:
         self._form = form
-        self._optimizer = optimizer
-        self._device = device
+        self._index = index
+        self._alone = alone
         self.group: dict[str, Any] = optimizer.param_groups[index]
-        capturable = form.capturable and not self.group["capturable"]
-        self.flags: dict[str, Any] = {"capturable": True} if capturable else {}
-        self._own_flags = {name: self.group[name] for name in self.flags}
         # What schedulers keep in a group (`initial_lr`) is not read by the step.
-        self.options = [
-            (name, f"`{name}` of param group {index}") for name in optimizer.defaults if name != "lr"
-        ]
-        self._names = [name for name, _ in self.options]
-        self._lr_label = f"`lr` of param group {index}"
-        self._mirror = self._new_mirror(lr_dtype)
-        self._inside: Tensor | None = None  # what is in the place of the learning rate
+        self._names = [name for name in optimizer.defaults if name != "lr"]
+        self._lr_is_tensor = isinstance(self.group["lr"], Tensor)
+        self._mirror: Tensor | None = None
+        if form.inspected and not alone and not self._lr_is_tensor:
+            dtype = (
+                torch.float32 if self.group.get("fused") else torch.float64
+            )  # its kernels read floats
+            self._mirror = torch.zeros((), dtype=dtype, device=device)
         self._mirrored: float | None = None
-        self._lr: Any = None
-        self.move_host_state(device)
-
-    def _new_mirror(self, lr_dtype: torch.dtype) -> Tensor | None:
-        if not self._form.mirror or isinstance(self.group["lr"], Tensor):
-            return None
-        wide = self._form.exact or any(p.dtype is torch.float64 for p in self.group["params"])
-        dtype = torch.float64 if wide and not self.group.get("fused") else lr_dtype
-        return torch.zeros((), dtype=dtype, device=self._device)
+        self._own: dict[str, Any] = {}  # the user's, while others are in their places
+        self._inside: dict[str, Any] = {}
+        self._calls = 0
+        self._seen = dict(self._parts())
+        self._moved_at: dict[_Part, int] = {}
+        self._moving: set[_Part] = set()
 
     def fits(self, group: dict[str, Any]) -> bool:
         """Whether this is still the right preparation of `group`."""
-        if not self._form.mirror:
-            return group is self.group
-        return group is self.group and isinstance(group["lr"], Tensor) == (self._mirror is None)
+        return group is self.group and isinstance(group["lr"], Tensor) == self._lr_is_tensor
+
+    def _parts(self) -> Iterator[tuple[_Part, Any]]:
+        """The numbers among the options, but for the learning rate."""
+        for name in self._names:
+            value = self.group.get(name)
+            if type(value) is float:
+                yield (name, None), value
+            elif type(value) is tuple:
+                yield from (((name, place), each) for place, each in enumerate(value))
+
+    def note_moves(self) -> None:
+        """Find out which options a scheduler moves in every step, as `OneCycleLR` does with momentum."""
+        self._calls += 1
+        if self._form.inspected or self._alone:
+            return
+        for part, value in self._parts():
+            if self._seen.get(part) != value:
+                if self._calls - self._moved_at.get(part, -_CALLS_BETWEEN_MOVES) < _CALLS_BETWEEN_MOVES:
+                    self._moving.add(part)
+                self._moved_at[part] = self._calls
+                self._seen[part] = value
+
+    def _frozen(self, name: str) -> Any:
+        """What a capture freezes of an option."""
+        value = self.group.get(name)
+        if (name, None) in self._moving:
+            return "a number that moves"
+        if type(value) is tuple and self._moving:
+            return tuple(
+                "a number that moves" if (name, place) in self._moving else each
+                for place, each in enumerate(value)
+            )
+        return value
 
     def frozen(self) -> dict[str, Any]:
         """All that a capture freezes of the group's options, by the user's words."""
-        values = {label: self.group.get(name) for name, label in self.options}
+        self.note_moves()
+        values = {f"`{name}` of param group {self._index}": self._frozen(name) for name in self._names}
         lr = self.group["lr"]
-        values[self._lr_label] = f"a tensor at {lr.data_ptr()}" if isinstance(lr, Tensor) else "a float"
+        label = f"`lr` of param group {self._index}"
+        values[label] = f"a tensor at {lr.data_ptr()}" if isinstance(lr, Tensor) else "a float"
         return values
 
     def frozen_values(self) -> tuple[Any, ...]:
@@ -84,64 +114,71 @@ class PreparedGroup:
         # The type first: `isinstance` of a Tensor is slow for everything that is none.
         is_tensor = type(lr) is not float and isinstance(lr, Tensor)
         lr_address = lr.data_ptr() if is_tensor else None
-        return (*map(group.get, self._names), lr_address, id(parameters), len(parameters))
+        options = map(self._frozen if self._moving else group.get, self._names)
+        return (*options, lr_address, id(parameters), len(parameters))
 
     def refresh(self) -> None:
         """Bring the mirror up to date with the learning rate, on the current stream."""
+        self.note_moves()
         if self._mirror is not None and self.group["lr"] != self._mirrored:
             self._mirrored = self.group["lr"]
             self._mirror.fill_(self.group["lr"])
 
-    def swap_in(self, capturing: bool) -> None:
-        """Put the mirror in the place of the learning rate, and the flags in that of the user's.
+    def swap_in(self, traced: TracedStep | None) -> bool:
+        """Put numbers that a capture does not freeze in the place of the user's.
 
-        An eager step gets a mirror of its own, so that a replay whose mirror is stale differs from it.
+        Args:
+            traced: the step under capture, of one of torch's own optimizers.
+
+        Returns:
+            Whether the user's are others than they were when this was last called in this capture.
         """
-        self.group.update(self.flags)
+        before = dict(self._own)
         if self._mirror is not None:
-            self._lr = self.group["lr"]
-            self._inside = self._mirror if capturing else torch.full_like(self._mirror, self._lr)
-            self.group["lr"] = self._inside
+            self._inside = {"lr": self._mirror}
+        elif traced is not None:
+            self._inside = dict(self._traced(traced))
+        self._own = {name: self.group[name] for name in self._inside}
+        self.group.update(self._inside)
+        return bool(before) and before != self._own
+
+    def _traced(self, traced: TracedStep) -> Iterator[tuple[str, Any]]:
+        def part(name: str, place: int | None) -> HostScalar:
+            group = self.group
+            if place is None:
+                return traced.option((self._index, name), lambda: group[name])
+            return traced.option((self._index, name, place), lambda: group[name][place])
+
+        if not self._lr_is_tensor:
+            yield "lr", part("lr", None)
+        for name in {name for name, _ in self._moving}:
+            value = self.group[name]
+            if type(value) is tuple:
+                moving = [(name, place) in self._moving for place in range(len(value))]
+                yield name, tuple(part(name, i) if moving[i] else each for i, each in enumerate(value))
+            else:
+                yield name, part(name, None)
 
     def swap_out(self) -> bool:
-        """Put both back; tells whether somebody has set another learning rate in between."""
-        self.group.update(self._own_flags)
-        if self._mirror is None:
-            return False
-        if self.group["lr"] is not self._inside:
-            return True
-        self.group["lr"] = self._lr
-        return False
+        """Put the user's back; tells whether somebody has set others in between."""
+        was_set = any(self.group[name] is not inside for name, inside in self._inside.items())
+        if not was_set:
+            self.group.update(self._own)
+        self._inside = {}
+        return was_set
 
-    def lr_moved(self) -> bool:
-        """Whether the learning rate is another than the mirror's."""
-        return self._mirror is not None and self.group["lr"] != self._mirrored
-
-    def restore(self) -> None:
-        """Give the group back as the user made it."""
-        self.move_host_state(torch.device("cpu"))
+    def forget(self) -> None:
+        """The capture has ended."""
+        self._own = {}
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether nothing of the group is changed inside a step."""
-        return not self.flags and self._mirror is None
-
-    @property
-    def keeps_host_state(self) -> bool:
-        """Whether the user's form of this group keeps state on the host that is on the device now."""
-        # Dynamo switches `capturable` on for good where it compiles a step that has no state yet.
-        is_on_host = "capturable" in self.flags and not self.group["capturable"]
-        return is_on_host and not self.group.get("fused")
-
-    def move_host_state(self, device: torch.device) -> None:
-        """Move the state that depends on `capturable` to where it belongs."""
-        if not self.keeps_host_state:
-            return
-        for parameter in self.group["params"]:
-            state = self._optimizer.state.get(parameter, {})
-            for name in self._form.host_state:
-                if isinstance(state.get(name), Tensor):
-                    state[name] = state[name].to(device)
+        """Whether a capture changes nothing of the group, and the step keeps nothing on the host."""
+        if self._alone:
+            return True
+        on_device = self.group.get("capturable") or self.group.get("fused")
+        has_rate = self._form.reads_rate and not self._lr_is_tensor
+        return bool(on_device) and not (self._form.alpha or has_rate or self._moving)
 
 
 def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
@@ -153,7 +190,8 @@ def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
     group, name = optimizer.param_groups[index], type(optimizer).__qualname__
     if group.get("differentiable"):
         raise UnsupportedError(
-            f"Param group {index} of `{name}` has `differentiable=True`, which has no capturable form.",
+            f"Param group {index} of `{name}` has `differentiable=True`: its step is part of a graph"
+            " of autograd's.",
             "Leave it out.",
             in_optimizer=True,
         )
@@ -169,6 +207,6 @@ def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
         raise UnsupportedError(
             f"`lr` of param group {index} of `{name}` is a tensor on {lr.device}; expected a float, or a"
             f" tensor on {device}.",
-            "Pass a float: it is mirrored on the device.",
+            "Pass a float: it is brought to the device before each replay.",
             in_optimizer=True,
         )

@@ -1,13 +1,8 @@
 """An optimizer made fit for capture, and the way back.
 
-`forms.py` says what keeps an optimizer from being captured. Here its flags are changed while it steps
-(in `PreparedGroup`), its checkpoints kept as the user has them, and its arithmetic made that of a graph.
-
-Every step of a run that has graphs goes through the same arithmetic, eager or replayed, so that it does
-not matter which steps are replayed. Against a run without this package: the fused forms, and SGD in all
-its forms on 32 and 64 bit parameters, are the same bit for bit; the other classes compute their bias
-corrections on the device instead of the host, which moves a parameter by about one unit in the last
-place a step.
+Eager steps are the user's own. A captured one of torch's own optimizers is that same step, with what it
+computes on the host computed anew in each replay: its numbers, its state and its counters are those of a
+run without this package, bit for bit, and it does not matter which steps are replayed.
 """
 
 from __future__ import annotations
@@ -16,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +23,7 @@ from lightning_cudagraph.capture.stand_ins import OwnHook
 from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
-from lightning_cudagraph.optim.alpha import TensorAlphaMode
-from lightning_cudagraph.optim.compiled import is_compiled, left_alone, refuse_changes
+from lightning_cudagraph.optim.compiled import is_compiled, refuse_changes
 from lightning_cudagraph.optim.forms import (
     HostSide,
     form_of,
@@ -38,6 +33,10 @@ from lightning_cudagraph.optim.forms import (
     step_hooks,
 )
 from lightning_cudagraph.optim.groups import PreparedGroup, check_group
+from lightning_cudagraph.optim.host_program import HostProgram
+from lightning_cudagraph.optim.host_tensors import HostTensors
+from lightning_cudagraph.optim.scalar_ops import TensorScalarMode
+from lightning_cudagraph.optim.traced import Stage, TracedStep
 
 __all__ = ["EagerOptimizer", "PreparedOptimizer"]
 
@@ -71,6 +70,10 @@ class EagerOptimizer:
         """All options of all param groups but the values of learning rates: a capture freezes them."""
         return {}
 
+    def options(self) -> tuple[Any, ...]:
+        """The values of `hyperparameters`, without the words, that the user can set."""
+        return self.frozen_values()
+
     def frozen_values(self) -> tuple[Any, ...]:
         """The values of `hyperparameters`, without the words: compared before every replay."""
         # Also behind a graph, which makes the gradients of these parameters and of no others.
@@ -89,6 +92,10 @@ class EagerOptimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """All tensors of the optimizer's state that a captured step changes, by name."""
         return {}
+
+    def device_state(self) -> list[Tensor]:
+        """Those of `state_tensors` that a graph writes."""
+        return []
 
     def addresses(self) -> dict[str, Any]:
         """What else of the optimizer a capture freezes: which tensors it works on, by name."""
@@ -118,13 +125,16 @@ class EagerOptimizer:
         """Give the optimizer back as the user made it, with the state that it has reached."""
 
 
+# For numbers that do not depend on counters, and for those of each parameter that do.
+_PLACES, _PLACES_EACH = 64, 8
+
+
 class PreparedOptimizer(EagerOptimizer):
     """An optimizer made fit for capture, and the way back.
 
     Args:
         optimizer: the optimizer; between steps its param groups are as the user has them.
         device: where its parameters are.
-        lr_dtype: dtype of the learning rate's mirrors.
         on_load: called with a reason after `optimizer.load_state_dict`, which puts other tensors in
             the place of those that a graph knows.
         scaled: a gradient scaler can skip its steps.
@@ -137,7 +147,6 @@ class PreparedOptimizer(EagerOptimizer):
         self,
         optimizer: Optimizer,
         device: torch.device,
-        lr_dtype: torch.dtype,
         on_load: Callable[[str], None],
         scaled: bool = False,
     ) -> None:
@@ -147,13 +156,17 @@ class PreparedOptimizer(EagerOptimizer):
         if self._is_compiled:
             refuse_changes(optimizer, self._form, device)
         self._device = device
-        self._lr_dtype = lr_dtype
         self._on_load = on_load
         self._groups: list[PreparedGroup] = []
+        self._tensors = HostTensors(optimizer, device)
+        self._traced: TracedStep | None = None  # the one under capture
+        self._programs: WeakSet[HostProgram] = WeakSet()  # of the graphs that there are
         self._restored = False
         self._restore = ExitStack()
         self._prepare_groups()
         self._allow_cpu()
+        parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        self._stage = Stage(device, _PLACES + _PLACES_EACH * parameters)
         self._hooks = [
             optimizer.register_state_dict_post_hook(OwnHook(self._as_the_user_has_it)),
             optimizer.register_load_state_dict_post_hook(OwnHook(self._after_load)),
@@ -164,7 +177,8 @@ class PreparedOptimizer(EagerOptimizer):
 
         The emulator stands in for such a device.
         """
-        if self._device.type != "cpu" or not self._form.capturable:
+        capturable = any(group.get("capturable") for group in self.optimizer.param_groups)
+        if self._device.type != "cpu" or not capturable:
             return
         require(CAPTURABLE_ON_CPU)
         name = "_get_capturable_supported_devices"
@@ -182,17 +196,17 @@ class PreparedOptimizer(EagerOptimizer):
 
     def _prepare_groups(self) -> None:
         """Prepare every group that is not prepared yet: all, one that was added, or a loaded one."""
-        form = left_alone(self._form) if self._is_compiled else self._form
         known = {id(prepared.group): prepared for prepared in self._groups}
         groups: list[PreparedGroup] = []
         for index, group in enumerate(self.optimizer.param_groups):
             prepared = known.get(id(group))
             if prepared is None or not prepared.fits(group):
                 check_group(self.optimizer, index, self._device)
-                prepared = PreparedGroup(form, self.optimizer, index, self._device, self._lr_dtype)
+                prepared = PreparedGroup(
+                    self._form, self.optimizer, index, self._device, self._is_compiled
+                )
             groups.append(prepared)
         self._groups = groups
-        self.notes = self._describe()
 
     def _sync_groups(self) -> None:
         current = self.optimizer.param_groups
@@ -204,37 +218,12 @@ class PreparedOptimizer(EagerOptimizer):
         ):
             self._prepare_groups()
 
-    def _describe(self) -> list[str]:
-        changed = sorted({name for prepared in self._groups for name in prepared.flags})
-        if not changed:
-            return []
-        text = f"{type(self.optimizer).__qualname__} runs with " + ", ".join(
-            f"{n}=True" for n in changed
-        )
-        if all(prepared.group.get("fused") for prepared in self._groups):
-            return [f"{text}, which changes no number of its fused form"]
-        remedy = ""
-        if type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-            remedy = "; with fused=True it is bit-equal to a run without graphs, and faster"
-        reason = (
-            f"{text}: bias corrections are computed on the device, which rounds differently from the"
-            f" host (about one unit in the last place a step){remedy}"
-        )
-        return [reason]
-
     def _as_the_user_has_it(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """A `state_dict` as it would be without us, so that it loads anywhere."""
-        self._sync_groups()
-        on_host: set[int] = set()
-        for group, prepared in zip(saved["param_groups"], self._groups, strict=True):
-            if prepared.keeps_host_state:
-                on_host.update(group["params"])
+        """A `state_dict` as it would be without us, each tensor with memory of its own."""
+        ours = {id(tensor) for _, tensor in self._tensors.found()}
         states = {
-            index: {
-                name: value.cpu().clone() if name in self._form.host_state else value
-                for name, value in state.items()
-            }
-            if index in on_host
+            index: {name: value.clone() if id(value) in ours else value for name, value in state.items()}
+            if isinstance(state, dict)
             else state
             for index, state in saved["state"].items()
         }
@@ -254,9 +243,19 @@ class PreparedOptimizer(EagerOptimizer):
             found.update(prepared.frozen())
         if self._form.inspected:
             found.update(moving_values(self.optimizer))
+        found["whether `optimizer.step` takes the branches that it took, by what it has counted"] = (
+            self._is_as_captured()
+        )
         return found
 
+    def _is_as_captured(self) -> bool:
+        """Whether captured steps would take the branches that they took, on counters that are alike."""
+        return self._tensors.are_alike() and all(program.holds() for program in self._programs)
+
     def frozen_values(self) -> tuple[Any, ...]:
+        return (*self.options(), self._is_as_captured())
+
+    def options(self) -> tuple[Any, ...]:
         values: list[Any] = [prepared.frozen_values() for prepared in self._groups]
         values.append(tuple(map(id, self.optimizer.param_groups)))  # added, or replaced
         values.append((id(self.optimizer.state), len(self.optimizer.state)))
@@ -271,10 +270,8 @@ class PreparedOptimizer(EagerOptimizer):
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether it steps in a graph just as the user has made it."""
-        return (self._is_compiled or not self._form.alpha) and all(
-            prepared.is_left_alone for prepared in self._groups
-        )
+        """Whether it steps in a graph just as the user has made it, and keeps nothing on the host."""
+        return all(prepared.is_left_alone for prepared in self._groups)
 
     def check_state(self) -> None:
         # Since the form was found, the step may have been compiled, and hooks registered.
@@ -283,6 +280,9 @@ class PreparedOptimizer(EagerOptimizer):
             refuse_changes(self.optimizer, self._form, self._device)
         self._sync_groups()
         refuse_step_hooks(self.optimizer)
+        if not self._form.inspected and not compiled:
+            self._tensors.gather()
+            return
         reason = host_state_of(self.optimizer, self._device)
         if reason is not None:
             raise UnsupportedError(
@@ -300,6 +300,10 @@ class PreparedOptimizer(EagerOptimizer):
             if isinstance(value, Tensor)
         }
 
+    def device_state(self) -> list[Tensor]:
+        on_host = {id(tensor) for _, tensor in self._tensors.found()}
+        return [tensor for tensor in self.state_tensors().values() if id(tensor) not in on_host]
+
     def addresses(self) -> dict[str, Any]:
         found = super().addresses()
         for name, tensor in self.state_tensors().items():
@@ -313,10 +317,7 @@ class PreparedOptimizer(EagerOptimizer):
 
     @contextmanager
     def step_arithmetic(self, capturing: bool = False) -> Iterator[None]:
-        """Inside, the optimizer computes as it does in a graph, whether one is captured or not.
-
-        The mirrors must be up to date: filling them is no part of the step, since a capture would
-        freeze the value. An optimizer of which nothing is known finds its mirrors in captures only.
+        """Inside, the optimizer's step can be captured; an eager one is as the user has made it.
 
         Args:
             capturing: a capture is under way.
@@ -324,22 +325,36 @@ class PreparedOptimizer(EagerOptimizer):
         Raises:
             CaptureError: if the step sets a learning rate while a capture is under way.
         """
-        if self._form.inspected and not capturing:
+        for prepared in self._groups:
+            prepared.note_moves()
+        if not capturing:
             yield
             return
+        traced: TracedStep | None = None
         with ExitStack() as stack:
-            if capturing:
-                stack.enter_context(self._host_side_unchanged())
-            if self._form.alpha and (not self._is_compiled or is_left_out()):
-                stack.enter_context(TensorAlphaMode())
+            stack.enter_context(self._host_side_unchanged())
+            if self._form.inspected or self._is_compiled:
+                if not self._is_compiled or is_left_out():
+                    stack.enter_context(TensorScalarMode())
+            elif not self.is_left_alone:  # or else what is compiled beside it would see another mode
+                traced = TracedStep(self.optimizer, self._device, self._tensors, self._stage)
+                stack.enter_context(traced)
+                stack.enter_context(_not_asked_for_capturable(self.optimizer))
+            self._traced = traced
             for prepared in self._groups:
-                prepared.swap_in(capturing)
+                prepared.swap_in(traced)
             try:
                 yield
             finally:
                 was_set = [prepared.swap_out() for prepared in self._groups]
-            if capturing and any(was_set):
+                for prepared in self._groups:
+                    prepared.forget()
+                self._traced = None
+            if any(was_set):
                 raise _lr_set_inside()
+        if traced is not None:
+            traced.register()
+            self._programs.add(traced.program)
 
     @contextmanager
     def _host_side_unchanged(self) -> Iterator[None]:
@@ -369,20 +384,20 @@ class PreparedOptimizer(EagerOptimizer):
 
     @contextmanager
     def floats_inside(self, capturing: bool = False) -> Iterator[None]:
-        if self._form.inspected and not capturing:
+        if not capturing:
             yield
             return
         for prepared in self._groups:
             prepared.swap_out()
+        if self._traced is not None:
+            self._traced.is_under_way = False
         try:
             yield
         finally:
-            moved = any(prepared.lr_moved() for prepared in self._groups)
-            if not capturing:
-                self.refresh()
-            for prepared in self._groups:
-                prepared.swap_in(capturing)
-        if capturing and moved:
+            if self._traced is not None:
+                self._traced.is_under_way = True
+            moved = [prepared.swap_in(self._traced) for prepared in self._groups]
+        if any(moved):
             raise _lr_set_inside()
 
     def restore(self) -> None:
@@ -392,12 +407,33 @@ class PreparedOptimizer(EagerOptimizer):
         with self._restore as stack:
             for hook in self._hooks:
                 stack.callback(hook.remove)
-            for prepared in self._groups:
-                stack.callback(prepared.restore)
+            stack.callback(self._tensors.let_go)
 
 
 def _and_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
     return lambda *args, **kwargs: [*devices(*args, **kwargs), "cpu"]
+
+
+@contextmanager
+def _not_asked_for_capturable(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, the step does not refuse a capture because its counters are on the host.
+
+    They are counted there. The method has another name from torch 2.13 on, or two.
+    """
+    names = [name for name in dir(optimizer) if name.endswith("_graph_capture_health_check")]
+    attributes: dict[str, Any] = vars(optimizer)
+    had = {name: attributes[name] for name in names if name in attributes}
+    attributes.update(dict.fromkeys(names, _nothing))
+    try:
+        yield
+    finally:
+        for name in names:
+            del attributes[name]
+        attributes.update(had)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _lr_set_inside() -> CaptureError:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_cudagraph.capture.host_work import work_under_capture
 from lightning_cudagraph.compat.features import FP16
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.compat.torch_names import _refresh_per_optimizer_state
@@ -32,7 +33,7 @@ class PreparedScaler:
 
     Args:
         scaler: the scaler; nothing of it is changed but for the time of a step.
-        state_tensors: the tensors of the optimizer's state.
+        device_state: the tensors of the optimizer's state that a graph writes.
 
     Attributes:
         scaler: the scaler.
@@ -43,11 +44,11 @@ class PreparedScaler:
     """
 
     def __init__(
-        self, scaler: GradScaler, device: torch.device, state_tensors: Callable[[], dict[str, Tensor]]
+        self, scaler: GradScaler, device: torch.device, device_state: Callable[[], list[Tensor]]
     ) -> None:
         require(FP16)
         self.scaler = scaler
-        self._state_tensors = state_tensors
+        self._device_state = device_state
         self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
         self._stepped: set[int] = set()
         self._applied: set[int] = set()  # those whose steps from then on do nothing that is new
@@ -96,9 +97,11 @@ class PreparedScaler:
 
         def gated(optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             skip = _overflowed(state).ne(0)
+            # Its counters on the host are moved behind each replay, or not.
+            work_under_capture().skipped[id(optimizer)] = skip
             live = [
                 *(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None),
-                *self._state_tensors().values(),
+                *self._device_state(),
             ]
             saved = [tensor.detach().clone() for tensor in live]
             optimizer.step(*args, **kwargs)

@@ -31,8 +31,8 @@ __all__ = ["OptimizerSteps"]
 class _Lease:
     """One prepared optimizer for all steps that use it; given back when the last of them closes."""
 
-    def __init__(self, optimizer: Optimizer, device: torch.device, lr_dtype: torch.dtype, scaled: bool):
-        self.prepared = PreparedOptimizer(optimizer, device, lr_dtype, self._loaded, scaled)
+    def __init__(self, optimizer: Optimizer, device: torch.device, scaled: bool):
+        self.prepared = PreparedOptimizer(optimizer, device, self._loaded, scaled)
         self.users: WeakSet[OptimizerSteps] = WeakSet()
 
     def _loaded(self, reason: str) -> None:
@@ -57,7 +57,6 @@ class OptimizerSteps:
         optimizers: by name.
         scaler: the gradient scaler that steps them, or None.
         device: where their parameters are.
-        lr_dtype: dtype of the learning rates' mirrors.
         on_load: called with a reason after a state was loaded into one of them.
 
     Raises:
@@ -69,12 +68,11 @@ class OptimizerSteps:
         optimizers: Mapping[str, Optimizer],
         scaler: GradScaler | None,
         device: torch.device,
-        lr_dtype: torch.dtype,
         on_load: Callable[[str], None],
     ) -> None:
         self.on_load = on_load
         self._leases: dict[str, _Lease] = {}
-        self.scaler = None if scaler is None else PreparedScaler(scaler, device, self._states)
+        self.scaler = None if scaler is None else PreparedScaler(scaler, device, self._device_state)
         # Stepped by compiled code, which has what a graph changes of them in it.
         self._in_compiled_code: list[Optimizer] = []
         with ExitStack() as stack:
@@ -82,7 +80,7 @@ class OptimizerSteps:
             for name, optimizer in optimizers.items():
                 lease = _LEASES.get(id(optimizer))
                 if lease is None:
-                    lease = _Lease(optimizer, device, lr_dtype, scaler is not None)
+                    lease = _Lease(optimizer, device, scaler is not None)
                     _LEASES[id(optimizer)] = lease
                 lease.users.add(self)
                 self._leases[name] = lease
@@ -133,6 +131,10 @@ class OptimizerSteps:
         values = tuple(prepared.frozen_values() for prepared in self._prepared)
         return values if self.scaler is None else (*values, *self.scaler.frozen().values())
 
+    def _options(self) -> tuple[Any, ...]:
+        values = tuple(prepared.options() for prepared in self._prepared)
+        return values if self.scaler is None else (*values, *self.scaler.frozen().values())
+
     def places(self) -> list[Collection[Any]]:
         """Lists, and views of dictionaries, whose members a capture freezes."""
         return [place for prepared in self._prepared for place in prepared.places()]
@@ -152,6 +154,9 @@ class OptimizerSteps:
 
     def _states(self) -> dict[str, Tensor]:
         return self._labelled(PreparedOptimizer.state_tensors)
+
+    def _device_state(self) -> list[Tensor]:
+        return [tensor for prepared in self._prepared for tensor in prepared.device_state()]
 
     def is_settled(self) -> bool:
         """Whether each optimizer that is stepped has made its state: a scaler can skip the first."""
@@ -184,7 +189,7 @@ class OptimizerSteps:
             CaptureError: in a capture, if the function moves a learning rate, an option, or a value that
                 it keeps with an optimizer, or leaves the scaler in the middle of a step.
         """
-        settings, rates = self.frozen_values(), self.learning_rates()
+        settings, rates = self._options(), self.learning_rates()
         sides = [HostSide(prepared.optimizer) for prepared in self._prepared] if capturing else []
         kept = self._kept_on_host() if capturing else []
         moved = True  # as far as is known, if it raises
@@ -216,7 +221,7 @@ class OptimizerSteps:
                     stack.enter_context(prepared.step_arithmetic(capturing))
             try:
                 yield
-                moved = self.learning_rates() != rates or self.frozen_values() != settings
+                moved = self.learning_rates() != rates or self._options() != settings
                 moved = moved or (capturing and self._kept_on_host() != kept)
             finally:
                 if capturing:

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend, Event
-from lightning_cudagraph.capture.processes.heard import listening
+from lightning_cudagraph.capture.processes.collective_hooks import collective_hook
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.errors import CUDAGraphError
 from lightning_cudagraph.timing.collective_marks import Collectives
@@ -127,7 +127,7 @@ class StepMarks:
         with ExitStack() as stack:
             stack.enter_context(self._layers.followed(captured=is_capturing()))
             if self._with_collectives:
-                stack.enter_context(listening(self._collective, captured=is_capturing()))
+                stack.enter_context(collective_hook(self._collective, captured=is_capturing()))
             self._is_recording = True
             try:
                 self._enter("forward")

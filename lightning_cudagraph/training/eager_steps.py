@@ -55,7 +55,7 @@ class EagerSteps:
         detach_recomputed(self._module)
         with self._logs.noted():
             step()
-        self._replicas.ran(place)
+        self._replicas.ran()
 
     def run_marked(self, step: Callable[[], object], place: Place) -> None:
         """Run a step, and time its parts.

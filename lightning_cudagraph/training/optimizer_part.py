@@ -88,7 +88,6 @@ class OptimizerPart:
             self.optimizer = PreparedOptimizer(
                 optimizer,
                 self._backend.device,
-                self._backend.lr_dtype,
                 self._forget,
                 self.scaler is not None,
             )
@@ -117,7 +116,7 @@ class OptimizerPart:
         Args:
             agreement: with the other processes of the run, which ask, too.
         """
-        behind = of_ranks(agreement.tell(self.behind and self.behind.rstrip(".")))
+        behind = of_ranks(agreement.gather(self.behind and self.behind.rstrip(".")))
         if behind and self.behind is None:
             self.behind = f"so it does in other processes: {behind}"
             self.optimizer.restore()
@@ -241,4 +240,4 @@ class OptimizerPart:
         scaler = scaler_of(self._trainer)
         if scaler is None:
             return None
-        return PreparedScaler(scaler, self._backend.device, lambda: self.optimizer.state_tensors())
+        return PreparedScaler(scaler, self._backend.device, lambda: self.optimizer.device_state())

@@ -79,7 +79,7 @@ class PlainReplay:
 
     def place(self, drops: bool, steps: bool) -> Place:
         """Where a step stands that drops gradients, or in which the optimizer takes its step."""
-        return Place(drops, steps, steps and self._replicas.are_averaged)
+        return Place(drops, steps, steps and bool(self._replicas.wrappers))
 
     def is_possible(self) -> bool:
         """Whether Lightning would do nothing of somebody else's on the way to the replay."""

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.processes.ranks import own_store
+from lightning_cudagraph.capture.processes.peers import own_store
 from lightning_cudagraph.capture.steps import Place, StepCounts
 from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE, TIMES
 from lightning_cudagraph.compat.tables import notes, require

@@ -165,7 +165,7 @@ class TrainingSteps:
             parameters=lambda: self._part.parameters(place),
             place=place,
             is_broken=self._replicas.is_broken,
-            mend=self._replicas.mend,
+            mend=self._replicas.reset,
             unlike_others=self._replicas.unlike_others(place),
             in_window=self._trainer.accumulate_grad_batches > 1,
             kept=lambda: (

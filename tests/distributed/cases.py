@@ -48,7 +48,7 @@ from lightning_cudagraph import (
 from lightning_cudagraph.capture.checks.tape import OpTape
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.processes import failures
-from lightning_cudagraph.capture.processes.board import Board
+from lightning_cudagraph.capture.processes.shared_page import SharedPage
 from lightning_cudagraph.capture.streams.branches import SentBackError
 from lightning_cudagraph.capture.streams.dataflow import Flow
 from lightning_cudagraph.errors import PeerError, VerificationError
@@ -236,14 +236,14 @@ def a_group_that_averages_on_the_host(here: Here) -> None:
 
 
 def same_numbers_with_expandable_segments(here: Here) -> None:
-    """On GPUs: the callback is older than the process group, and tells NCCL not to register buffers."""
+    """On GPUs: NCCL was told not to register buffers."""
     callback = CUDAGraphCallback()
     _, graph = here.assert_same_runs(callback, accumulate_grad_batches=2, max_epochs=8)
     assert graph.counts.replayed >= 10, graph.counts
 
 
-def expandable_segments_known_too_late(here: Here) -> None:
-    """On GPUs: the process group is older than the callback, and may have been told otherwise."""
+def expandable_segments_alone(here: Here) -> None:
+    """On GPUs: NCCL was not told, and registers buffers."""
     here.train("plain", None)
     graph = here.train("graph", CUDAGraphCallback(), raises=ConfigurationError)
     assert "NCCL_GRAPH_REGISTER is not set" in str(graph.error), graph.error
@@ -392,11 +392,11 @@ def same_numbers_stopped_by_the_clock(here: Here) -> None:
 def _no_page() -> Iterator[None]:
     """There is no memory that processes share, as on several machines."""
 
-    def made(size: int) -> Any:
+    def create(size: int) -> str:
         raise OSError("no shared memory")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Board, "made", made)
+        patch.setattr(SharedPage, "create", create)
         yield
 
 

@@ -23,8 +23,8 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.capture.processes import ranks
-from lightning_cudagraph.capture.processes.ranks import Ranks
+from lightning_cudagraph.capture.processes import peers
+from lightning_cudagraph.capture.processes.peers import Peers
 from tests.distributed.cases import _fit_of_all
 from tests.harness import Net, Trace, assert_same, loader, make, train
 
@@ -53,20 +53,20 @@ def _run(folder: Path, callback: CUDAGraphCallback | None, accelerator: str) -> 
 
 def main(folder: Path, accelerator: str) -> None:
     """Train without the callback and with it, and compare."""
-    boards: list[object] = []
-    shared_board = Ranks._shared_board
+    pages: list[object] = []
+    shared_page = Peers._shared_page
 
-    def noted(of: Ranks) -> Any:
-        boards.append(shared_board(of))
-        return boards[-1]
+    def noted(of: Peers) -> Any:
+        pages.append(shared_page(of))
+        return pages[-1]
 
-    ranks.machine = _machine
-    Ranks._shared_board = noted  # type: ignore[method-assign]
+    peers.machine = _machine
+    Peers._shared_page = noted  # type: ignore[method-assign]
     plain = _run(folder / "plain", None, accelerator)
     graph = _run(folder / "graph", CUDAGraphCallback(timings=None), accelerator)
     assert_same(plain, graph)
     assert graph.counts.replayed >= 10, graph.counts
-    assert boards == [None], "processes of two machines have found memory in common"
+    assert pages == [None], "processes of two machines have found memory in common"
     trainer = graph.trainer
     assert trainer is not None
     assert isinstance(trainer.strategy.cluster_environment, TorchElasticEnvironment)

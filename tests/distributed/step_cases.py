@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from examples import fabric_ddp
 from lightning_cudagraph import GraphedStep, UnsupportedError
 from lightning_cudagraph.capture.nccl import check_nccl
-from lightning_cudagraph.capture.processes import ranks
+from lightning_cudagraph.capture.processes import peers
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, PeerError
 from lightning_cudagraph.graphed_step import step as step_module
@@ -441,7 +441,7 @@ def an_uncaught_error_well_before_another_step(here: Here) -> None:
     loop.run(graphed=True)
     if here.rank == 1:
         raise UncaughtError("no more cheese")
-    ranks.own_store(ranks._LEFT).wait(["1"], timedelta(seconds=60))
+    peers.own_store(peers._EXITED).wait(["1"], timedelta(seconds=60))
     loop.run(graphed=True)
 
 
@@ -940,15 +940,13 @@ def a_wrapper_on_the_default_stream(here: Here) -> None:
     _same(here, Plain, STEPS - WARM_UP)
 
 
-def a_step_older_than_the_group(here: Here) -> None:
-    """On GPUs with expandable segments: it tells NCCL not to register buffers."""
-    GraphedStep(_same)
-    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+def expandable_segments(here: Here) -> None:
+    """On GPUs: NCCL was told not to register buffers."""
     _same(here, Plain, STEPS - WARM_UP)
 
 
-def a_step_younger_than_the_group(here: Here) -> None:
-    """On GPUs with expandable segments: the group may have been told otherwise."""
+def expandable_segments_alone(here: Here) -> None:
+    """On GPUs: NCCL was not told, and registers buffers."""
     with pytest.raises(ConfigurationError, match="NCCL_GRAPH_REGISTER is not set"):
         Plain(here).run(graphed=True)
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cudagraph import GraphedStep
-from lightning_cudagraph.capture.processes.ending import uncaught_error
+from lightning_cudagraph.capture.processes.at_exit import uncaught_error
 from lightning_cudagraph.graphed_step.processes import StepProcesses
 from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
 
@@ -130,17 +129,6 @@ def test_what_ended_the_program_is_known(monkeypatch: pytest.MonkeyPatch, name: 
     assert uncaught_error() is error
 
 
-@pytest.mark.parametrize(("backend", "found"), [("auto", "0"), ("off", None)])
-def test_buffers_that_move_are_not_registered(
-    monkeypatch: pytest.MonkeyPatch, backend: str, found: str | None
-) -> None:
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")  # so that it is put back
-    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    GraphedStep(print, backend=backend)  # type: ignore[arg-type]
-    assert os.environ.get("NCCL_GRAPH_REGISTER") == found
-
-
 class _Step:
     """Takes the place of a `GraphedStep`, and notes how it is ended."""
 
@@ -169,13 +157,18 @@ def _processes(end: weakref.WeakMethod[Any]) -> Iterator[StepProcesses]:
         made.close()
 
 
+def _is_told(processes: StepProcesses) -> bool:
+    """Whether the other processes can know that this one has come to its end."""
+    return bool(processes._peers._store.check(["ended"]))
+
+
 def test_a_step_that_was_dropped_has_come_to_its_end(group: None) -> None:
     step = _Step()
     with _processes(weakref.WeakMethod(step.end)) as processes:
-        assert not processes._ranks._failures.has_end()
+        assert not _is_told(processes)
         del step
-        processes._at_end()
-        assert processes._ranks._failures.has_end()
+        processes._at_exit()
+        assert _is_told(processes)
 
 
 def test_an_error_of_before_has_not_ended_the_program(
@@ -185,9 +178,9 @@ def test_an_error_of_before_has_not_ended_the_program(
     monkeypatch.setattr(sys, name, ValueError("a typo in an earlier cell"), raising=False)
     step, error = _Step(), ValueError("no more cheese")
     with _processes(weakref.WeakMethod(step.end)) as processes:
-        processes._at_end()
+        processes._at_exit()
         monkeypatch.setattr(sys, name, error)
-        processes._at_end()
+        processes._at_exit()
     assert step.ended == [None, error]
 
 
@@ -197,5 +190,5 @@ def test_a_fork_ends_nothing(monkeypatch: pytest.MonkeyPatch, group: None) -> No
         pid = os.getpid()
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: pid + 1)
-            processes._at_end()
+            processes._at_exit()
     assert step.ended == []

@@ -158,7 +158,7 @@ def large_blocks(streams: int, clear: bool = False) -> tuple[Counter[int], list[
     graph, _ = backend.capture(step)
     graph.replay()
     torch.cuda.synchronize()
-    pools = {side.stream.cuda_stream: side._lane.pool.id for side in backend._sides()}
+    pools = {side.stream.cuda_stream: side._pooled.pool.id for side in backend._sides()}
     inside: Counter[int] = Counter()
     elsewhere = []
     for segment in torch.cuda.memory_snapshot():

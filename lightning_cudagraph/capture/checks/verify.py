@@ -315,12 +315,12 @@ class Verifier:
 
     def _somewhere(self, is_here: bool) -> bool:
         """Whether something is so in any process of the run."""
-        return is_here if self.agreement is None else any(self.agreement.tell(is_here))
+        return is_here if self.agreement is None else any(self.agreement.gather(is_here))
 
     def _raise_together(self, failure: VerificationError | None, stale: str) -> None:
         """Raise if the check has failed in any process of the run."""
         mine = (failure.reason, failure.remedy, stale) if failure else ("", "", stale) if stale else None
-        told = [mine] if self.agreement is None else self.agreement.tell(mine)
+        told = [mine] if self.agreement is None else self.agreement.gather(mine)
         if not (failed := [(rank, said) for rank, said in enumerate(told) if said is not None]):
             return
         reasons = dict.fromkeys(why for _, (_, _, why) in failed)

@@ -1,1 +1,1 @@
-"""What the processes of a run decide together, and how they exchange it."""
+"""The processes of a run: their votes, their errors, and their collectives."""

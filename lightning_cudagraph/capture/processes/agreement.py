@@ -1,8 +1,8 @@
-"""What the processes of a run have to do together, as the engine needs to know it.
+"""The decisions that the processes of a run take together, as the engine needs to know them.
 
 NCCL says it of collectives: whether one is captured must be the same in all processes, and a graph
-with collectives in it must be launched by all of them. So before each step, every process says what it
-would do by itself, and all come to the same from what the others said.
+with collectives in it must be launched by all of them. So before each step every process votes for what
+it would do by itself, and all come to the same from the votes of all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Intent(IntEnum):
-    """What a process would do with a batch, by itself."""
+    """The plan of a process for a batch, by itself."""
 
     REPLAY = 0
     VERIFY = 1
@@ -28,19 +28,19 @@ class Intent(IntEnum):
 
 
 class Agreement(Protocol):
-    """How the processes of a run agree. All of them call each method, in the same order."""
+    """The agreement of the processes of a run. All call each method, in the same order."""
 
-    def meet(self, intent: Intent) -> tuple[Intent, Intent]:
-        """Say what this process would do with its batch.
+    def vote(self, intent: Intent) -> tuple[Intent, Intent]:
+        """Vote for what this process would do with its batch.
 
         Returns:
-            The lowest and the highest of what the processes said.
+            The lowest and the highest vote of all processes.
         """
 
-    def tell(self, mine: T) -> list[T]:
-        """Say something, and hear what the others said; in the order of their ranks."""
+    def gather(self, mine: T) -> list[T]:
+        """Gather an object of each process, in the order of their ranks."""
 
 
-def of_ranks(told: Iterable[str | None]) -> str:
-    """What processes have said, with their ranks."""
-    return "; ".join(f"{said} (rank {rank})" for rank, said in enumerate(told) if said)
+def of_ranks(reasons: Iterable[str | None]) -> str:
+    """The reasons of processes, with their ranks."""
+    return "; ".join(f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason)

@@ -26,7 +26,7 @@ _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 
 
 def is_collective(func: Any) -> bool:
-    """Whether an op is a collective, or a message from one process to another.
+    """Tell if an op is a collective, or a message from one process to another.
 
     Raises:
         CaptureError: if it is one that a tape of ops cannot hold.
@@ -43,12 +43,12 @@ def is_collective(func: Any) -> bool:
 
 
 def only_wraps(func: Any) -> bool:
-    """Whether an op does nothing but to put something around a tensor that is in the graph."""
+    """Tell if an op does nothing but to put something around a tensor that is in the graph."""
     return bool(func._schema.name == _WRAP)
 
 
 def returned_unrun(func: Any, args: tuple[Any, ...]) -> Any:
-    """What a collective returns, without running it: the tensors it writes, and work that is done."""
+    """Return what a collective returns, without running it: its tensors, and work that is done."""
     if func.namespace == _FUNCTIONAL:
         return args[0] if func._schema.name == _WAIT else torch.empty_like(args[0])
     done: Any = torch.futures.Future()
@@ -61,12 +61,7 @@ def returned_unrun(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def wait_for(func: Any, returned: Any) -> None:
-    """Wait until a collective that was run has ended.
-
-    Args:
-        func: the op.
-        returned: what it has returned.
-    """
+    """Wait until a collective that was run has ended."""
     if func.namespace == _FUNCTIONAL:
         torch.ops._c10d_functional.wait_tensor(returned)
         return

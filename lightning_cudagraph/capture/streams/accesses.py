@@ -65,7 +65,7 @@ _BYTES_A_KERNEL = 8e6
 
 @dataclass
 class Access:
-    """What an op does with memory that is there already.
+    """The use that an op makes of memory that is there already.
 
     Attributes:
         reads: what it reads.
@@ -82,13 +82,13 @@ class Access:
     places: list[tuple[torch.UntypedStorage, int]]
 
     def moved(self) -> bool:
-        """Whether the op has given an argument other memory; what it had may be somebody's already."""
+        """Tell if the op has given an argument other memory; what it had may be in use elsewhere."""
         return any(storage.data_ptr() != address for storage, address in self.places)
 
 
 @cache
 def only_looks(func: Any) -> bool:
-    """Whether an op launches nothing and allocates nothing: it returns its argument, or a view of it."""
+    """Tell if an op launches nothing and allocates nothing: it returns its argument, or a view of it."""
     schema = func._schema
     is_range = func.namespace == "profiler"  # of a time line of the host
     if func.is_view or is_range or schema.name in _LOOKING:
@@ -99,7 +99,7 @@ def only_looks(func: Any) -> bool:
 
 
 def access_of(func: Any, args: Any, kwargs: Any) -> Access | None:
-    """What an op is about to do with memory, or None if that cannot be known for sure."""
+    """The use that an op is about to make of memory, or None if that is not known for sure."""
     name = func._schema.name
     if name not in _CHECKED or (name.startswith(_APART) and name not in _PLAIN):
         return None
@@ -150,7 +150,7 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its numbers lie in one storage, and ops on it are what they say."""
+    """Tell if its numbers lie in one storage, and ops on it are what they say."""
     return (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and tensor.layout is torch.strided

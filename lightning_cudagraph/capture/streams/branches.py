@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_cudagraph.capture.driver import let_wait, position_of
 from lightning_cudagraph.capture.parts import CudaParts
 from lightning_cudagraph.capture.streams.accesses import Access, access_of, made_by, only_looks
-from lightning_cudagraph.capture.streams.dataflow import Flow, Kept, Placed
+from lightning_cudagraph.capture.streams.dataflow import Flow, HeldMemory, Placed
 from lightning_cudagraph.compat.torch_names import tree_iter
 
 __all__ = ["Branches", "SentBackError"]
@@ -28,10 +28,10 @@ __all__ = ["Branches", "SentBackError"]
 # How many refer to a memory.
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
-# Of a stream's memory, so much may be kept for others before it waits for them: this, or a share of what
+# Of a stream's memory, so much may be held for others before it waits for them: this, or a share of what
 # has been allocated in the capture.
-_KEPT_BYTES = 1 << 20
-_KEPT_SHARE = 1 / 64
+_HELD_BYTES = 1 << 20
+_HELD_SHARE = 1 / 64
 
 
 class SentBackError(RuntimeError):
@@ -59,7 +59,7 @@ class Branches:
         # known: what allocates unseen does so there.
         self._homes: dict[int, int] = {}
         self._flow = Flow(len(self._streams))
-        self._kept = Kept(self._flow, _is_free)
+        self._held = HeldMemory(self._flow, _is_free)
         self._nodes: list[tuple[int, ...]] = []
         self._left: tuple[int, ...] = ()
         # How far each of the streams had come when an op was last issued there.
@@ -76,7 +76,7 @@ class Branches:
             SentBackError: if the driver does not tell what work waits for.
         """
         self._flow = Flow(len(self._streams))
-        self._kept = Kept(self._flow, _is_free)
+        self._held = HeldMemory(self._flow, _is_free)
         self._nodes = []
         fork = torch.cuda.Event()
         self._graph.record(fork, self._own)
@@ -87,12 +87,12 @@ class Branches:
         self._at = [self._position(stream) for stream in self._streams]
 
     def end(self) -> None:
-        """Before the capture of the part ends, be it in an error: the streams come together."""
+        """Join the streams before the capture of the part ends, be it in an error."""
         self.used = max(self.used, self._flow.used)
         for stream in self._streams[1:]:
             if position_of(stream) is not None:
                 self._own.wait_stream(stream)
-        self._kept = Kept(self._flow)
+        self._held = HeldMemory(self._flow)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op where it may go.
@@ -118,7 +118,7 @@ class Branches:
     def _run_placed(self, func: Any, args: Any, kwargs: Any, access: Access) -> Any:
         self._notice()  # to ask for an address can make a copy of what is shared until it is written
         before = self._flow.last
-        placed = self._flow.add(access.reads, access.writes, access.cost, besides=self._overdue)
+        placed = self._flow.add(access.reads, access.writes, access.cost, also_after=self._overdue)
         stream = self._streams[placed.stream]
         if placed.stream and self._position(stream) != self._at[placed.stream]:
             self._break("the step uses a stream of its own that is one of the capture's")
@@ -126,8 +126,8 @@ class Branches:
             if tensor.is_cuda:
                 storage = tensor.untyped_storage()
                 home = self._homes.get(storage.data_ptr(), 0)
-                self._kept.use(placed, home, storage, storage.nbytes())
-        self._kept.release()
+                self._held.use(placed, home, storage, storage.nbytes())
+        self._held.release()
         self._wait(stream, self._nodes_of([before[placed.stream], *placed.waits]))
         torch.cuda.set_stream(stream)
         try:
@@ -143,8 +143,8 @@ class Branches:
         return result
 
     def _overdue(self, stream: int, time: float) -> list[int]:
-        allowed_bytes = max(_KEPT_BYTES, int(_KEPT_SHARE * self._made_bytes))
-        return self._kept.overdue(stream, time, allowed_bytes)
+        allowed_bytes = max(_HELD_BYTES, int(_HELD_SHARE * self._made_bytes))
+        return self._held.overdue(stream, time, allowed_bytes)
 
     def _run_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op of which too little is known after all before it, and before all after it."""
@@ -178,7 +178,7 @@ class Branches:
             self.barriers[what] = self.barriers.get(what, 0) + 1
         self._flow.barrier()
         self._nodes.append(self._position(self._own))
-        self._kept.release()
+        self._held.release()
         self._left = self._nodes[-1]
 
     def _join(self) -> None:
@@ -209,7 +209,7 @@ class Branches:
 
 
 def _is_free(storage: torch.UntypedStorage) -> bool:
-    """Whether nobody else needs a memory; never, where torch does not tell."""
+    """Tell if no other object needs a memory; never, where torch does not tell."""
     return _users_of is not None and _users_of(storage._cdata) == 1
 
 

@@ -1,4 +1,4 @@
-"""Which op of a captured step needs which, and on which of a few streams each one goes.
+"""The data flow of a captured step: which op needs which, and on which of a few streams each one goes.
 
 Nothing here knows a device. Ops come one after the other, as the ranges of memory that they read and
 write. Each is told a stream, and the ops of other streams that it has to wait for: the last to write
@@ -9,10 +9,10 @@ ops computes.
 Memory is known by its addresses, and not by the tensors in it: other tensors may lie in the same place,
 at the same time or later.
 
-An allocator gives memory to streams: what was freed, it gives again to whoever asks *on the same
-stream*, and scratch memory of kernels is nobody's tensor. So an op writes its results, and its scratch,
+An allocator gives memory to streams: what was freed, it gives again to the next request *on the same
+stream*, and scratch memory of kernels is in no tensor. So an op writes its results, and its scratch,
 where ops before it on its stream have been, and these it comes after. What is still used on other
-streams may not be freed before: `Kept` keeps it.
+streams may not be freed before: `HeldMemory` keeps it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["Flow", "Kept", "Placed", "Span"]
+__all__ = ["Flow", "HeldMemory", "Placed", "Span"]
 
 # Addresses in bytes, [start, end).
 Span = tuple[int, int]
@@ -34,7 +34,7 @@ _SWITCH_COST = 0.5
 
 
 class Placed(NamedTuple):
-    """Where an op goes.
+    """The stream of an op, and the ops that it waits for.
 
     Attributes:
         number: of the op, in the order in which they came.
@@ -66,7 +66,7 @@ class _Piece:
 
 
 class _Memory:
-    """Who used which memory last: pieces in the order of their addresses, that do not overlap."""
+    """The last users of memory, in pieces that do not overlap, in the order of their addresses."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -78,7 +78,7 @@ class _Memory:
         return self._pieces[first:last]
 
     def exactly(self, span: Span) -> list[_Piece]:
-        """Pieces that make up a range, and nothing else; new ones where nobody has been."""
+        """Pieces that make up a range, and nothing else; new ones where no op has been."""
         start, end = span
         if start >= end:
             return []
@@ -97,7 +97,7 @@ class _Memory:
         return found
 
     def one(self, span: Span) -> _Piece:
-        """One new piece in the place of all that was in a range."""
+        """One new piece, which replaces all that was in a range."""
         start, end = span
         self._cut(start)
         self._cut(end)
@@ -137,7 +137,7 @@ def _nothing(stream: int, time: float) -> Iterable[int]:
 
 
 class Flow:
-    """Puts ops on streams, in the order in which they come.
+    """Put ops on streams, in the order in which they come.
 
     Args:
         streams: how many there are. Stream 0 is that of barriers.
@@ -189,8 +189,7 @@ class Flow:
         reads: Iterable[Span],
         writes: Iterable[Span],
         cost: float = 1.0,
-        stream: int | None = None,
-        besides: Callable[[int, float], Iterable[int]] = _nothing,
+        also_after: Callable[[int, float], Iterable[int]] = _nothing,
     ) -> Placed:
         """Place the next op.
 
@@ -198,8 +197,7 @@ class Flow:
             reads: memory that it reads.
             writes: older memory that it writes; `made` takes what it allocates itself.
             cost: how long it takes, in a unit of one's own: about one for a small kernel.
-            stream: where it goes, if that is not left to this.
-            besides: given the stream, and when the op would begin there, what else it shall wait for.
+            also_after: given the stream, and when the op would begin there, the other ops to wait for.
         """
         reads, writes = list(reads), list(writes)
         needed: set[int] = set()
@@ -212,9 +210,8 @@ class Flow:
                 needed.update(self._write_after_read(piece))
         if self._front >= 0:
             needed.add(self._front)
-        if stream is None:
-            stream = self._choose(needed, cost)
-        needed.update(besides(stream, self._begins(stream, needed)))
+        stream = self._choose(needed, cost)
+        needed.update(also_after(stream, self._begins(stream, needed)))
         placed = self._place(stream, needed, cost)
         for span in reads:
             for piece in self._memory.exactly(span):
@@ -229,10 +226,10 @@ class Flow:
 
         Args:
             placed: the op.
-            spans: the memory. It was freed before, or nobody's, for all that its stream knows.
+            spans: the memory. It was freed before, or not in use, for all that its stream knows.
 
         Returns:
-            Ops that use it too, and that the op does not come after: nobody has kept it for them. The
+            Ops that use it too, and that the op does not come after: it was not held for them. The
             order is then not safe.
         """
         after = self._after[placed.number]
@@ -246,9 +243,9 @@ class Flow:
             self._memory.one(span).writer = placed.number
         return sorted(early)
 
-    def barrier(self, cost: float = 1.0) -> Placed:
+    def barrier(self) -> Placed:
         """Place something that comes after all before it, and before all after it, on stream 0."""
-        placed = self._place(0, {last for last in self._last if last >= 0}, cost)
+        placed = self._place(0, {last for last in self._last if last >= 0}, 1.0)
         self._front = placed.number
         self._memory.clear()  # who comes now comes after all who have been there
         return placed
@@ -258,7 +255,7 @@ class Flow:
         return self._ends[number]
 
     def comes_after(self, stream: int, index: int) -> bool:
-        """Whether what is issued next on a stream comes after an op."""
+        """Tell if what is issued next on a stream comes after an op."""
         return index <= self._front or self._clocks[stream][self._stream_of[index]] >= index
 
     def _read_after_write(self, piece: _Piece) -> Iterator[int]:
@@ -285,7 +282,7 @@ class Flow:
         for index in needed:
             reached = list(map(max, reached, self._after[index]))
 
-        # What ends before the step has come so far anyway holds nobody up, and need not begin earlier.
+        # What ends before the step has come so far anyway delays no other, and need not begin earlier.
         soon = max((self._ends[last] for last in self._last if last >= 0), default=0.0) - cost
 
         def begins(stream: int) -> tuple[float, bool, bool, int]:
@@ -339,20 +336,20 @@ class _Use:
     size_bytes: int
 
 
-class Kept:
+class HeldMemory:
     """Memory that other streams use than the one it belongs to, and that may not be freed yet.
 
     Args:
         flow: where its users are placed.
-        is_free: whether an owner is referred to by nobody else any more.
+        is_free: whether nothing else refers to an owner any more.
     """
 
     def __init__(self, flow: Flow, is_free: Callable[[Any], bool] = lambda owner: True) -> None:
         self._flow = flow
         self._is_free = is_free
         # By the stream that it belongs to, and the one that uses it, in the order of the ops.
-        self._kept: dict[tuple[int, int], deque[_Use]] = {}
-        self._kept_bytes: Counter[int] = Counter()  # by the stream that it belongs to
+        self._held: dict[tuple[int, int], deque[_Use]] = {}
+        self._held_bytes: Counter[int] = Counter()  # by the stream that it belongs to
 
     def use(self, placed: Placed, home: int, owner: Any, size_bytes: int = 0) -> None:
         """Keep memory that an op uses, if it belongs to another stream.
@@ -364,35 +361,35 @@ class Kept:
             size_bytes: how much it is.
         """
         if placed.stream != home:
-            uses = self._kept.setdefault((home, placed.stream), deque())
+            uses = self._held.setdefault((home, placed.stream), deque())
             uses.append(_Use(placed.number, owner, size_bytes))
-            self._kept_bytes[home] += size_bytes
+            self._held_bytes[home] += size_bytes
 
     def release(self) -> None:
         """Let go of what each stream may give to who asks next.
 
         To be called when an op has been placed, before it asks for memory.
         """
-        for (home, _), uses in self._kept.items():
+        for (home, _), uses in self._held.items():
             while uses and self._flow.comes_after(home, uses[0].number):
-                self._kept_bytes[home] -= uses.popleft().size_bytes
+                self._held_bytes[home] -= uses.popleft().size_bytes
 
     def overdue(self, home: int, time: float, allowed_bytes: int) -> list[int]:
         """Ops that a stream had better wait for, so that it gets back the memory that they use.
 
         A stream that never waits for another one never gets back what that uses. There are such ops only
-        when the memory that nobody else needs any more is more than may be kept; and of these first
+        when the memory that nothing else needs any more is more than may be held; and of these first
         those that would have ended, for which to wait costs nothing.
 
         Args:
             home: the stream.
             time: when it would go on.
-            allowed_bytes: how much of its memory may be kept for others. Four times of that may be kept
+            allowed_bytes: how much of its memory may be held for others. Four times of that may be held
                 for ops that have not ended.
         """
-        if self._kept_bytes[home] <= allowed_bytes:
+        if self._held_bytes[home] <= allowed_bytes:
             return []
-        uses = [use for (of, _), uses in self._kept.items() if of == home for use in uses]
+        uses = [use for (of, _), uses in self._held.items() if of == home for use in uses]
         free = [use for use in uses if self._is_free(use.owner)]
         if _together_bytes(free) <= allowed_bytes:
             return []
@@ -402,7 +399,7 @@ class Kept:
         return [use.number for use in due]
 
     def __iter__(self) -> Iterator[Any]:
-        return (use.owner for uses in self._kept.values() for use in uses)
+        return (use.owner for uses in self._held.values() for use in uses)
 
 
 def _together_bytes(uses: Iterable[_Use]) -> int:

@@ -1,11 +1,11 @@
 """The stream of warm-up and capture, with the scratch memory that cuBLAS uses on it.
 
 cuBLAS and cuBLASLt write partial results into workspaces that torch keeps for each handle (one a thread)
-on each stream, for the whole process. A graph holds their addresses. Whoever clears torch's workspaces
+on each stream, for the whole process. A graph holds their addresses. Code that clears torch's workspaces
 (Lightning at the end of every run, Inductor's own CUDA graphs, newer versions of torch whenever a graph
 that was captured on the stream goes) frees the memory under the graphs that are alive: a second Trainer
-in a callback is enough. Here it comes from a pool that nobody else takes from, and that lives as long as
-the graphs: when it is cleared, it stays scratch memory of theirs.
+in a callback is enough. Here it comes from a pool of its own, which lives as long as the graphs: when it
+is cleared, it stays scratch memory of theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SideStream", "keep_all_workspaces", "stream_beside"]
+__all__ = ["SideStream", "event_stream", "keep_all_workspaces"]
 
 # Frees the workspaces of all handles on all streams.
 _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
@@ -28,7 +28,7 @@ _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCub
 # torch has 32 streams of a priority, and hands them out in turn.
 _STREAMS_OF_TORCH = 32
 # From so many on, those of runs that are over are looked for before there is one more.
-_MANY_LANES = 16
+_MANY_STREAMS = 16
 
 
 def _matmul(operand: Tensor, pool: torch.cuda.MemPool) -> None:
@@ -40,11 +40,8 @@ def _matmul(operand: Tensor, pool: torch.cuda.MemPool) -> None:
         torch.addmm(operand[0], operand, operand)
 
 
-class _Lane:
+class _PooledStream:
     """A stream, and the pool with the workspaces of the handles that work on it.
-
-    Args:
-        device: a CUDA device.
 
     Attributes:
         shares: the stream is that of others, too, because there was no other.
@@ -68,22 +65,18 @@ class _Lane:
             _matmul(torch.zeros(16, 16, device=self.device), self.pool)
 
     def note_workspaces(self, snapshot: list[dict[str, Any]]) -> None:
-        """Note that all of them are in the pool.
-
-        Args:
-            snapshot: torch's, of all memory.
-        """
+        """Note that all of them are in the pool."""
         self._made_bytes = self._used_bytes(snapshot)
 
     def has_workspaces(self, snapshot: list[dict[str, Any]]) -> bool:
-        """Whether they are in the pool, as they were at first, once `keep_workspaces` has been called.
+        """Tell if they are in the pool, as they were at first, once `keep_workspaces` has been called.
 
         They are not if others have multiplied matrices on the stream after they had been cleared.
         """
         return self._used_bytes(snapshot) >= self._made_bytes
 
     def segments(self, snapshot: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What the pool has taken of the device's memory."""
+        """The segments of the device's memory that the pool has taken."""
         # Out of all: asked for those of one pool, torch gives away references to the numbers of its
         # name that are not its own (pytorch#196366). From the 257th pool of a process on, Python frees
         # them for it, and crashes some time later.
@@ -94,21 +87,21 @@ class _Lane:
         return sum(segment["active_size"] for segment in self.segments(snapshot))
 
 
-# All of a process that share with nobody. Their graphs hold addresses in their pools, and so they are
+# All of a process that are not shared. Their graphs hold addresses in their pools, and so they are
 # never given up.
-_LANES: list[_Lane] = []
+_POOLED: list[_PooledStream] = []
 # Those whose graphs are gone, for the next ones: as many as were ever in use at the same time.
-_FREE: list[_Lane] = []
+_FREE: list[_PooledStream] = []
 # Held while one is taken. Not while one is given back, which a garbage collection may do at any time.
 _TAKING = threading.Lock()
 
 
 def _stream_of_ones_own(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream on which nobody else has memory: no workspaces either, of whatever handle."""
-    of_lanes = {lane.stream.cuda_stream for lane in _LANES}
-    others = {s["stream"] for s in torch.cuda.memory_snapshot() if s["active_size"]} - of_lanes
+    """A stream on which there is no memory of others: no workspaces either, of whatever handle."""
+    pooled = {each.stream.cuda_stream for each in _POOLED}
+    others = {s["stream"] for s in torch.cuda.memory_snapshot() if s["active_size"]} - pooled
     streams = (torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH))
-    return next((stream for stream in streams if stream.cuda_stream not in of_lanes | others), None)
+    return next((stream for stream in streams if stream.cuda_stream not in pooled | others), None)
 
 
 def _shared_stream(device: torch.device) -> torch.cuda.Stream:
@@ -120,76 +113,73 @@ def _shared_stream(device: torch.device) -> torch.cuda.Stream:
         " every run. Make fewer streams (`torch.cuda.Stream`), or fewer graphs at the same time.",
         stacklevel=2,
     )
-    # Scratch memory of another lane at least stays where it is.
-    of_lanes = {lane.stream.cuda_stream for lane in _LANES}
+    # Scratch memory of a pooled stream at least stays where it is.
+    pooled = {each.stream.cuda_stream for each in _POOLED}
     streams = [torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH)]
-    return next((stream for stream in streams if stream.cuda_stream in of_lanes), streams[0])
+    return next((stream for stream in streams if stream.cuda_stream in pooled), streams[0])
 
 
-def _given_back(device: torch.device) -> _Lane | None:
+def _given_back(device: torch.device) -> _PooledStream | None:
     """One that has been in use before, and has its workspaces to itself."""
-    for lane in [lane for lane in _FREE if lane.device == device and not lane.shares]:
-        with torch.cuda.stream(lane.stream):
-            lane.keep_workspaces()
-        if lane.has_workspaces(torch.cuda.memory_snapshot()):
-            _FREE.remove(lane)
-            return lane
+    for each in [each for each in _FREE if each.device == device and not each.shares]:
+        with torch.cuda.stream(each.stream):
+            each.keep_workspaces()
+        if each.has_workspaces(torch.cuda.memory_snapshot()):
+            _FREE.remove(each)
+            return each
     return None
 
 
-def _take(device: torch.device) -> _Lane:
+def _take(device: torch.device) -> _PooledStream:
     with _TAKING:
-        lane = _given_back(device)
-        if lane is None and len(_LANES) >= _MANY_LANES:
+        taken = _given_back(device)
+        if taken is None and len(_POOLED) >= _MANY_STREAMS:
             # Most may be of runs that are over, and wait for a collection, which captures do, but not
             # runs that end before theirs.
             gc.collect()
-            lane = _given_back(device)
-        if lane is None:
-            lane = _Lane(device)
-            if not lane.shares:
-                _LANES.append(lane)
-        return lane
+            taken = _given_back(device)
+        if taken is None:
+            taken = _PooledStream(device)
+            if not taken.shares:
+                _POOLED.append(taken)
+        return taken
 
 
-def stream_beside(device: torch.device) -> torch.cuda.Stream:
+def event_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream for events and waits; not one on which graphs are captured, if there are others."""
-    of_lanes = {lane.stream.cuda_stream for lane in _LANES}
+    pooled = {each.stream.cuda_stream for each in _POOLED}
     streams = (torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH))
-    apart = (stream for stream in streams if stream.cuda_stream not in of_lanes)
+    apart = (stream for stream in streams if stream.cuda_stream not in pooled)
     return next(apart, None) or torch.cuda.Stream(device)
 
 
 class SideStream:
     """The one side stream of warm-up and capture.
 
-    Args:
-        device: a CUDA device.
-
     Attributes:
-        stream: the stream. It serves nobody else until this object is gone.
+        stream: the stream. It has no other use until this object is gone.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._lane = _take(device)
-        self.stream = self._lane.stream
-        weakref.finalize(self, _FREE.append, self._lane)
+        self._pooled = _take(device)
+        self.stream = self._pooled.stream
+        weakref.finalize(self, _FREE.append, self._pooled)
 
     def keep_workspaces(self) -> None:
-        """Before work on the stream, as the current one, that a graph will hold or be like.
+        """Have the workspaces in their pool before work on the stream that a graph will hold or be like.
 
-        Workspaces that were cleared are made anew in their pool.
+        The stream is the current one. Workspaces that were cleared are made once more.
         """
-        self._lane.keep_workspaces()
+        self._pooled.keep_workspaces()
 
     def workspace_bytes(self) -> int:
         """Device memory that the workspaces take, in bytes."""
-        segments = self._lane.segments(torch.cuda.memory_snapshot())
+        segments = self._pooled.segments(torch.cuda.memory_snapshot())
         return sum(segment["total_size"] for segment in segments)
 
 
 def keep_all_workspaces(sides: Sequence[SideStream]) -> None:
-    """Before a capture: have the workspaces on all of its streams in their pools, and nowhere else.
+    """Have the workspaces on all streams of a capture in their pools, and nowhere else, before it.
 
     Args:
         sides: nothing runs on them, or on what waits for them.
@@ -198,14 +188,14 @@ def keep_all_workspaces(sides: Sequence[SideStream]) -> None:
         with torch.cuda.stream(side.stream):
             side.keep_workspaces()
     snapshot = torch.cuda.memory_snapshot()
-    lanes = [side._lane for side in sides]
-    if _clear_workspaces is None or all(lane.has_workspaces(snapshot) for lane in lanes):
+    streams = [side._pooled for side in sides]
+    if _clear_workspaces is None or all(each.has_workspaces(snapshot) for each in streams):
         return
-    # Cleared in the middle of a step, they were made anew by the rest of it, and not in the pools.
+    # Cleared in the middle of a step, they were made by the rest of it, and not in the pools.
     _clear_workspaces()
     for side in sides:
         with torch.cuda.stream(side.stream):
             side.keep_workspaces()
     snapshot = torch.cuda.memory_snapshot()
-    for lane in lanes:
-        lane.note_workspaces(snapshot)
+    for each in streams:
+        each.note_workspaces(snapshot)

@@ -1,4 +1,4 @@
-"""On how many streams the ops of a step are captured."""
+"""The choice of the number of streams on which the ops of a step are captured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _WORTH_TWICE = 0.01
 # More than one must gain so much, as a share of the time.
 _LEAST_GAIN = 0.03
 # Captures on several streams may take so much more memory than one on one stream, if the user does not
-# say how much: what is larger, of a share of that, and of a size that nobody misses on a GPU of today.
+# say how much: what is larger, of a share of that, and of a size that is small on a GPU of today.
 _MORE_SHARE = 0.15
 _MORE_BYTES = 1 << 30
 # A trial: so many replays at first, and then rounds of some more, of which the fastest counts.
@@ -57,7 +57,7 @@ _SHOWN = 4
 
 
 class _Trials(threading.local):
-    """Whether the thread is in a trial."""
+    """Tell if the thread is in a trial."""
 
     under_way = False
 
@@ -66,7 +66,7 @@ _trials = _Trials()
 
 
 def is_trial() -> bool:
-    """Whether what this thread replays is a trial, whose effects are taken back."""
+    """Tell if what this thread replays is a trial, whose effects are taken back."""
     return _trials.under_way
 
 
@@ -80,13 +80,13 @@ def _trial() -> Iterator[None]:
 
 
 def are_streams(value: object) -> bool:
-    """Whether something is a number of streams, or what chooses one."""
+    """Tell if something is a number of streams, or what chooses one."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return value == "auto" or (is_whole and 1 <= value <= MAX_STREAMS)  # type: ignore[operator]
 
 
 def wrong_bound(streams: object, memory_bytes: object) -> str:
-    """What is expected of a bound on the memory of several streams, if it is not that, or nothing."""
+    """The expectation that a bound on the memory of several streams does not meet, or nothing."""
     if memory_bytes is None:
         return ""
     if type(memory_bytes) is not int or memory_bytes < 0:
@@ -108,7 +108,7 @@ class AutoStreams:
     memory_bytes: int | None = None
 
     def allowed_bytes(self, one_bytes: int) -> int:
-        """How much more a capture may take than one on one stream, which takes so much."""
+        """The bytes that a capture may take beyond one on one stream, which takes so many."""
         if self.memory_bytes is not None:
             return self.memory_bytes
         return max(_MORE_BYTES, int(_MORE_SHARE * one_bytes))
@@ -118,14 +118,14 @@ Streams = int | AutoStreams
 
 
 def streams_for(asked: AskedStreams | None, memory_bytes: int | None) -> Streams:
-    """What the arguments of the user mean."""
+    """Translate the arguments of the user."""
     streams = DEFAULT_STREAMS if asked is None else asked
     return AutoStreams(memory_bytes) if streams == "auto" else streams
 
 
 @dataclass
 class _Trial:
-    """What came of a capture on some streams.
+    """The result of a capture on some streams.
 
     Attributes:
         streams: how many.
@@ -141,14 +141,14 @@ class _Trial:
 
 
 def _over(more_bytes: int, allowed_bytes: int) -> str:
-    """Why a capture that takes so much more memory is not used, or nothing."""
+    """The reason not to use a capture that takes so much more memory, or nothing."""
     if more_bytes <= allowed_bytes:
         return ""
     return f"{more_bytes / 2**20:.0f} MiB more, and {allowed_bytes / 2**20:.0f} are allowed"
 
 
 def _said(best: _Trial, trials: list[_Trial], left_out: list[str]) -> str:
-    """What was chosen, what it gains and costs, and why not more."""
+    """A sentence: the choice, its gain and cost, and why not more."""
     one = trials[0]
     replays = ", ".join(f"{trial.streams}: {trial.replay_ms:.3f}" for trial in trials)
     why_not = "".join(f"; not on {reason}" for reason in left_out)
@@ -185,7 +185,7 @@ class StreamChoice:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know."""
+        """Lines for the report."""
         notes = list(self._said)
         if self._barriers:
             what = ", ".join(f"{name} ({n})" for name, n in Counter(self._barriers).most_common(_SHOWN))
@@ -201,7 +201,7 @@ class StreamChoice:
         capture: Callable[[], CapturedStep[Any]],
         state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
     ) -> None:
-        """Before a capture: have the backend use the streams of this choice, which is made at first.
+        """Have the backend use the streams of this choice in the next capture; it is made at first.
 
         Args:
             capture: captures the step, without timing events.
@@ -216,7 +216,7 @@ class StreamChoice:
 
     @property
     def is_one(self) -> bool:
-        """Whether the captures are on one stream."""
+        """Tell if the captures are on one stream."""
         return self._streams == 1
 
     def send_back(self, reason: str) -> None:

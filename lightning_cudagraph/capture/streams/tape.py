@@ -27,10 +27,7 @@ _GENERATOR: Span = (-2, -1)
 
 
 class Tape(Generic[W]):
-    """What is called in one part of a replay.
-
-    Args:
-        streams: on how many streams ops are.
+    """The calls of one part of a replay.
 
     Attributes:
         barriers: the ops that all streams waited for, and how often.
@@ -47,7 +44,7 @@ class Tape(Generic[W]):
         self.barriers: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[W]:
-        """What is on the tape, in the order in which it came."""
+        """The calls in the order in which they came."""
         return iter(self._work)
 
     def place(self, func: Any, args: Any, kwargs: Any) -> Placed | None:
@@ -64,14 +61,7 @@ class Tape(Generic[W]):
         return self._flow.add(access.reads, writes, access.cost)
 
     def add(self, work: W, placed: Placed | None, result: Any = None, arguments: Any = ()) -> None:
-        """Put an op that has run on the tape.
-
-        Args:
-            work: what a replay calls.
-            placed: what `place` has said of it.
-            result: what it returned.
-            arguments: the tensors that it was given.
-        """
+        """Put an op that has run on the tape."""
         if placed is None:
             placed = self._flow.barrier()
         waits = [*placed.waits]
@@ -96,7 +86,7 @@ class Tape(Generic[W]):
         self._waits.append([self._places[number] for number in waits])
 
     def order(self, seed: int) -> Iterator[W]:
-        """All of it, in an order that the waits allow; another one for each seed."""
+        """The calls in an order that the waits allow; another one for each seed."""
         if self._streams == 1:
             return iter(self._work)
         return (self._work[place] for place in self._order(seed))

@@ -22,10 +22,14 @@ def test_gpus_train_as_without_graphs(tmp_path: Path) -> None:
     assert_all_ok(launch(tmp_path, named, "gpu", timeout_s=240), named)
 
 
-@pytest.mark.parametrize("case", ["a_step_older_than_the_group", "a_step_younger_than_the_group"])
-def test_expandable_segments(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "variables"),
+    [("expandable_segments", {"NCCL_GRAPH_REGISTER": "0"}), ("expandable_segments_alone", {})],
+    ids=["told", "not told"],
+)
+def test_expandable_segments(tmp_path: Path, case: str, variables: dict[str, str]) -> None:
     """Buffers of captures are not registered then, or there is no capture."""
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **variables}
     named = [f"step_cases.{case}"]
     assert_all_ok(launch(tmp_path, named, "gpu", timeout_s=240, environment=environment), named)
 

@@ -11,24 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cudagraph.capture.processes.board import VALUE_BITS, Board
+from lightning_cudagraph.capture.processes.shared_page import VALUE_BITS, SharedPage
 from tests.distributed.forks import ROOT
 
 EXCHANGES = 2_000
 
 
 def test_every_exchange_gives_all_numbers_in_order() -> None:
-    path, token = Board.made(2)
-    boards = [Board(path, rank, 2) for rank in (0, 1)]
-    assert [board.token for board in boards] == [token, token]
+    path = SharedPage.create(2)
+    pages = [SharedPage(path, rank, 2) for rank in (0, 1)]
     os.unlink(path)
-    for board in boards:  # the numbers have room for so many counts, and begin anew in the middle
-        board._count = (1 << (63 - VALUE_BITS)) - EXCHANGES // 2
+    for page in pages:  # the numbers have room for so many counts, and begin anew in the middle
+        page._count = (1 << (63 - VALUE_BITS)) - EXCHANGES // 2
     wrong: list[object] = []
 
     def meet(rank: int) -> None:
         for index in range(EXCHANGES):
-            said = boards[rank].exchange(2 * index + rank, lambda: None)
+            said = pages[rank].exchange(2 * index + rank, lambda: None)
             if said != [2 * index, 2 * index + 1]:
                 wrong.append((rank, index, said))
                 return
@@ -43,85 +42,62 @@ def test_every_exchange_gives_all_numbers_in_order() -> None:
 
 
 def test_the_largest_number_is_read_whole() -> None:
-    path, _ = Board.made(1)
+    path = SharedPage.create(1)
     largest = (1 << VALUE_BITS) - 1
-    assert Board(path, 0, 1).exchange(largest, lambda: None) == [largest]
+    assert SharedPage(path, 0, 1).exchange(largest, lambda: None) == [largest]
     os.unlink(path)
 
 
 def test_who_waits_learns_that_another_has_left() -> None:
-    path, _ = Board.made(2)
-    Board(path, 1, 2).leave()
-    assert Board(path, 0, 2).exchange(1, lambda: None) is None
+    path = SharedPage.create(2)
+    SharedPage(path, 1, 2).leave(takes_back=True)
+    assert SharedPage(path, 0, 2).exchange(1, lambda: None) is None
     os.unlink(path)
 
 
 def test_who_comes_to_one_more_exchange_learns_that_another_has_ended() -> None:
-    path, _ = Board.made(2)
-    first, second = Board(path, 0, 2), Board(path, 1, 2)
+    path = SharedPage.create(2)
+    first, second = SharedPage(path, 0, 2), SharedPage(path, 1, 2)
 
     def comes_once() -> None:
         second.exchange(5, lambda: None)
-        second.end(well=True)
+        second.leave(takes_back=False)
 
     thread = threading.Thread(target=comes_once)
     thread.start()
     assert first.exchange(4, lambda: None) == [4, 5]  # read all the same
     thread.join()
     assert first.exchange(6, lambda: None) is None
-    assert first.ended() == [1]
     os.unlink(path)
 
 
-@pytest.mark.parametrize("well", [True, False])
-def test_what_was_said_last_is_read_when_its_process_has_gone(well: bool) -> None:
+def test_what_was_said_last_is_read_when_its_process_has_gone() -> None:
     """All who exchange come to the same, and may each end because of it."""
-    path, _ = Board.made(2)
-    first, second = Board(path, 0, 2), Board(path, 1, 2)
+    path = SharedPage.create(2)
+    first, second = SharedPage(path, 0, 2), SharedPage(path, 1, 2)
     first._rows[1][0] = 1 << VALUE_BITS | 4  # it has written, and reads later
     assert second.exchange(5, lambda: None) == [4, 5]
-    second.end(well)
+    second.leave(takes_back=False)
     assert first.exchange(4, lambda: None) == [4, 5]
     assert first.exchange(6, lambda: None) is None
-    assert first.ended() == ([1] if well else [])
-    os.unlink(path)
-
-
-def test_who_has_left_has_not_ended() -> None:
-    path, _ = Board.made(2)
-    first, second = (Board(path, rank, 2) for rank in range(2))
-    second.leave()
-    second.end(well=False)
-    assert first.exchange(1, lambda: None) is None
-    assert not first.ended()
     os.unlink(path)
 
 
 def test_who_leaves_takes_back_what_it_has_said() -> None:
     """Who has not read it yet does not begin a step that the other one does not take part in."""
-    path, _ = Board.made(2)
-    first, second = Board(path, 0, 2), Board(path, 1, 2)
+    path = SharedPage.create(2)
+    first, second = SharedPage(path, 0, 2), SharedPage(path, 1, 2)
     first._rows[1][0] = 1 << VALUE_BITS | 4
     assert second.exchange(5, lambda: None) == [4, 5]
-    second.leave()
+    second.leave(takes_back=True)
     assert first.exchange(4, lambda: None) is None
-    os.unlink(path)
-
-
-def test_who_leaves_because_another_has_ended_hides_no_end() -> None:
-    path, _ = Board.made(3)
-    first, second, third = (Board(path, rank, 3) for rank in range(3))
-    third.end(well=True)
-    second.end(well=False)
-    assert first.exchange(1, lambda: None) is None
-    assert first.ended() == [2]
     os.unlink(path)
 
 
 HOLDS_ITS_LOCK = """
 import os, sys, time
-from lightning_cudagraph.capture.processes.board import Board
-board = Board(sys.argv[1], 1, 2)
+from lightning_cudagraph.capture.processes.shared_page import SharedPage
+page = SharedPage(sys.argv[1], 1, 2)
 if os.fork() == 0:
     time.sleep(60)
 print("here", flush=True)
@@ -130,8 +106,8 @@ time.sleep(60)
 
 
 def test_who_is_killed_is_gone_and_a_fork_of_it_does_not_stand_for_it() -> None:
-    path, _ = Board.made(2)
-    first = Board(path, 0, 2)
+    path = SharedPage.create(2)
+    first = SharedPage(path, 0, 2)
     with subprocess.Popen(
         [sys.executable, "-c", HOLDS_ITS_LOCK, path],
         stdout=subprocess.PIPE,
@@ -152,19 +128,16 @@ def test_who_is_killed_is_gone_and_a_fork_of_it_does_not_stand_for_it() -> None:
     os.unlink(path)
 
 
-@pytest.mark.parametrize("how", ["end", "fail", "leave"])
-def test_who_has_said_that_it_leaves_is_not_gone(how: str) -> None:
-    path, _ = Board.made(2)
-    first, second = (Board(path, rank, 2) for rank in range(2))
+@pytest.mark.parametrize("takes_back", [False, True])
+def test_who_has_said_that_it_leaves_is_not_gone(takes_back: bool) -> None:
+    path = SharedPage.create(2)
+    first, second = (SharedPage(path, rank, 2) for rank in range(2))
     assert first.gone() == [1]  # locks are between processes, and this is one
-    if how == "leave":
-        second.leave()
-    else:
-        second.end(well=how == "end")
+    second.leave(takes_back)
     assert first.gone() == []
     os.unlink(path)
 
 
 def test_there_is_no_page_of_another_machine(tmp_path: Path) -> None:
     with pytest.raises(OSError):  # noqa: PT011
-        Board(str(tmp_path / "elsewhere"), 0, 2)
+        SharedPage(str(tmp_path / "elsewhere"), 0, 2)

@@ -1,4 +1,4 @@
-"""The end of Python, whichever way a process comes to it."""
+"""A function that is called when Python ends, whichever way a process comes to it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import os
 import sys
 from collections.abc import Callable
 
-__all__ = ["AtEnd", "uncaught_error"]
+__all__ = ["AtExit", "uncaught_error"]
 
 
 def uncaught_error() -> BaseException | None:
-    """What has ended the program, if nobody has caught it; known while Python ends."""
+    """The error that has ended the program, if it was not caught; known while Python ends."""
     last: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
     return last
 
 
-class AtEnd:
-    """Something that is done when Python ends, in this process and not in forks of it.
+class AtExit:
+    """A function that is called when Python ends, in this process and not in forks of it.
 
     Args:
-        act: does it, given what has ended the program, or None if that was no error.
+        act: the function, given the error that has ended the program, or None.
     """
 
     def __init__(self, act: Callable[[BaseException | None], object]) -> None:
@@ -33,13 +33,13 @@ class AtEnd:
         self._finalizer = multiprocessing.util.Finalize(None, self, exitpriority=0)
 
     def __call__(self) -> None:
-        """Python ends."""
+        """Call it, because Python ends."""
         if os.getpid() == self._pid:
             error = uncaught_error()
-            # Shells keep what ended a line of theirs, and go on.
+            # Shells keep the error of a line, and go on.
             self._act(None if error is self._earlier else error)
 
     def cancel(self) -> None:
-        """Do nothing then."""
+        """Do not call it."""
         atexit.unregister(self)
         self._finalizer.cancel()

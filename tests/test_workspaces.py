@@ -18,8 +18,8 @@ import torch
 from lightning_cudagraph.capture.streams import side_streams
 from lightning_cudagraph.capture.streams.side_streams import (
     SideStream,
+    event_stream,
     keep_all_workspaces,
-    stream_beside,
 )
 
 _DEVICE = torch.device("cuda", 0)
@@ -71,18 +71,18 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(side_streams, "_clear_workspaces", simulated.workspaces.clear)
-    monkeypatch.setattr(side_streams, "_LANES", [])
+    monkeypatch.setattr(side_streams, "_POOLED", [])
     monkeypatch.setattr(side_streams, "_FREE", [])
     monkeypatch.setattr(
-        side_streams._Lane,
+        side_streams._PooledStream,
         "keep_workspaces",
-        lambda lane: simulated.multiply(lane.stream.cuda_stream, lane.pool.id),
+        lambda pooled: simulated.multiply(pooled.stream.cuda_stream, pooled.pool.id),
     )
     return simulated
 
 
 def _is_own(side: SideStream, simulated: Torch) -> bool:
-    return simulated.workspaces[side.stream.cuda_stream] == side._lane.pool.id
+    return simulated.workspaces[side.stream.cuda_stream] == side._pooled.pool.id
 
 
 def test_a_stream_on_which_others_have_multiplied_is_passed_over(simulated: Torch) -> None:
@@ -97,7 +97,7 @@ def test_a_stream_on_which_others_have_multiplied_is_passed_over(simulated: Torc
 @pytest.fixture
 def none_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """All streams are in use, so that garbage need not be collected for each of many."""
-    monkeypatch.setattr(side_streams, "_MANY_LANES", 2 * _STREAMS)
+    monkeypatch.setattr(side_streams, "_MANY_STREAMS", 2 * _STREAMS)
 
 
 def test_no_two_are_given_the_same_stream(simulated: Torch, none_is_over: None) -> None:
@@ -143,9 +143,9 @@ def test_what_others_made_on_the_streams_is_not_for_a_capture(simulated: Torch) 
     assert all(_is_own(side, simulated) for side in sides)
 
 
-@pytest.mark.parametrize("lanes", [0, 2])
-def test_it_is_said_when_there_is_no_stream_left(simulated: Torch, lanes: int) -> None:
-    sides = [SideStream(_DEVICE) for _ in range(lanes)]
+@pytest.mark.parametrize("used", [0, 2])
+def test_it_is_said_when_there_is_no_stream_left(simulated: Torch, used: int) -> None:
+    sides = [SideStream(_DEVICE) for _ in range(used)]
     for _ in range(_STREAMS):
         simulated.multiply(simulated.new_stream(_DEVICE).cuda_stream)
     with pytest.warns(
@@ -153,8 +153,8 @@ def test_it_is_said_when_there_is_no_stream_left(simulated: Torch, lanes: int) -
     ):
         side = SideStream(_DEVICE)
     pool = simulated.workspaces[side.stream.cuda_stream]
-    # Scratch memory of a lane is never freed; that of others may be.
-    assert pool in {other._lane.pool.id for other in sides} if lanes else pool == _DEFAULT_POOL
+    # Scratch memory of a pooled stream is never freed; that of others may be.
+    assert pool in {other._pooled.pool.id for other in sides} if used else pool == _DEFAULT_POOL
 
 
 def test_those_of_runs_that_are_over_are_not_in_use(simulated: Torch) -> None:
@@ -164,7 +164,7 @@ def test_those_of_runs_that_are_over_are_not_in_use(simulated: Torch) -> None:
         for _ in range(2 * _STREAMS):
             over = SimpleNamespace(side=SideStream(_DEVICE))
             over.itself = over  # as a trainer and what belongs to it refer to one another
-        assert len({lane.stream.cuda_stream for lane in side_streams._LANES}) < _STREAMS
+        assert len({pooled.stream.cuda_stream for pooled in side_streams._POOLED}) < _STREAMS
     finally:
         if was_on:
             gc.enable()
@@ -185,15 +185,15 @@ def test_two_threads_are_not_given_the_same(simulated: Torch, monkeypatch: pytes
     SideStream(_DEVICE)  # given back at once
     found: list[SideStream] = []
     other = threading.Thread(target=lambda: found.append(SideStream(_DEVICE)))
-    keep: Callable[[Any], None] = side_streams._Lane.keep_workspaces
+    keep: Callable[[Any], None] = side_streams._PooledStream.keep_workspaces
 
-    def keep_and_let_the_other_in(lane: Any) -> None:
+    def keep_and_let_the_other_in(pooled: Any) -> None:
         if other.ident is None:
             other.start()
             other.join(timeout=0.1)  # it would be through by now, if it did not have to wait
-        keep(lane)
+        keep(pooled)
 
-    monkeypatch.setattr(side_streams._Lane, "keep_workspaces", keep_and_let_the_other_in)
+    monkeypatch.setattr(side_streams._PooledStream, "keep_workspaces", keep_and_let_the_other_in)
     found.append(SideStream(_DEVICE))
     other.join()
     assert len({side.stream.cuda_stream for side in found}) == 2
@@ -202,6 +202,6 @@ def test_two_threads_are_not_given_the_same(simulated: Torch, monkeypatch: pytes
 def test_a_stream_for_events_is_not_that_of_a_capture(simulated: Torch, none_is_over: None) -> None:
     sides = [SideStream(_DEVICE) for _ in range(_STREAMS - 1)]
     taken = {side.stream.cuda_stream for side in sides}
-    assert all(stream_beside(_DEVICE).cuda_stream not in taken for _ in range(3))
+    assert all(event_stream(_DEVICE).cuda_stream not in taken for _ in range(3))
     sides.append(SideStream(_DEVICE))
-    assert stream_beside(_DEVICE).cuda_stream in {side.stream.cuda_stream for side in sides}
+    assert event_stream(_DEVICE).cuda_stream in {side.stream.cuda_stream for side in sides}

@@ -1,4 +1,4 @@
-"""The collectives of a step, for who wants to know when they are issued.
+"""Hooks around each collective of a step, for its times.
 
 They come through the dispatcher, whether Python calls them or DistributedDataParallel's reducer does. In
 a capture its sentry sees them there. In an eager step, where a look at every op would cost more than is
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["Listener", "call_heard", "listening"]
+__all__ = ["CollectiveHook", "collective_hook", "run_collective"]
 
 # What ops are called in torch (torch/csrc/distributed/c10d/Ops.cpp), and by those who use them. Barriers
 # and messages between two processes are none.
@@ -36,8 +36,8 @@ _NAMES = {
 }
 
 
-class Listener(Protocol):
-    """Told of each collective before it is issued."""
+class CollectiveHook(Protocol):
+    """A function that is called before each collective is issued."""
 
     def __call__(self, name: str, tensors: Any) -> Callable[[Any], None]:
         """A collective is about to be issued on the current stream.
@@ -51,48 +51,42 @@ class Listener(Protocol):
         """
 
 
-_listeners: list[Listener] = []
+_hooks: list[CollectiveHook] = []
 
 
-def call_heard(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-    """Run a collective, and tell who listens before it and behind it.
-
-    Args:
-        func: the op.
-        args: its arguments.
-        run: runs it.
-    """
+def run_collective(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    """Run a collective, with the hooks around it."""
     name = _NAMES.get(func._schema.name.rpartition("::")[2])
-    if not _listeners or name is None or _are_gathered():
+    if not _hooks or name is None or _are_gathered():
         return run()
-    issued = [listener(name, args) for listener in _listeners]
+    issued = [hook(name, args) for hook in _hooks]
     returned = run()
     work = _work_of(returned)
-    for tell in issued:
-        tell(work)
+    for after in issued:
+        after(work)
     return returned
 
 
 @contextmanager
-def listening(listener: Listener, captured: bool) -> Iterator[None]:
-    """Listen to the collectives that are issued inside, on any thread.
+def collective_hook(hook: CollectiveHook, captured: bool) -> Iterator[None]:
+    """Have a hook called around the collectives that are issued inside, on any thread.
 
     Args:
-        listener: is told.
+        hook: the hook.
         captured: a capture is under way, whose sentry sees them.
     """
-    _listeners.append(listener)
-    library = None if captured else _overheard()
+    _hooks.append(hook)
+    library = None if captured else _hooked_kernels()
     try:
         yield
     finally:
         if library is not None:
             library._destroy()
-        _listeners.remove(listener)
+        _hooks.remove(hook)
 
 
-def _overheard() -> Any:
-    """Kernels that tell of collectives and hand them on, until they are destroyed."""
+def _hooked_kernels() -> Any:
+    """Kernels that call the hooks and hand collectives on, until they are destroyed."""
     library = torch.library.Library("c10d", "IMPL")
     for name in _NAMES:
         if hasattr(torch.ops.c10d, name):  # some are younger than others
@@ -106,13 +100,13 @@ def _handing_on(op: Any) -> Callable[..., Any]:
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args, **kwargs)
 
-        return call_heard(op, args, run)
+        return run_collective(op, args, run)
 
     return call
 
 
 def _are_gathered() -> bool:
-    """Whether collectives are gathered, to be issued together: there is nothing to wait for yet."""
+    """Tell if collectives are gathered, to be issued together: there is nothing to wait for yet."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return bool(getattr(world, "pg_coalesce_state", None))
 

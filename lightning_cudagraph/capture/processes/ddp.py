@@ -1,9 +1,13 @@
-"""What a `DistributedDataParallel` must be like so that steps with it can be captured.
+"""The `DistributedDataParallel`s of a step: which can be captured, and the state that they keep.
 
-What it keeps on the host from step to step is noted elsewhere, by who replays the steps.
+A replay does not run their Python. So what an eager step would leave there is noted at the capture, and
+left after each replay.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -13,7 +17,7 @@ from lightning_cudagraph.compat.features import REPLICAS
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import UnsupportedError
 
-__all__ = ["COMM_HOOKS", "check_wrapper", "hooks_of", "is_unfinished", "take_times"]
+__all__ = ["COMM_HOOKS", "DDPState", "check_wrapper", "hooks_of"]
 
 # Those that keep nothing from step to step.
 COMM_HOOKS = (
@@ -23,12 +27,83 @@ COMM_HOOKS = (
 )
 # The reducer takes times of its first ten iterations and of one in so many later, by events that no
 # capture can hold (torch/csrc/distributed/c10d/reducer.hpp, `kDDPRuntimeLoggingSampleRate`).
+_TIMED = 10
 _SAMPLE_RATE = 100
 _NEVER = 2**30
+# After so many iterations, buckets that were left in the middle are sorted once more.
+_SORTED_AFTER = 2
 
 
-def is_unfinished(ddp: DistributedDataParallel) -> bool:
-    """Whether a step was left in the middle of its backward pass: gradients are waited for."""
+class DDPState:
+    """The state of wrappers on the host, which a step changes and a replay does not.
+
+    Args:
+        wrappers: those of a step; there may be none.
+        check: refuses those that do by now what no graph can hold.
+    """
+
+    def __init__(self, wrappers: Iterable[DistributedDataParallel], check: Callable[[], None]) -> None:
+        self.wrappers = [*wrappers]
+        self._check = check
+        self._is_broken = False
+        self._averaged_steps = _SORTED_AFTER  # since buckets were left in the middle
+
+    def record_times(self, does: bool) -> None:
+        """Let the reducers take times of their own after the first ten iterations, or not."""
+        for ddp in self.wrappers:
+            ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE if does else _NEVER)
+
+    def is_settled(self) -> bool:
+        """Tell if the reducers have had the iterations that no capture can hold."""
+        iterations = [ddp._get_ddp_logging_data().get("iteration", 0) for ddp in self.wrappers]
+        # One that averages nothing (a teacher under `no_grad`) has none.
+        averaging = [number for number in iterations if number > 0] or iterations
+        return self._averaged_steps >= _SORTED_AFTER and min(averaging, default=_TIMED) >= _TIMED
+
+    def ran(self) -> None:
+        """An eager step went through."""
+        self._averaged_steps += all(self.left())
+
+    def left(self) -> tuple[bool, ...]:
+        """For each wrapper, whether the last step has averaged, so that the next one syncs buffers."""
+        return tuple(ddp.require_forward_param_sync for ddp in self.wrappers)
+
+    def leave(self, left: tuple[bool, ...]) -> None:
+        """Leave what an eager step leaves: what `left` returns after it."""
+        for ddp, value in zip(self.wrappers, left, strict=True):
+            ddp.require_forward_param_sync = value
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo the changes of a step.
+
+        Raises:
+            UnsupportedError: if a wrapper does by now what no graph can hold.
+        """
+        if self.wrappers:
+            self._check()  # hooks may have been added since
+        before = self.left()
+        try:
+            yield
+        except BaseException:
+            self._is_broken = any(map(_is_unfinished, self.wrappers))
+            raise
+        finally:
+            self.leave(before)
+
+    def is_broken(self) -> bool:
+        """Tell if a step was left in the middle of its backward pass: gradients are waited for."""
+        return self._is_broken
+
+    def reset(self) -> None:
+        """Wait for no gradients. In all processes at once: buckets are sorted once more."""
+        self._is_broken = False
+        self._averaged_steps = 0
+        for ddp in self.wrappers:
+            ddp.reducer._reset_state()
+
+
+def _is_unfinished(ddp: DistributedDataParallel) -> bool:
     try:
         ddp.reducer._check_reducer_finalized()
     except RuntimeError:
@@ -36,13 +111,8 @@ def is_unfinished(ddp: DistributedDataParallel) -> bool:
     return False
 
 
-def take_times(ddp: DistributedDataParallel, does: bool) -> None:
-    """Let it take times of its own behind the first ten iterations, or not."""
-    ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE if does else _NEVER)
-
-
 def hooks_of(ddp: DistributedDataParallel) -> tuple[str, ...]:
-    """The communication hooks that it has, by name."""
+    """The communication hooks of a wrapper, by name."""
     return tuple(hook.__qualname__ for hook, _ in ddp._comm_hooks)
 
 

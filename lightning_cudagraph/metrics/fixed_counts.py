@@ -1,4 +1,4 @@
-"""What torchmetrics does in a call that no graph can hold, and that can be put right without a trace.
+"""Counts of classes without a wait for the device, as torchmetrics needs them in a graph.
 
 `torch.bincount` asks the device for the largest value, to know how long its result will be. The metrics
 that count classes (macro averages, confusion matrices) know that beforehand, and could not go on with a
@@ -30,7 +30,7 @@ def _counts() -> CodeType | None:
 
 
 class FixedCounts(OwnFunctionMode):
-    """Counts classes without asking the device, where torchmetrics knows how many there are."""
+    """Count classes without asking the device, where torchmetrics knows how many there are."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -45,7 +45,7 @@ class FixedCounts(OwnFunctionMode):
 
 
 def _asked_by_metric(frame: FrameType | None) -> bool:
-    """Whether a call comes from that function."""
+    """Tell if a call comes from that function."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":  # of other modes
         frame = frame.f_back
     return frame is not None and frame.f_code is _counts()

@@ -1,0 +1,182 @@
+"""Replays of optimizer steps by themselves come to the bits of plain ones, and so do their ops.
+
+`tests/gpu/test_optimizer_runs.py` does the same on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.graphed_step.run import backend_for
+from lightning_cudagraph.optim.host_program import HostProgram, HostScalar
+from lightning_cudagraph.optim.optimizers import PreparedOptimizer
+from lightning_cudagraph.optim.scalar_ops import with_tensors
+from tests.optimizer_runs import BEHIND, CELLS, FORMS, PLAIN_FAILS, SAME, Run, outcome, replayed
+
+O = torch.optim  # noqa: E741
+
+
+@pytest.fixture
+def device(accelerator: str) -> torch.device:
+    return torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu")
+
+
+@pytest.mark.spread(9)
+@pytest.mark.parametrize("form", FORMS)
+def test_same_bits(device: torch.device, form: str) -> None:
+    cells = CELLS if device.type == "cuda" else CELLS[list(FORMS).index(form) % 4 :: 4]
+    for cell in cells:
+        found, captures = outcome(form, cell, device)
+        if found == PLAIN_FAILS:  # no momentum to cycle; `capturable` on a CPU
+            assert cell[2] == "OneCycle" or "capturable" in form
+            continue
+        is_behind = "fused" in form and cell[2] == "OneCycle"
+        if device.type == "cuda":
+            # The kernel reads a float from a tensor; and one reads its state back from the device.
+            is_behind |= "fused" in form and cell[0] == "float64"
+            is_behind |= form == "ASGD(foreach=False)"
+        assert found == (BEHIND if is_behind else SAME), (form, cell)
+        assert captures <= 1 + ("RAdam" in form)
+
+
+def test_counters_go_on_after_a_load_and_after_the_graphs(device: torch.device) -> None:
+    """The counters are the user's own tensors, with memory of their own before and afterwards."""
+    run = Run("Adam", ("float32", "no clip", "constant"), device)
+    replayed(run, backend_for(device))
+    steps = [state["step"] for state in run.optimizer.state.values()]
+    assert {step.item() for step in steps} == {float(len(run.gradients))}
+    assert len({step.untyped_storage().data_ptr() for step in steps}) == len(steps)
+    prepared = PreparedOptimizer(run.optimizer, device, lambda _: None)
+    prepared.check_state()
+    assert len({step.untyped_storage().data_ptr() for step in steps}) == 1
+    saved = deepcopy(run.optimizer.state_dict())
+    assert all(state["step"].untyped_storage().nbytes() == 4 for state in saved["state"].values())
+    steps[0].add_(1)  # by the user, who may
+    assert prepared.frozen_values()[-1] is False
+    prepared.check_state()
+    assert [step.item() for step in steps[:2]] == [61.0, 60.0]
+    prepared.restore()
+
+
+def test_a_parameter_without_a_gradient_is_refused(device: torch.device) -> None:
+    run = Run("Adam", ("float32", "no clip", "constant"), device)
+    backend = backend_for(device)
+    prepared = PreparedOptimizer(run.optimizer, device, lambda _: None)
+    run.put_gradients(0)
+    run.step()
+    run.parameters[2].grad = None
+
+    def step() -> None:
+        prepared.check_state()
+        with prepared.step_arithmetic(capturing=True):
+            run.step()
+
+    with pytest.raises(CaptureError, match="moves `step` of some parameters and not of others"):
+        backend.capture(step)
+    assert {state["step"].item() for state in run.optimizer.state.values()} == {1.0}
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "mul_": lambda a, b, c, s: a[0].mul_(s),
+    "mul": lambda a, b, c, s: a[0] * s,
+    "div": lambda a, b, c, s: a[0] / s,
+    "div_": lambda a, b, c, s: a[0].div_(s),
+    "rdiv": lambda a, b, c, s: s / c[0],
+    "add_": lambda a, b, c, s: a[0].add_(b[0], alpha=s),
+    "add": lambda a, b, c, s: a[0].add(b[0], alpha=s),
+    "plus": lambda a, b, c, s: a[0].add_(s),
+    "addcmul_": lambda a, b, c, s: a[0].addcmul_(b[0], c[0], value=s),
+    "addcdiv_": lambda a, b, c, s: a[0].addcdiv_(b[0], c[0], value=s),
+    "lerp_": lambda a, b, c, s: a[0].lerp_(b[0], s),
+    "lerp": lambda a, b, c, s: a[0].lerp(b[0], s),
+    "foreach mul_": lambda a, b, c, s: torch._foreach_mul_(a, s),
+    "foreach mul": lambda a, b, c, s: torch._foreach_mul(a, [s] * len(a)),
+    "foreach div_": lambda a, b, c, s: torch._foreach_div_(a, s),
+    "foreach div_ list": lambda a, b, c, s: torch._foreach_div_(a, [s] * len(a)),
+    "foreach add_": lambda a, b, c, s: torch._foreach_add_(a, b, alpha=s),
+    "foreach plus list": lambda a, b, c, s: torch._foreach_add_(a, [s] * len(a)),
+    "foreach addcmul_": lambda a, b, c, s: torch._foreach_addcmul_(a, b, c, s),
+    "foreach addcmul_ value": lambda a, b, c, s: torch._foreach_addcmul_(a, b, c, value=s),
+    "foreach addcdiv_": lambda a, b, c, s: torch._foreach_addcdiv_(a, b, c, s),
+    "foreach addcdiv_ list": lambda a, b, c, s: torch._foreach_addcdiv_(a, b, c, [s] * len(a)),
+    "foreach lerp_": lambda a, b, c, s: torch._foreach_lerp_(a, b, s),
+    "foreach lerp_ list": lambda a, b, c, s: torch._foreach_lerp_(a, b, [s] * len(a)),
+}
+
+
+class _InTensors(torch.overrides.TorchFunctionMode):
+    """Every op with a number of a program gets it in a tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.replaced = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def staged(number: Any, dtype: torch.dtype) -> Tensor:
+            return torch.full((), number.program.value(number.node), dtype=dtype, device=self.device)
+
+        done = with_tensors(func, args, kwargs or {}, staged)
+        assert done is not None, func
+        self.replaced += 1
+        return done[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_with_its_number_in_a_tensor_comes_to_the_same_bits(
+    device: torch.device, op: str, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for draw in range(40):
+        made = [
+            [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5,), (33, 65))]
+            for _ in range(3)
+        ]
+        made[2] = [each.abs() + 1e-3 for each in made[2]]
+        lists = [[each.to(dtype).to(device) for each in several] for several in made]
+        others = deepcopy(lists)
+        number = float(torch.rand((), generator=generator, dtype=torch.float64)) + 1e-3
+        if draw % 3 == 0 and "lerp" not in op:
+            number = -number
+        program = HostProgram()
+        scalar = program.scalar(program.source("number", lambda: 0.0, number))
+        expected = OPS[op](*lists, number)
+        with _InTensors(device) as mode:
+            found = OPS[op](*others, scalar)
+        assert mode.replaced == 1
+        pairs = zip([*lists[0], *_listed(expected)], [*others[0], *_listed(found)], strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs), (op, dtype, number)
+
+
+def _listed(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return [] if result is None else list(result)
+
+
+def test_a_program_does_what_its_numbers_were_computed_by() -> None:
+    given = {"lr": 0.1, "step": 3.0}
+    program = HostProgram()
+    lr, step = (program.scalar(program.source(n, lambda n=n: given[n], given[n])) for n in given)
+    corrected = -lr / (1 - 0.9**step)
+    root = (1 - 0.999**step) ** 0.5
+    assert step <= 5
+    assert program.value(corrected.node) == -0.1 / (1 - 0.9**3.0)
+    given |= {"lr": 0.07, "step": 4.0}
+    values = program.run()
+    assert values[corrected.node] == -0.07 / (1 - 0.9**4.0)
+    assert values[root.node] == (1 - 0.999**4.0) ** 0.5
+    assert program.holds()
+    given["step"] = 6.0
+    assert not program.holds()
+    with pytest.raises(CaptureError, match="another kind of number"):
+        float(lr)
+    assert isinstance(min(lr, 0.05), (float, HostScalar))
