@@ -630,7 +630,7 @@ class _OfAll:
             self.barrier.wait()
             return told
 
-        return SimpleNamespace(tell=tell)
+        return SimpleNamespace(gather=tell)
 
 
 class _ByThreads(EmulatorBackend):
