@@ -115,9 +115,9 @@ def guards_us(parameters: int) -> dict[str, float]:
     def measure() -> None:
         assert callback._training is not None
         guards = callback._training._guards
-        objects, values = guards._structure, guards._values
+        objects, walk = guards._structure, guards._walk
         assert objects is not None
-        assert values is not None
+        assert walk is not None
         times_us["all"] = _host_us(guards.changed)
         parts: dict[str, Callable[[], object]] = {
             "settings": guards._quick_now,
@@ -127,7 +127,7 @@ def guards_us(parameters: int) -> dict[str, float]:
             "classes": objects.classes.changed,
             "hooks": objects.hooks.removed,
             "modes": objects.modes.changed,
-            "Python values": values.changed,
+            "Python objects": walk.quick_changes,
         }
         times_us.update({name: _host_us(function) for name, function in parts.items()})
 

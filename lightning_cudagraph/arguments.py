@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from lightning_cudagraph.capture.checks.verify import is_share
 from lightning_cudagraph.capture.streams.stream_choice import (
     MAX_STREAMS,
     are_streams,
@@ -31,6 +32,7 @@ def check_arguments(
     timings: object,
     verify_replays: object,
     verify_every_n_steps: object,
+    verify_budget: object,
     evaluation: object,
     compile: object,
     harmless: object,
@@ -60,6 +62,11 @@ def check_arguments(
             f"`CUDAGraphCallback(verify_replays={verify_replays!r},"
             f" verify_every_n_steps={verify_every_n_steps!r})`: expected an int of at least 0, and"
             " an int of at least 1 or None."
+        )
+    if not is_share(verify_budget):
+        raise ConfigurationError(
+            f"`CUDAGraphCallback(verify_budget={verify_budget!r})`: expected a number from 0 to 1, the"
+            " share of the run's time that later checks may take."
         )
     if not isinstance(evaluation, bool):
         raise ConfigurationError(

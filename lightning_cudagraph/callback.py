@@ -80,6 +80,9 @@ class CUDAGraphCallback(Callback):
             capture. Each costs about four eager steps, and memory for copies of parameters and optimizer
             state, on the host if the device has no room; 0 for none.
         verify_every_n_steps: beyond those, check one replay in so many; None for none.
+        verify_budget: the share of the run's time, from 0 to 1, that other later checks may take: those
+            after pauses in which code of yours can run (an epoch's start, a validation, a checkpoint;
+            the first three are followed by one in any case), and those at growing distances.
         evaluation: capture `validation_step`, `test_step` and `predict_step` too, each after warm-up
             batches of its own, with a graph for each of the first eight batch signatures. The sanity
             check runs as without this callback.
@@ -126,6 +129,7 @@ class CUDAGraphCallback(Callback):
         timings: LayerTimings | None = _AUTOMATIC_LAYERS,
         verify_replays: int = 2,
         verify_every_n_steps: int | None = None,
+        verify_budget: float = 0.01,
         evaluation: bool = False,
         compile: bool = False,
         harmless: Sequence[str] = (),
@@ -140,6 +144,7 @@ class CUDAGraphCallback(Callback):
             timings=timings,
             verify_replays=verify_replays,
             verify_every_n_steps=verify_every_n_steps,
+            verify_budget=verify_budget,
             evaluation=evaluation,
             compile=compile,
             harmless=harmless,
@@ -153,6 +158,7 @@ class CUDAGraphCallback(Callback):
         self.timings = timings
         self.verify_replays = verify_replays
         self.verify_every_n_steps = verify_every_n_steps
+        self.verify_budget = verify_budget
         self.evaluation = evaluation
         self.compile = compile
         self.harmless = tuple(harmless)
@@ -419,6 +425,7 @@ class CUDAGraphCallback(Callback):
             self.timings,
             self.verify_replays,
             self.verify_every_n_steps,
+            self.verify_budget,
             frozenset(self.harmless),
             stream_choice.streams_for(self.streams, self.streams_memory_bytes),
             self.compile,

@@ -132,7 +132,12 @@ class GraphedEvaluation:
         self._carried = CarriedTensors(
             module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric
         )
-        self._verifier = Verifier(backend, settings.verify_replays, settings.verify_every_n_steps)
+        self._verifier = Verifier(
+            backend,
+            settings.verify_replays,
+            settings.verify_every_n_steps,
+            budget=settings.verify_budget,
+        )
         self._engine: StepEngine[_Outputs] = StepEngine(
             backend=backend,
             guards=self._guards,

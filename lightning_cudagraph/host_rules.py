@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader
 from lightning_cudagraph.capture.audit.effects import OF_OPTIMIZER
 from lightning_cudagraph.capture.audit.host_calls import HostRules, allowance
 from lightning_cudagraph.capture.audit.host_objects import VALUES, attributes_of, is_users_class
-from lightning_cudagraph.capture.audit.walker import PRIVATE, Root
+from lightning_cudagraph.capture.audit.parts import PRIVATE
+from lightning_cudagraph.capture.audit.walker import Root
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.compat.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
 from lightning_cudagraph.errors import CaptureError
@@ -144,6 +145,7 @@ def host_rules(
         stays_on_host,
         harmless,
         hands_out=lambda value: issubclass(type(value), _HANDS_OUT),
+        stops=RUN_STATE,
     )
 
 

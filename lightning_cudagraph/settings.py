@@ -23,6 +23,7 @@ class Settings:
     timings: LayerChoice | None
     verify_replays: int
     verify_every_n_steps: int | None
+    verify_budget: float
     harmless: frozenset[str] = frozenset()
     streams: Streams = 1
     compile: bool = False

@@ -100,7 +100,7 @@ def _no_time_for_later_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def only_numbers_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks find no names for what has changed, and nothing is found by walking over objects."""
-    monkeypatch.setattr(Walk, "changes", lambda *args, **kwargs: [])
+    monkeypatch.setattr(Walk, "quick_changes", lambda *args, **kwargs: [])
     monkeypatch.setattr(OpTape, "difference", None)
 
 

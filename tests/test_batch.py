@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cudagraph import BatchError, CaptureError
+from lightning_cudagraph import BatchError, CaptureError, GraphedStep
 from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.static import StaticBatch
 
@@ -242,3 +242,50 @@ def test_a_step_that_asks_for_the_gradient_of_its_batch() -> None:
     static.copy_from([torch.ones(3)])
     assert static.batch[0].tolist() == [1.0, 1.0, 1.0]
     assert static.batch[0].requires_grad
+
+
+class _Named(dict[str, Tensor]):
+    """A dictionary with a number beside its items."""
+
+    scale = 1.0
+
+
+@dataclass
+class _Fields:
+    x: Tensor
+
+
+@pytest.mark.parametrize("make", [lambda x: _Named(x=x), _Fields], ids=["dict", "dataclass"])
+def test_numbers_beside_items_and_fields(make: Any) -> None:
+    batch, same, other = (make(torch.ones(2)) for _ in range(3))
+    batch.scale, same.scale, other.scale = 1.5, 1.5, 2.5
+    signatures = [Signature([b], torch.device("cpu")) for b in (batch, same, other)]
+    assert signatures[0] == signatures[1]
+    assert signatures[0] != signatures[2]
+    difference = signatures[0].difference(signatures[2])
+    assert difference == "`batch[0].scale` changed: expected 1.5, found 2.5"
+
+
+def test_training_on_batches_with_a_number_beside_them() -> None:
+    def trained(**kwargs: Any) -> Tensor:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(batch: _Named) -> Tensor:
+            optimizer.zero_grad()
+            loss = net(batch["x"]).square().mean() * batch.scale
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with GraphedStep(step, net, optimizer, verify_replays=0, **kwargs) as graphed:
+            for index in range(14):
+                batch = _Named(x=torch.rand(8, 4))
+                batch.scale = 1.0 + (index > 7)
+                graphed(batch)
+            if "backend" not in kwargs:
+                assert graphed.counts.replayed >= 6
+        return net.weight.detach()
+
+    assert torch.equal(trained(backend="off"), trained())

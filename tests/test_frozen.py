@@ -36,8 +36,8 @@ from lightning_cudagraph import (
 )
 from lightning_cudagraph.capture.audit.effects import Effects
 from lightning_cudagraph.capture.audit.frozen import StepAudit
-from lightning_cudagraph.capture.audit.host_state import HostState
-from lightning_cudagraph.capture.checks.reads import MentionedNames
+from lightning_cudagraph.capture.audit.mentions import MentionedNames
+from lightning_cudagraph.capture.audit.walker import Root, Scope, Walk
 from tests.harness import Net, assert_same, differences, make, train
 
 log = logging.getLogger(__name__)
@@ -319,7 +319,7 @@ STATE: dict[type[Net], str] = {
     GlobalRandom: "random",
     GlobalNumpy: "numpy.random",
     CountsUp: "ids",
-    DrawsFromAGenerator: "box['numbers']",
+    DrawsFromAGenerator: "box['numbers'][0]",
     SecondLoader: "next(DataLoader)",
     GlobalObject: "METER.count",
     GlobalNumber: "TOTAL",
@@ -853,7 +853,7 @@ class NestedOptions(ChangesAt):
 GUARDED: dict[type[Net], str] = {
     ConfigOfAModule: "`config.value` of the `ConfigOfAModule` changed from 1.0 to 5.0",
     GlobalSettings: "`SETTINGS.scale` of `tests.test_frozen` changed from 1.0 to 5.0",
-    ClassAsNamespace: "`Settings.scale` of `tests.test_frozen` changed from 1.0 to 5.0",
+    ClassAsNamespace: "`scale` of the class `Settings` changed from 1.0 to 5.0",
     OwnClassAttribute: "`factor` of the `OwnClassAttribute` changed from 1.0 to 5.0",
     SlotOfAGlobal: "`SLOTS.count` of `tests.test_frozen` changed from 1.0 to 5.0",
     NestedOptions: "`options['loss']['scale'][0]` of the `NestedOptions` changed from 1.0 to 5.0",
@@ -880,14 +880,12 @@ def test_a_walk_has_an_end() -> None:
     wide = [[i] for i in range(50_000)]
     for _ in range(1000):
         deep = [deep]
-    state = HostState(frozenset())
-    state.add_value([deep, wide, TRAP, Odd()], "it", "the test")
-    assert state.changed() is None
+    held = [deep, wide, TRAP, Odd()]
+    state = Walk([Root(held, "it", "the test")], Scope(in_capture=True))
+    assert state.changes() == []
     wide.append([1])
-    change = state.changed()
-    assert change is not None
-    assert change.name == "it[1]"
-    state.restore()
+    assert [change.name for change in state.changes()] == ["it[1]"]
+    state.put_back()
     assert len(wide) == 50_000
     state.release()
 
@@ -896,11 +894,10 @@ def test_iterators_are_given_back() -> None:
     numbers = itertools.count(5)
     meter = Meter()
     meter.history = numbers  # type: ignore[assignment]
-    state = HostState(frozenset())
-    state.add_value(meter, "meter", "the test")
+    state = Walk([Root(meter, "meter", "the test")], Scope(in_capture=True))
     with pytest.raises(CaptureError, match=r"`meter.history` of the test"):
         next(meter.history)  # type: ignore[call-overload]
-    state.restore()
+    state.put_back()
     state.release()
     assert meter.history is numbers
     assert next(numbers) == 5

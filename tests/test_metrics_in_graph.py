@@ -887,7 +887,7 @@ OF_THE_HOST = {
     ReadsCount: r"`_update_count` of a `MaxMetric` changed from 0 to 1",
     ReadsCalled: r"`_update_count` of a `MaxMetric` changed from 0 to 1",
     ReadsComputed: r"`_computed` of a `MaxMetric` changed",
-    ReadsLength: r"`value` of a `CatMetric` changed its length",
+    ReadsLength: r"`value[0]` of a `CatMetric` was set",
     ReadsByText: r"of a `MaxMetric` changed",
 }
 

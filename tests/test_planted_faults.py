@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.capture.audit.frozen import StepAudit
+from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.capture.checks.reads import MentionedNames
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.traced import Stage
 from lightning_cudagraph.training import recording

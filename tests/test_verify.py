@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, VerificationError
+from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, GraphedStep, VerificationError
 from lightning_cudagraph.capture.backend import CudaBackend
 from lightning_cudagraph.capture.batch import OF_THE_HOST
 from lightning_cudagraph.capture.checks import verify
@@ -25,6 +25,8 @@ from lightning_cudagraph.optim.traced import Stage
 from tests.harness import Net, assert_same, differences, fused_adamw, make, train
 
 # What the numbers of a check say by themselves; names come from elsewhere (tests/test_walker.py).
+_IS_AFFORDABLE = Verifier._is_affordable
+
 pytestmark = pytest.mark.usefixtures("only_numbers_are_checked")
 
 EPSILON = torch.finfo(torch.float32).eps
@@ -628,7 +630,7 @@ class _OfAll:
             self.barrier.wait()
             return told
 
-        return SimpleNamespace(tell=tell)
+        return SimpleNamespace(gather=tell)
 
 
 class _ByThreads(EmulatorBackend):
@@ -848,3 +850,23 @@ def test_distance_and_rounding() -> None:
 def test_bad_arguments(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="verify_replays"):
         CUDAGraphCallback(**kwargs)
+
+
+@pytest.mark.parametrize("budget", [2, -0.1, True, "1 %", None])
+def test_bad_budgets(budget: Any) -> None:
+    with pytest.raises(ConfigurationError, match="a number from 0 to 1"):
+        CUDAGraphCallback(verify_budget=budget)
+    with pytest.raises(ConfigurationError, match="a number from 0 to 1"):
+        GraphedStep(torch.sin, verify_budget=budget)
+
+
+@pytest.mark.parametrize(("budget", "checks"), [(0.0, 2), (1.0, 4)])
+def test_the_budget_bounds_later_checks(
+    budget: float, checks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Verifier, "_is_affordable", _IS_AFFORDABLE)
+    net = torch.nn.Linear(4, 4)
+    with GraphedStep(net.forward, net, verify_budget=budget) as graphed:
+        for _ in range(300):  # replays 64 and 256 are checked, without a pause
+            graphed(torch.ones(2, 4))
+        assert f"{checks} replay(s) verified" in graphed.report

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import array
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cudagraph import CaptureError, CUDAGraphCallback
-from lightning_cudagraph.capture.audit.effects import Effects
-from lightning_cudagraph.capture.audit.walker import Root, Walk
+from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
+from lightning_cudagraph.capture.audit.host_lines import line_that_sets, nearest_line
+from lightning_cudagraph.capture.audit.walker import Root, Scope, Walk
+from lightning_cudagraph.capture.checks import versions
 from lightning_cudagraph.capture.checks.tape import OpTape
+from lightning_cudagraph.capture.checks.versions import Versions
+from lightning_cudagraph.capture.standing import StandingGraphs
 from tests.harness import Net, assert_same, differences, make, train
 
 
@@ -37,10 +43,12 @@ def _numbers() -> Iterator[float]:
 
 def _changed(holder: Any, change: Callable[[], object]) -> list[str]:
     walk = Walk([Root(holder, "", "the holder")])
-    assert walk.changes(everything=True) == []
+    walk.be_quick()
+    assert walk.quick_changes(everything=True) == walk.changes() == []
     change()
-    found = walk.changes(everything=True)
-    return [moved.words for moved in found]
+    found = [moved.words for moved in walk.quick_changes(everything=True)]
+    assert found == [moved.words for moved in walk.changes()]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -106,11 +114,12 @@ def test_code_of_the_objects_does_not_run() -> None:
 
 def test_what_is_ignored_is_not_compared() -> None:
     holder = Holder(n=1, m=1)
-    walk = Walk([Root(holder, "", "the holder")], ignored={("the holder", "n")})
+    walk = Walk([Root(holder, "", "the holder")], Scope(ignored={("the holder", "n")}))
+    walk.be_quick()
     holder.n = 2
-    assert walk.changes() == []
+    assert walk.quick_changes() == walk.changes() == []
     holder.m = 2
-    assert [moved.path for moved in walk.changes()] == ["m"]
+    assert [moved.path for moved in walk.quick_changes()] == ["m"]
 
 
 def test_generators_and_iterators_are_seen_to_move() -> None:
@@ -119,6 +128,94 @@ def test_generators_and_iterators_are_seen_to_move() -> None:
     holder = Holder(numbers=numbers, items=items)
     assert _changed(holder, lambda: next(numbers)) != []
     assert _changed(holder, lambda: next(items)) != []
+
+
+def test_references_that_are_dead_say_nothing() -> None:
+    class Kept:
+        pass
+
+    kept = Kept()
+    holder = Holder(views=[weakref.ref(kept)])
+    assert _changed(holder, lambda: holder.views.append(weakref.ref(Kept()))) == []
+    assert _changed(holder, lambda: holder.views.append(weakref.ref(kept))) != []
+
+
+def test_a_buffer_can_grow_while_it_is_watched() -> None:
+    holder = Holder(data=bytearray(b"a"), numbers=array.array("d", [1.0]))
+    assert _changed(holder, lambda: holder.data.extend(b"bc")) == ["`data` of the holder changed"]
+    assert _changed(holder, lambda: holder.numbers.append(2.0)) == ["`numbers` of the holder changed"]
+
+
+def test_everything_is_put_back() -> None:
+    class Slotted:
+        __slots__ = ("first", "second")
+
+    def calls() -> int:
+        return count
+
+    count = 1
+    slotted = Slotted()
+    slotted.first = 1
+    holder = Holder(
+        numbers=[1, 2],
+        items={"a": 1, "b": 2},
+        members={1, 2},
+        slotted=slotted,
+        data=bytearray(b"abc"),
+        calls=calls,
+    )
+    walk = Walk([Root(holder, "", "the holder")])
+    holder.numbers.insert(0, 3)
+    holder.items["c"] = holder.items.pop("a")
+    holder.members.add(3)
+    slotted.first, slotted.second = 2, 3
+    holder.data[0] = 0
+    holder.new = 1
+    count = 2
+    assert len({change.path.partition("[")[0] for change in walk.changes()}) >= 6
+    walk.put_back()
+    assert walk.changes() == []
+    assert (holder.numbers, [*holder.items.items()]) == ([1, 2], [("a", 1), ("b", 2)])
+    assert (holder.members, holder.data, calls()) == ({1, 2}, b"abc", 1)
+    assert (slotted.first, hasattr(slotted, "second"), hasattr(holder, "new")) == (1, False, False)
+
+
+@pytest.mark.parametrize("numbers_of_dicts", [True, False])
+def test_dictionaries_that_were_written_to(
+    numbers_of_dicts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not numbers_of_dicts:  # a torch without them
+        monkeypatch.setattr(versions, "_version", None)
+    held = [{"n": object()}, {"n": 1.5}, {}]
+    watched = Versions(held)
+    assert watched.changed() == []
+    held[0]["n"] = held[0]["n"]
+    assert watched.changed() == []
+    held[1]["n"] = 2.5
+    held[2]["n"] = 0
+    assert watched.changed() == watched.changed() == [1, 2]
+    watched.remember([1, 2])
+    assert watched.changed() == []
+    del held[2]["n"]
+    assert watched.changed() == [2]
+
+
+def test_the_users_line_is_named_and_not_that_of_a_package() -> None:
+    source = compile("def fill(frame):\n    frame.cache = 1", "/lib/site-packages/frames.py", "exec")
+    fill = next(part for part in source.co_consts if isinstance(part, types.CodeType))
+
+    def step(holder: Holder) -> object:
+        return holder.frame  # THE LINE
+
+    holder = Holder(frame=types.SimpleNamespace())
+    walk = Walk([Root(holder, "", "the holder")])
+    holder.frame.cache = 1
+    (change,) = walk.changes()
+    assert line_that_sets(change, [fill, step.__code__]) is None
+    where = nearest_line(change, [fill, step.__code__])
+    assert where is not None
+    assert "# THE LINE" in where.source
+    assert line_that_sets(change, [fill]) is not None  # where there is no other
 
 
 # ---- tapes
@@ -188,11 +285,11 @@ class PerEpoch(Net):
         self.config = types.SimpleNamespace(weight=1.0)
 
     def on_train_epoch_start(self) -> None:
-        setattr(self.config, "wei" + "ght", 1.0 + self.current_epoch)
+        setattr(self.config, "".join(("wei", "ght")), 1.0 + self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
-        output["loss"] = output["loss"] * getattr(self.config, "wei" + "ght")
+        output["loss"] = output["loss"] * getattr(self.config, "".join(("wei", "ght")))
         return output
 
 
@@ -214,6 +311,39 @@ def test_without_walks_and_checks_it_trains_wrong(
     callback = CUDAGraphCallback(verify_replays=0)
     graph = train(make(PerEpoch), tmp_path / "graph", callback, accelerator=accelerator)
     assert differences(plain.final["weights"], graph.final["weights"])
+
+
+def _trained_with_a_bound(**kwargs: Any) -> Tensor:
+    """The weights after steps with a bound that is lowered, and that later batches reach alone."""
+    torch.manual_seed(0)
+    net, config = torch.nn.Linear(4, 1), types.SimpleNamespace(bound=100.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        bound = getattr(config, "".join(("bo", "und")))
+        loss = net(x).square().mean() * x.abs().max().clamp(max=bound)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with GraphedStep(step, net, optimizer, **kwargs) as graphed:
+        for index in range(16):
+            if index == 8:
+                config.bound = 1.0
+            graphed(torch.rand(8, 4) * (2.0 if index >= 12 else 0.5))
+    return net.weight.detach().clone()
+
+
+def test_a_number_that_matters_on_later_batches() -> None:
+    plain = _trained_with_a_bound(backend="off")
+    assert torch.equal(plain, _trained_with_a_bound())
+
+
+def test_without_tapes_it_trains_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = _trained_with_a_bound(backend="off")
+    monkeypatch.setattr(OpTape, "difference", None)
+    assert not torch.equal(plain, _trained_with_a_bound())
 
 
 class CountsApart(Net):
@@ -239,6 +369,40 @@ def test_an_effect_is_refused_and_undone(tmp_path: Path, accelerator: str) -> No
     assert module.box.calls == plain_module.box.calls > 20
 
 
+class CountsFromSomeStepOn(CountsApart):
+    """Counts once a hook has said so, under a name that is put together."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            setattr(self, "".join(("is_", "counting")), True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if getattr(self, "".join(("is_", "counting")), False):
+            self.box.calls += 1
+        return Net.training_step(self, batch, batch_idx)
+
+
+def test_an_effect_that_comes_later(tmp_path: Path, accelerator: str) -> None:
+    plain_module, module = make(CountsFromSomeStepOn), make(CountsFromSomeStepOn)
+    plain = train(plain_module, tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    graph = train(module, tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed > 0
+    assert module.box.calls == plain_module.box.calls > 10
+
+
+def test_without_undoing_it_counts_otherwise(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_module, module = make(CountsFromSomeStepOn), make(CountsFromSomeStepOn)
+    train(plain_module, tmp_path / "plain", accelerator=accelerator)
+    monkeypatch.setattr(StandingGraphs, "effects_undone", lambda graphs: nullcontext())
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    train(module, tmp_path / "graph", callback, accelerator=accelerator)
+    assert module.box.calls != plain_module.box.calls
+
+
 class CountsUnderAName(Net):
     """Counts in an attribute with a name that begins as one of Lightning's own does."""
 
@@ -259,9 +423,8 @@ def test_a_name_that_only_begins_like_a_harmless_one(tmp_path: Path, accelerator
 def test_without_that_it_counts_too_few(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from contextlib import nullcontext
-
-    monkeypatch.setattr(Effects, "refused", lambda *args: nullcontext())
+    monkeypatch.setattr(Walk, "changes", lambda walk: [])
+    monkeypatch.setattr(Walk, "quick_changes", lambda walk, everything: [])
     module = make(CountsApart)
     graph = train(module, tmp_path, CUDAGraphCallback(), accelerator=accelerator)
     assert graph.counts.replayed > 10

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -277,11 +277,32 @@ def _hides_tensor(value: Any, depth: int = 3, walked: bool = False) -> str | Non
     return None
 
 
+def _values_beside(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The plain values in attributes of containers, beside their items or fields.
+
+    What cannot be compared there, such as the encodings of a tokenizer, is that of the captured batch.
+    """
+    children = _children(value, path)
+    if children is None or isinstance(value, (list, tuple)):  # others than plain ones are refused
+        for child_path, child in children or ():
+            yield from _values_beside(child, child_path)
+        return
+    walked = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+    for name, member in getattr(value, "__dict__", {}).items():
+        if name not in walked:
+            for inner, leaf in flatten_batch(member):
+                if isinstance(leaf, (*PLAIN, np.ndarray, np.generic, Enum, PurePath, range)):
+                    yield f"{path}.{name}{inner.removeprefix('batch')}", leaf
+    for child_path, child in children:
+        yield from _values_beside(child, child_path)
+
+
 class Signature:
     """All that a graph takes for granted about a batch, as one comparable, hashable value.
 
-    Containers by type and keys, tensors by shape, stride, dtype, device, and by which of them are the
-    same object; other leaves by value, because a capture freezes them.
+    Containers by type, keys and the plain values in their attributes, tensors by shape, stride, dtype,
+    device, and by which of them are the same object; other leaves by value, because a capture freezes
+    them.
 
     Args:
         batch: the batch to describe.
@@ -318,6 +339,9 @@ class Signature:
                 )
             else:
                 described.append((type(leaf), self._value_of(path, leaf)))
+        for path, leaf in _values_beside(batch, "batch"):
+            paths.append(path)
+            described.append((type(leaf), self._value_of(path, leaf)))
         for name, value in (beside or {}).items():
             paths.append(name)
             described.append((type(value), value))

@@ -5,7 +5,8 @@ with one of them waits for the device without us, so no graph can hold it. Sourc
 torch/csrc/autograd/FunctionsManual.cpp, and `cross_entropy_loss_label_smoothing` of
 aten/src/ATen/native/LossNLL.cpp, which ask `isTensorSubclassLike`. One is inside of a kernel
 (`masked_fill` of aten/src/ATen/native/cuda/Indexing.cu). tests/gpu/test_all_ops_under_modes.py looks for
-others.
+others. They are a list because nothing else sees them: the walk over Python objects does not, no mode
+does, and the emulator has no boundary between host and device that such a read could cross.
 
 Backward passes of compiled code were traced under such modes, and do not read: where its Python is
 looked at, they are let go.

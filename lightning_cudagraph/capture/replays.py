@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.carried import CarriedTensors
+from lightning_cudagraph.capture.checks.tape import TapeDifference
 from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.holds import GradientCopies
@@ -84,8 +85,18 @@ class Replays(Generic[T]):
         """
         replays = 0
 
+        def undone() -> AbstractContextManager[None]:
+            # Without a change, the step has the effects that it had in warm-up: none.
+            return (
+                self._standing.effects_undone() if doubt and self._agreement is None else nullcontext()
+            )
+
         def eagerly() -> dict[str, Tensor]:
-            with step.transaction(), self._backend.on_side_stream():
+            # What changes in every step by itself was learned in the first checks.
+            undone = (
+                self._standing.effects_undone() if doubt and self._agreement is None else nullcontext()
+            )
+            with step.transaction(), self._backend.on_side_stream(), undone:
                 return step.values(captured.run_eagerly(step.rehearse, step.batch))
 
         def replay() -> tuple[T, dict[str, Tensor]]:
@@ -102,30 +113,29 @@ class Replays(Generic[T]):
             for parameter, gradient in before:
                 parameter.grad = gradient
 
-        def trace() -> str:
+        def trace() -> TapeDifference | None:
             def rehearse(batch: Any) -> T:
                 with captured.tape.beside(state):
                     return step.rehearse(batch)
 
-            with step.transaction(), self._backend.on_side_stream():
+            with step.transaction(), self._backend.on_side_stream(), undone():
                 captured.run_eagerly(rehearse, step.batch)
             put_back_gradients()
-            difference = captured.tape.difference
-            found = [self._standing.doubt, "" if difference is None else str(difference)]
-            return "; ".join(filter(None, found))
+            return captured.tape.difference
 
         timed = captured.kind_to_prove(step.timed)
         captured.adopt_gradients()
         before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
+        doubt = self._standing.doubt
         try:
             state = step.all_state(captured.written)
             if captured.is_checked_apart:
                 # The check is made without what the host does in the middle, and the step is taken
                 # afterwards.
                 with captured.gradients_kept():
-                    self._verifier.check(captured, state, eagerly, replay, False, trace)
+                    self._verifier.check(captured, state, eagerly, replay, False, trace, doubt)
             else:
-                outputs = self._verifier.check(captured, state, eagerly, replay, True, trace)
+                outputs = self._verifier.check(captured, state, eagerly, replay, True, trace, doubt)
         except UnsupportedError as error:
             if self._agreement is not None and not isinstance(error, VerificationError):
                 raise  # the others are in the middle of the check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 from lightning_cudagraph.capture.backend import Backend
@@ -86,6 +87,10 @@ class StandingGraphs(Generic[T]):
     def doubt(self) -> str:
         """A change of which only a check can say whether the step depends on it; empty if none."""
         return self._guards.doubt
+
+    def effects_undone(self) -> AbstractContextManager[None]:
+        """Around a step that is done once more, for a check: undo what it changes on the host."""
+        return self._guards.effects.undone()
 
     def clear_doubt(self) -> None:
         """A check has found no other numbers: the graph holds."""

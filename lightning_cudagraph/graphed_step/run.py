@@ -63,6 +63,7 @@ class StepSettings:
     raise_unsupported: bool
     verify_replays: int
     verify_every_n_steps: int | None
+    verify_budget: float
     harmless: frozenset[str]
     max_graphs: int
     streams: Streams = 1
@@ -302,6 +303,7 @@ class StepRun:
             settings.verify_every_n_steps,
             self._optimizers.learning_rates,
             self._processes,
+            settings.verify_budget,
         )
         # Of a model without modules: what a function puts into attributes is refused.
         nothing = CarriedTensors(

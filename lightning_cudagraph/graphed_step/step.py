@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.checks.verify import is_share
 from lightning_cudagraph.capture.nccl import check_nccl
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.capture.steps import StepCounts
@@ -100,6 +101,9 @@ class GraphedStep(Generic[P, R]):
         verify_replays: how many of the first replays of a graph are checked, bit for bit, against an
             eager call from the same state; 0 for none.
         verify_every_n_steps: beyond those, check one replay in so many; None for none.
+        verify_budget: the share of the run's time, from 0 to 1, that other later checks may take: those
+            after pauses in which code of yours can run (an epoch's start, a validation, a checkpoint;
+            the first three are followed by one in any case), and those at growing distances.
         on_unsupported: ``"raise"`` an error when something cannot be captured, or call the function
             eagerly from then on (``"eager"``) and say why in the report.
         harmless: host code in the function that may stay frozen, or not be repeated by replays: the
@@ -140,6 +144,7 @@ class GraphedStep(Generic[P, R]):
         warmup_steps: int = 3,
         verify_replays: int = 2,
         verify_every_n_steps: int | None = None,
+        verify_budget: float = 0.01,
         on_unsupported: Literal["raise", "eager"] = "raise",
         harmless: Sequence[str] = (),
         backend: Literal["auto", "cuda", "emulator", "off"] = "auto",
@@ -157,6 +162,8 @@ class GraphedStep(Generic[P, R]):
         ):
             if type(value) is not int or value < at_least:
                 raise _wrong(name, value, f"an int of at least {at_least}")
+        if not is_share(verify_budget):
+            raise _wrong("verify_budget", verify_budget, "a number from 0 to 1")
         for name, text, allowed in (
             ("on_unsupported", on_unsupported, ("raise", "eager")),
             ("backend", backend, ("auto", "cuda", "emulator", "off")),
@@ -181,6 +188,7 @@ class GraphedStep(Generic[P, R]):
             on_unsupported == "raise",
             verify_replays,
             verify_every_n_steps,
+            verify_budget,
             frozenset(harmless),
             max_graphs,
             stream_choice.streams_for(streams, streams_memory_bytes),
@@ -189,6 +197,7 @@ class GraphedStep(Generic[P, R]):
             "warmup_steps": warmup_steps,
             "verify_replays": verify_replays,
             "verify_every_n_steps": verify_every_n_steps,
+            "verify_budget": verify_budget,
             "on_unsupported": on_unsupported,
             "harmless": sorted({*harmless}),  # sets have an order of their own in each process
             "max_graphs": max_graphs,

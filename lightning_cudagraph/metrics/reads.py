@@ -1,7 +1,7 @@
 """Reads of metrics by a captured step, from outside of them: of their states, and of their counts.
 
 The states of a metric have names like `weight` or `total`, which much code mentions that means something
-else. So, other than with modules (`capture/audit/reach.py`), it is seen what is really read, and by
+else. So, other than with modules (`capture/audit/walker.py`), it is seen what is really read, and by
 whom.
 """
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cudagraph.capture.audit.host_state import HostState
+from lightning_cudagraph.capture.audit.walker import Root, Scope, Walk
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = [
@@ -206,31 +206,21 @@ class HostSide:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._keys = set(optimizer.state)  # tensors among them, by identity
-        self._held = HostState(frozenset(), on_cpu=True)  # generators of torch are the backend's affair
-        of = f"`{_name(optimizer)}`"
-        for index, group in enumerate(optimizer.param_groups):
-            self._held.add_value(group, f"param_groups[{index}]", of)
-        state: dict[Any, Any] = optimizer.state  # optimizers of others use names as keys, too
-        for index, value in enumerate(state.values()):
-            self._held.add_value(value, f"state[{index}]", of)
-        named = {key: value for key, value in state.items() if isinstance(key, str)}
-        self._held.add_attributes(state, named, of)
-        # Without these two: to walk the state by itself would name its entries by printing tensors.
-        attributes = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups")}
-        self._held.add_attributes(vars(optimizer), attributes, of)
-        for cls in type(optimizer).__mro__:  # of which only the user's are looked into
-            self._held.add_value(cls, "", of)
+        # Generators of torch are the backend's affair.
+        scope = Scope((torch.Generator,), in_capture=True)
+        of, methods = f"`{_name(optimizer)}`", frozenset({"step"})  # in which a stand-in may be
+        self._held = Walk([Root(optimizer, "", of, methods, is_entered=True)], scope)
 
     def changed(self) -> str | None:
         """The first thing that is not what it was, in words, or None."""
-        change = self._held.changed()
+        change = next(iter(self._held.changes()), None)
         return None if change is None else f"`{change.name}` of {change.of}"
 
     def restore(self) -> None:
         """Put everything back."""
         for key in [key for key in self._optimizer.state if key not in self._keys]:
             del self._optimizer.state[key]
-        self._held.restore()
+        self._held.put_back()
 
     def release(self) -> None:
         """Let go of what stood in for iterators."""

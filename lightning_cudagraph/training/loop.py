@@ -137,6 +137,7 @@ class GraphedTraining:
             settings.verify_every_n_steps,
             lambda: self._part.optimizer.learning_rates(),
             agreement,
+            settings.verify_budget,
         )
         self._engine: StepEngine[StepOutputs] = StepEngine(
             backend=backend,

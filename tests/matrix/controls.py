@@ -7,14 +7,14 @@ its path and with what, and name the case.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from lightning_cudagraph.capture.audit.frozen import StepAudit
-from lightning_cudagraph.capture.checks.reads import MentionedNames
+from lightning_cudagraph.capture.audit.mentions import MentionedNames
 from tests.matrix.judge import Case
 from tests.matrix.runs import UNCHECKED
 
@@ -31,18 +31,26 @@ class Control:
     Attributes:
         patches: what stands in for what, by path.
         case: it is right with the mechanism, and wrong without.
+        needs_gpu: it is wrong on a GPU alone.
     """
 
     patches: dict[str, Any]
     case: Case
+    needs_gpu: bool = False
 
     def switch_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for path, replacement in self.patches.items():
             monkeypatch.setattr(path, replacement)
 
 
-_GUARDS = "lightning_cudagraph.capture.checks.guards.Guards.changed"
-_NO_GUARDS: dict[str, Any] = {_GUARDS: lambda guards: None}
+_CAPTURE = "lightning_cudagraph.capture"
+_NO_GUARDS: dict[str, Any] = {f"{_CAPTURE}.checks.guards.Guards.changed": lambda guards: None}
+_NO_WALK: dict[str, Any] = {f"{_CAPTURE}.audit.walker.Walk.quick_changes": lambda walk, everything: []}
+_NO_EFFECTS: dict[str, Any] = {
+    f"{_CAPTURE}.audit.effects.Effects.refused": lambda effects, captured: nullcontext()
+}
+_NEW = "batch start of a callback"
+
 
 CONTROLS: dict[str, Control] = {
     "guards": Control(_NO_GUARDS, Case("attribute", "batch start of a callback")),
@@ -53,5 +61,34 @@ CONTROLS: dict[str, Control] = {
     "audit": Control(
         {"lightning_cudagraph.training.recording.frozen_python_audit": _no_audit},
         Case("counter: attribute", setting=UNCHECKED),
+    ),
+    "walk": Control(_NO_WALK, Case("deque", _NEW, setting=UNCHECKED)),
+    "walk, of evaluation": Control(_NO_WALK, Case("deque", _NEW, "evaluate", UNCHECKED)),
+    "walk, of a plain loop": Control(_NO_WALK, Case("deque", "between two calls", "step", UNCHECKED)),
+    "checks in doubt": Control(
+        {f"{_CAPTURE}.standing.StandingGraphs.doubt": ""},
+        Case("getattr(self, f'w{i}')", _NEW, setting=UNCHECKED),
+    ),
+    "effects": Control(_NO_EFFECTS, Case("counter: ctypes", setting=UNCHECKED)),
+    "checks after pauses": Control(
+        {f"{_CAPTURE}.checks.verify.Verifier.pause": lambda verifier: None},
+        Case("a file that exists", "epoch start of the module", changes=1),
+    ),
+    "whole guards of tensors": Control(
+        {f"{_CAPTURE}.checks.layouts.Layouts.changed": lambda layouts, tensors: False},
+        Case("strides of a buffer", _NEW, setting=UNCHECKED),
+    ),
+    "classes": Control(
+        {f"{_CAPTURE}.checks.classes.Classes.changed": lambda classes: False},
+        Case("__class__ of a module assigned", _NEW, setting=UNCHECKED),
+    ),
+    # On a CPU, backward passes run in the calling thread anyway.
+    "backward passes in one thread": Control(
+        {
+            f"{_CAPTURE}.backend.set_multithreading_enabled": lambda enabled: nullcontext(),
+            **_NO_EFFECTS,
+        },
+        Case("counter: attribute", setting=UNCHECKED, where="gradient hook"),
+        needs_gpu=True,
     ),
 }

@@ -302,6 +302,16 @@ class _Slow:
     factor = HIGH
 
 
+class _FastLayer(nn.Module):
+    def factor(self) -> float:
+        return LOW
+
+
+class _SlowLayer(nn.Module):
+    def factor(self) -> float:
+        return HIGH
+
+
 class OfAnotherClass(_Either, name="__class__ assigned"):
     def make(self) -> None:
         self.held: Any = _Fast()
@@ -314,6 +324,33 @@ class OfAnotherClass(_Either, name="__class__ assigned"):
 
     def toggle(self) -> None:
         self.held.__class__ = _Fast if self.is_high() else _Slow
+
+
+class OfAnotherModuleClass(_Either, name="__class__ of a module assigned"):
+    def make(self) -> None:
+        self.module: Any = _FastLayer()
+
+    def read(self) -> float:
+        return self.module.factor()
+
+    def is_high(self) -> bool:
+        return isinstance(self.module, _SlowLayer)
+
+    def toggle(self) -> None:
+        self.module.__class__ = _FastLayer if self.is_high() else _SlowLayer
+
+
+class StridesOfATensor(Place, name="strides of a buffer"):
+    counts = False
+
+    def make(self) -> None:
+        self.net.body.register_buffer("table", torch.zeros(16).as_strided((2, 2), (int(LOW), 1)))
+
+    def read(self) -> float:
+        return float(self.net.body.table.stride(0))
+
+    def write(self, number: float) -> None:
+        self.net.body.table.as_strided_((2, 2), (int(number), 1))
 
 
 # Attributes that are not what they look like

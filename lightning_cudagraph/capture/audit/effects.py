@@ -22,11 +22,12 @@ from lightning_cudagraph.capture.audit.host_objects import (
     VALUES,
     is_users_module,
 )
-from lightning_cudagraph.capture.audit.host_state import Change
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
-from lightning_cudagraph.capture.audit.walker import Moved, Root, Walk
+from lightning_cudagraph.capture.audit.parts import Moved
+from lightning_cudagraph.capture.audit.walker import Walk
 from lightning_cudagraph.capture.own_modes import not_compiled
 from lightning_cudagraph.capture.sentry import is_users
+from lightning_cudagraph.errors import StaleGraphError
 
 __all__ = ["OF_OPTIMIZER", "Effects"]
 
@@ -38,22 +39,19 @@ class Effects:
     """The effects of the steps of one run on objects of the user's.
 
     Args:
-        roots: where to look for them, given what the steps mention.
-        stops: classes whose objects are not entered.
+        walk: over what they can change, given what they mention.
         harmless: paths at which anything may change.
         is_carried: whether it is a module whose attributes can be carried over from step to step.
     """
 
     def __init__(
         self,
-        roots: Callable[[MentionedNames], list[Root]],
-        stops: tuple[type, ...],
+        walk: Callable[[MentionedNames], Walk],
         harmless: frozenset[str],
         is_carried: Callable[[Any], bool],
     ) -> None:
         self._is_carried = is_carried
-        self._roots = roots
-        self._stops = stops
+        self._walk = walk
         self._harmless = harmless
         self._mentioned = MentionedNames()
         self._found: list[Moved] = []
@@ -68,10 +66,10 @@ class Effects:
 
         Only the last one counts: what is made lazily is made before it.
         """
-        walk = Walk(self._roots(self._mentioned), self._stops)
+        walk = self._walk(self._mentioned)
         with _code_noted(self._mentioned):
             yield
-        self._found = [moved for moved in walk.changes(everything=True) if self._is_effect(moved)]
+        self._found = [moved for moved in walk.changes() if self._is_effect(moved)]
 
     @contextmanager
     def refused(self, captured: Callable[[], MentionedNames]) -> Iterator[None]:
@@ -83,29 +81,47 @@ class Effects:
         Raises:
             CaptureError: naming the first effect, with the user's line.
         """
-        hidden = [moved for moved in self._found if not moved.can_be_set]
-        self._refuse(hidden, self._mentioned.users_code)
-        before = [(moved, moved.contents()) for moved in self._found]
+        lasting = [moved for moved in self._found if moved.node.write is None]
+        self._refuse(lasting, self._mentioned.users_code)
+        before = [(moved.node, moved.node.read()) for moved in self._found]
         try:
             yield
             self._refuse(self._found, captured().users_code)
         except BaseException:
-            for moved, contents in before:
-                moved.put_back(contents)
+            for node, parts in before:
+                node.put_back(parts)
             raise
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Around a step that is done once more, for a check: undo what it changes.
+
+        Raises:
+            StaleGraphError: if the step has an effect that it did not have in warm-up.
+        """
+        walk = self._walk(self._mentioned)
+        found: list[Moved] = []
+        try:
+            yield
+        finally:
+            found += [moved for moved in walk.changes() if self._is_effect(moved)]
+            for moved in found:
+                moved.node.put_back(moved.node.parts)
+        if found:
+            line = line_that_sets(found[0], self._mentioned.users_code)
+            error = effect_error(found[0], line)
+            raise StaleGraphError(error.reason.rstrip("."), error.remedy)
 
     def _refuse(self, found: Sequence[Moved], captured: Sequence[CodeType]) -> None:
         for moved in found:
-            change = Change(moved.path, moved.of, moved.holder, draws=False)
-            if is_set_elsewhere(change, captured, self._mentioned.users_code):
+            if is_set_elsewhere(moved, captured, self._mentioned.users_code):
                 continue  # that code runs on the host in replays too
-            line = line_that_sets(change, captured) or nearest_line(change, captured)
-            error = effect_error(change, line)
+            error = effect_error(moved, line_that_sets(moved, captured) or nearest_line(moved, captured))
             error.in_optimizer = moved.of.startswith(OF_OPTIMIZER)
             raise error
 
     def _is_effect(self, moved: Moved) -> bool:
-        if any(moved.path == at or moved.path.startswith((f"{at}.", f"{at}[")) for at in self._harmless):
+        if moved.is_under(self._harmless):
             return False
         # A tensor in an attribute of a module: such attributes are carried over from step to step in the
         # graph, or refused by the capture.

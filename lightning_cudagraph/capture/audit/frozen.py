@@ -3,14 +3,14 @@
 Host code in a captured step runs once, at the capture, and never again. A value that it read stays
 what it was; an attribute that it set is not set again; a random number that it drew is drawn for
 good; a line that it printed is not printed again. What is called is seen by a hook of the interpreter
-(`host_calls.py`), what was changed is seen by comparing (`host_state.py`), and the index of the batch
+(`host_calls.py`), what was changed is seen by comparing (`walker.py`), and the index of the batch
 cannot be looked at.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,10 @@ from torch import nn
 
 from lightning_cudagraph.capture.audit.host_calls import HostCalls, HostRules, allowance, frozen_read
 from lightning_cudagraph.capture.audit.host_lines import NUMPYS_OWN, nearest_line
-from lightning_cudagraph.capture.audit.host_state import Change, HostState
+from lightning_cudagraph.capture.audit.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
+from lightning_cudagraph.capture.audit.parts import Moved
+from lightning_cudagraph.capture.audit.walker import Namespace, Root, Scope, Walk
 from lightning_cudagraph.capture.local import address_of
 from lightning_cudagraph.capture.noted import Noted, noted_refusals, refused
 from lightning_cudagraph.capture.sentry import Location, user_location
@@ -124,18 +126,19 @@ def frozen_python_audit(
         name: (tensor, tensor.detach(), address_of(tensor))
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    state = HostState(rules.harmless, on_cpu=device.type == "cpu")
+    state = Walk(scope=_scope(rules, device))
     calls = HostCalls(rules, state, lambda: audit.after_backward)
     noted = Noted()
 
     def check() -> None:
         error = noted.first  # the user's code has caught it, and gone on
-        if error is None and (change := state.changed()) is not None:
+        moved = (change for change in state.changes() if not change.is_under(rules.harmless))
+        if error is None and (change := next(moved, None)) is not None:
             where = calls.where(change) or nearest_line(change, calls.mentioned.users_code)
             error = effect_error(change, where)
         for name, (tensor, _, address) in storages.items():
             if error is None and address_of(tensor) != address and name not in rules.harmless:
-                where = calls.where(Change("data", "", tensor, False))
+                where = calls.line_of("data")
                 error = CaptureError(
                     f"The training step gives `{name}` another storage (`.data = ...`){_at(where)},"
                     " which a replay would not do.",
@@ -147,14 +150,12 @@ def frozen_python_audit(
 
     audit = StepAudit(calls.mentioned, check)
     try:
-        _watch(state, model, trainer, rules)
-        for name, value in (others or {}).items():
-            state.add_handed(value, name)
+        state.add(*_roots(model, trainer, rules, others or {}))
         with noted_refusals() as noted, calls:
             yield audit
         check()
     except BaseException:
-        state.restore()
+        state.put_back()
         for tensor, as_it_was, address in storages.values():
             if address_of(tensor) != address:
                 tensor.data = as_it_was
@@ -163,22 +164,43 @@ def frozen_python_audit(
         state.release()
 
 
-def _watch(state: HostState, model: nn.Module, trainer: Any, rules: HostRules) -> None:
-    state.add_generator(torch.default_generator, "torch.default_generator")
-    state.add_generator(random.getstate.__self__, "random")  # type: ignore[attr-defined]
-    state.add_generator(NUMPYS_OWN, "numpy.random")
-    for path, module in model.named_modules():
-        if not rules.stays_on_host(module):
-            state.add_module(module, f"`{path}`" if path else f"the `{type(model).__qualname__}`")
-    if trainer is not None:
-        state.add_trainer(trainer, f"the `{type(trainer).__qualname__}`")
+def _scope(rules: HostRules, device: torch.device) -> Scope:
+    def modules(found: nn.Module, path: str, of: str) -> Iterator[Root]:
+        for name, module in found.named_modules(prefix=path):
+            if not rules.stays_on_host(module):
+                of = f"`{name}`" if name else f"the `{type(module).__qualname__}`"
+                yield Root(module, "", of, is_entered=True)
+
+    # On a CPU, torch's generators draw afresh in every replay.
+    stops = (*rules.stops, *((torch.Generator,) if device.type == "cpu" else ()))
+    return Scope(stops, modules=modules, in_capture=True, harmless=rules.harmless)
+
+
+def _roots(
+    model: nn.Module, trainer: Any, rules: HostRules, others: Mapping[str, Any]
+) -> Iterable[Root]:
+    """Where to look for what a step changes."""
+    yield Root(torch.default_generator, "torch.default_generator", "")
+    yield Root(random.getstate.__self__, "random", "")  # type: ignore[attr-defined]
+    yield Root(NUMPYS_OWN, "numpy.random", "")
+    yield Root(model, "", "")
+    if trainer is not None:  # its own numbers, switches and texts, and no more
+        values = vars(trainer)
+        names = frozenset(name for name, value in values.items() if type(value) in VALUES)
+        yield Root(Namespace(values), "", f"the `{type(trainer).__qualname__}`", reads=names)
+    for name, value in others.items():
+        kind = type(value)
+        if is_users_class(kind) and attributes_of(value) is not None:
+            yield Root(value, "", f"the `{kind.__qualname__}`")
+        else:
+            yield Root(value, name, "the step")
 
 
 def _at(where: Location | None) -> str:
     return f" at {where}" if where else ""
 
 
-def effect_error(change: Change, where: Location | None) -> CaptureError:
+def effect_error(change: Moved, where: Location | None) -> CaptureError:
     """The error for something that a step has changed on the host."""
     named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
     if change.draws:

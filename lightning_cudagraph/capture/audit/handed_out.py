@@ -2,8 +2,8 @@
 
 Learning rates, schedulers, callbacks and dataloaders are objects of the framework's, in which nobody
 sees the user's code read. The getters that return them are seen: what they return is a place to look
-from, along the names that the user's code mentions (`reach.py`), and a number that a property returns is
-read again before every replay.
+from, along the names that the user's code mentions (`walker.py`), and a number that a property returns
+is read again before every replay.
 """
 
 from __future__ import annotations

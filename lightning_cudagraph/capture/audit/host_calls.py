@@ -1,8 +1,9 @@
 """What the code of a step calls and mentions on the host, seen by the interpreter's profiling hook.
 
 A call whose result moves from step to step, or whose effect a replay would not repeat, is refused before
-it happens, if it is the user's code that asks for it. The hook sees the thread of the training loop, in
-which backward passes run too.
+it happens, if it is the user's code that asks for it. It lies outside of Python's memory (the clock, a
+file, a terminal), where the walk that compares objects sees nothing. The hook sees the thread of the
+training loop, in which backward passes run too.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ import torch
 
 from lightning_cudagraph.capture.audit.handed_out import is_of_optimizers, note_handed_out
 from lightning_cudagraph.capture.audit.host_draws import is_iterator
-from lightning_cudagraph.capture.audit.host_lines import line_that_sets, stores
-from lightning_cudagraph.capture.audit.host_state import Change, HostState
+from lightning_cudagraph.capture.audit.host_lines import first_line, line_that_sets, stores
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
+from lightning_cudagraph.capture.audit.parts import Moved
+from lightning_cudagraph.capture.audit.walker import Namespace, Root, Walk
 from lightning_cudagraph.capture.noted import refused
 from lightning_cudagraph.capture.sentry import Location, is_users, user_frame
 from lightning_cudagraph.compat.torch_names import _BaseDataLoaderIter
@@ -121,6 +123,7 @@ class HostRules:
         hands_out: whether an object of the framework's has getters for what moves seldom.
         refused: functions of which a replay would do nothing, with their names and what to do instead.
         other_in_captures: functions written in C that say another thing in a capture; the same of them.
+        stops: classes of objects that the framework changes in every step, and that are not looked into.
     """
 
     moving: Mapping[CodeType, str] = field(default_factory=dict)
@@ -133,6 +136,7 @@ class HostRules:
     hands_out: Callable[[Any], bool] = lambda value: False
     refused: Mapping[CodeType, tuple[str, str]] = field(default_factory=dict)
     other_in_captures: Mapping[Any, tuple[str, str]] = field(default_factory=dict)
+    stops: tuple[type, ...] = ()
 
 
 def allowance(name: str) -> str:
@@ -173,7 +177,7 @@ class HostCalls:
     def __init__(
         self,
         rules: HostRules,
-        state: HostState,
+        state: Walk,
         after_backward: Callable[[], bool] = lambda: False,
     ) -> None:
         self._after_backward = after_backward
@@ -189,6 +193,7 @@ class HostCalls:
         self._whose: dict[str, _Whose] = {}  # by file
         self._touched: dict[int, Location] = {}
         self._allowed_code: set[int] = set()
+        self._globals: set[tuple[int, str]] = set()
         self.mentioned = MentionedNames()
 
     def __enter__(self) -> HostCalls:
@@ -212,9 +217,13 @@ class HostCalls:
                 "Leave it out of the step, or start it before `fit`.",
             )
 
-    def where(self, change: Change) -> Location | None:
+    def where(self, change: Moved) -> Location | None:
         """The user's line that made a change: seen, or else found in the code that ran."""
         return self._touched.get(id(change.holder)) or line_that_sets(change, self.mentioned.users_code)
+
+    def line_of(self, name: str) -> Location | None:
+        """The first line of the user's code that sets an attribute of some name."""
+        return first_line(name, False, self.mentioned.users_code)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         # Called for every call in the step: what the framework asks for itself is soon let go, and
@@ -411,7 +420,10 @@ class HostCalls:
         known = len(self.mentioned.user_globals), len(self.mentioned.closures)
         self.mentioned.note(frame)
         for namespace, name in self.mentioned.user_globals[known[0] :]:
-            self._state.add_global(namespace, name)
+            if (id(namespace), name) not in self._globals:
+                self._globals.add((id(namespace), name))
+                of = f"`{namespace.get('__name__', 'a module')}`"
+                self._state.add(Root(Namespace(namespace), "", of, reads=frozenset({name})))
         if len(self.mentioned.closures) > known[1]:
             self._watch_closure(frame)
 
@@ -427,9 +439,8 @@ class HostCalls:
                 if isinstance(function, FunctionType) and function.__closure__:
                     for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
                         if name in values and cell.cell_contents is values[name]:
-                            self._state.add_cell(cell, name, of)
-        for name, value in values.items():
-            self._state.add_value(value, name, of)
+                            self._state.add(Root(cell, name, of))
+        self._state.add(*(Root(value, name, of) for name, value in values.items()))
 
 
 def _name_of_file(file: Any, method: str) -> str:

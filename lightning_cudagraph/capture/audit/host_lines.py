@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import dis
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from types import CodeType
 from typing import Any
 
 import numpy as np
 
-from lightning_cudagraph.capture.audit.host_state import Change
+from lightning_cudagraph.capture.audit.parts import Moved
 from lightning_cudagraph.capture.sentry import Location, location_in
 
-__all__ = ["NUMPYS_OWN", "is_set_elsewhere", "line_that_sets", "nearest_line", "stores"]
+__all__ = ["NUMPYS_OWN", "first_line", "is_set_elsewhere", "line_that_sets", "nearest_line", "stores"]
 
 # Behind the functions of `numpy.random`.
 NUMPYS_OWN: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
 _ITEM = "[]"
 _NOWHERE = 3
+_PACKAGES = "-packages" + os.sep
 
 
-def line_that_sets(change: Change, codes: Iterable[CodeType]) -> Location | None:
+def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
     """The first line that sets the attribute, or else changes an item of it, or else mentions it.
 
     Args:
@@ -32,33 +33,53 @@ def line_that_sets(change: Change, codes: Iterable[CodeType]) -> Location | None
     Returns:
         The line, or None if there is none.
     """
-    found = [*_lines(change, codes)]
+    return first_line(_name_of(change), change.draws, _own([*codes]))
+
+
+def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
+    """Without that of installed packages, if there is other: its lines have asked for what these set."""
+    return [code for code in codes if _PACKAGES not in code.co_filename] or codes
+
+
+def _name_of(change: Moved) -> str:
+    return "random" if change.holder is NUMPYS_OWN else change.attribute
+
+
+def first_line(name: str, draws: bool, codes: Iterable[CodeType]) -> Location | None:
+    """The first line that sets a name, or else changes an item of it, or else mentions it.
+
+    Args:
+        name: the name.
+        draws: it is a random generator, which is drawn from and not set.
+        codes: the user's code that has run, in the order of its first runs.
+    """
+    found = [*_lines(name, draws, codes)]
     return location_in(*min(found, key=lambda line: line[0])[1:]) if found else None
 
 
-def is_set_elsewhere(change: Change, codes: Iterable[CodeType], others: Iterable[CodeType]) -> bool:
+def is_set_elsewhere(change: Moved, codes: Iterable[CodeType], others: Iterable[CodeType]) -> bool:
     """True if other code sets, changes or mentions an attribute rather than `codes` does."""
-    here = min((rank for rank, _, _ in _lines(change, codes)), default=_NOWHERE)
-    return min((rank for rank, _, _ in _lines(change, others)), default=_NOWHERE) < here
+    of = _name_of(change), change.draws
+    here = min((rank for rank, _, _ in _lines(*of, codes)), default=_NOWHERE)
+    return min((rank for rank, _, _ in _lines(*of, others)), default=_NOWHERE) < here
 
 
-def _lines(change: Change, codes: Iterable[CodeType]) -> Iterator[tuple[int, CodeType, int]]:
+def _lines(name: str, draws: bool, codes: Iterable[CodeType]) -> Iterator[tuple[int, CodeType, int]]:
     """The lines that set the attribute (0), change an item of it (1), or mention it (2)."""
-    name = "random" if change.holder is NUMPYS_OWN else change.attribute
     for code in codes:
         sets = set(stores(code))
         for mentioned, line in _names(code):
             if mentioned == name:
-                is_set = (name, line) in sets and not change.draws
+                is_set = (name, line) in sets and not draws
                 yield 0 if is_set else 1 if (_ITEM, line) in sets else 2, code, line
 
 
-def nearest_line(change: Change, codes: Sequence[CodeType]) -> Location | None:
+def nearest_line(change: Moved, codes: Sequence[CodeType]) -> Location | None:
     """The first line that mentions the nearest name in the path of a change, or that of the step."""
+    codes = _own(codes)
     path = re.sub(r"\[.*?\]", "", change.name).split(".")
     for end in range(len(path) - 1, 0, -1):
-        part = replace(change, name=".".join(path[:end]))
-        if (line := line_that_sets(part, codes)) is not None:
+        if (line := first_line(path[end - 1], change.draws, codes)) is not None:
             return line
     return location_in(codes[0], codes[0].co_firstlineno) if codes else None
 

@@ -5,6 +5,9 @@ the host. If the mask is made of ones and zeros inside the step, the answer is t
 and does not need the device: the few ops that such values come from are done on the CPU beside the
 capture. Only ops whose results are exact take part, so that it does not matter where they are done.
 
+Nothing in Python's memory says what a tensor on the device holds, so that no comparison of objects and
+of ops can answer in its place.
+
 Only torch's own layers are answered. A branch in the user's code is refused as ever: what writes into a
 tensor without an op (a kernel of an extension, given its address) is not seen here, and a mask for a
 layer is the last place where somebody would do so. Of a tensor whose address Python has asked for,

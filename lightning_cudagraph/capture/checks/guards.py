@@ -12,45 +12,27 @@ words for a change are made only when there is one. `benchmarks/guards.py` measu
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from io import FileIO, TextIOWrapper
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from lightning_cudagraph.capture.audit.effects import Effects
-from lightning_cudagraph.capture.audit.host_objects import is_users_class
+from lightning_cudagraph.capture.audit.host_objects import is_users_class, lineage
 from lightning_cudagraph.capture.audit.mentions import MentionedNames
-from lightning_cudagraph.capture.audit.walker import PRIVATE, Moved, Root, Walk
-from lightning_cudagraph.capture.checks.reads import PythonValues
+from lightning_cudagraph.capture.audit.parts import PRIVATE, Moved, in_words, same
+from lightning_cudagraph.capture.audit.walker import Namespace, Root, Scope, Walk
 from lightning_cudagraph.capture.checks.structure import Structure, described
 from lightning_cudagraph.capture.checks.switches import global_switches
 from lightning_cudagraph.capture.recomputed import recomputed_names
-from lightning_cudagraph.compat.torch_names import _BaseDataLoaderIter
 
 __all__ = ["Guards"]
 
 _State = dict[str, Any]
 
-# They change in every step by themselves; records and files are refused where they are written.
-_STOPS = (
-    Optimizer,
-    LRScheduler,
-    DataLoader,
-    _BaseDataLoaderIter,
-    DistributedDataParallel,
-    logging.Handler,
-    FileIO,
-    TextIOWrapper,
-)
 # A part that has changed so often, with checks that found the step the same, is not compared any more.
 _CHECKS_TO_CLEAR = 3
 
@@ -100,7 +82,7 @@ class Guards:
         outside: Callable[[], list[Root]] = list,
     ) -> None:
         self._callees_now = callees
-        self._stops = (*_STOPS, *stops)
+        self._stops = stops
         self._outside = outside
         self._walk: Walk | None = None
         self._moved: list[Moved] = []
@@ -122,11 +104,10 @@ class Guards:
         self._suspect = False
         self._structure: Structure | None = None
         self._hidden: dict[str, nn.Module] = {}
-        self._values: PythonValues | None = None
+        self._reads: list[tuple[str, Callable[[], Any], Any]] = []
         self.mentioned: list[MentionedNames] = []
         self.effects = Effects(
-            lambda mentioned: [*self._roots(mentioned), *self._outside()],
-            self._stops,
+            lambda mentioned: self._walk_of(mentioned, self._outside()),
             unwatched,
             lambda holder: any(holder is module for module in model.modules()),
         )
@@ -150,16 +131,8 @@ class Guards:
 
     def take(self) -> None:
         """Remember what is there now, at a capture."""
-        mentioned = self.all_mentioned()
-        self._values = PythonValues(
-            self._model,
-            mentioned,
-            self._unwatched,
-            self._stays_on_host,
-            self._around,
-            self._host_names,
-        )
-        self._hidden = self._values.hidden
+        self._take_walk()
+        self._reads = [(label, read, read()) for label, read in self.all_mentioned().reads.items()]
         self._structure = Structure(
             [self._model, *self._hidden.values()],
             self._others_now(),
@@ -170,12 +143,12 @@ class Guards:
         self._quick = self._quick_now()
         self._thorough = self._thorough_state()
         self._suspect = False
-        self._take_walk()
 
     def _take_walk(self) -> None:
-        mentioned = self.all_mentioned()
-        irrelevant = [part for part, checks in self._cleared.items() if checks >= _CHECKS_TO_CLEAR]
-        self._walk = Walk(self._roots(mentioned), self._stops, frozenset(irrelevant))
+        irrelevant = {part for part, checks in self._cleared.items() if checks >= _CHECKS_TO_CLEAR}
+        self._walk = walk = self._walk_of(self.all_mentioned(), [], frozenset(irrelevant))
+        walk.be_quick()
+        self._hidden = {p: m for p, m in walk.hidden.items() if not self._stays_on_host(m)}
         self._moved, self.doubt = [], ""
 
     def clear_doubt(self) -> None:
@@ -184,38 +157,82 @@ class Guards:
             self._cleared.update({(moved.of, moved.path) for moved in self._moved})
             self._take_walk()
 
-    def _roots(self, mentioned: MentionedNames) -> list[Root]:
-        """What the steps can reach: the user's modules, globals and closures."""
+    def _walk_of(
+        self, mentioned: MentionedNames, outside: list[Root], ignored: Collection[tuple[str, str]] = ()
+    ) -> Walk:
+        """A walk over what the steps can reach: the user's modules, globals, closures and others."""
+        users = self._named(mentioned.of_users_objects())
+        known = users | self._named(mentioned.names)
+
+        def modules(model: nn.Module, path: str, of: str) -> Iterator[Root]:
+            yield from self._roots_of_modules(model, path, users, known)
+
+        omitted = _rates_unless_mentioned(mentioned, users)
+        scope = Scope(self._stops, ignored, users, modules, omitted)
         roots = [
             Root(os.environ, "os.environ", "the process"),
             Root(sys.argv, "sys.argv", "the process"),
+            *self._roots_of_modules(self._model, "", users, known),
+            *self._roots_of_names(mentioned),
+            *outside,
         ]
-        for before, model in {"": self._model, **self._hidden}.items():
-            for name, module in model.named_modules(prefix=before):
-                of = f"`{name}`" if name else f"the `{type(module).__qualname__}`"
-                left_out = self._unwatched | recomputed_names(module) | self._host_names(module)
-                if self._stays_on_host(module):  # what it keeps for itself is its own
-                    roots.append(Root(module, "", of, left_out | {PRIVATE}, is_entered=True))
-                elif is_users_class(type(module)):
-                    roots.append(Root(module, "", of, left_out))
-            roots += [
-                Root(parameter, "", f"parameter `{name}`")
-                for name, parameter in model.named_parameters(prefix=before)
-            ]
-        for namespace, name in mentioned.user_globals:
-            if name in namespace and name not in self._unwatched:
-                of = f"`{namespace.get('__name__', 'a module')}`"
-                roots.append(Root(namespace[name], name, of))
+        for name, framework_object in self._around.items():
+            if name in users:
+                of = f"the `{type(framework_object).__qualname__}`"
+                roots.append(Root(framework_object, "", of, is_entered=True, by_name=True))
+        for value, name, of in mentioned.roots:
+            if all(value is not other for other in self._around.values()):
+                roots.append(Root(value, name, of, by_name=True))
+        return Walk(roots, scope)
+
+    def _named(self, names: set[str]) -> frozenset[str]:
+        """Without those that are not compared, and those like `__doc__`, which no one sets."""
+        dunder = {name for name in names if name.startswith("__") and name.endswith("__")}
+        return frozenset(names - dunder - self._unwatched)
+
+    def _roots_of_modules(
+        self, model: nn.Module, before: str, users: frozenset[str], known: frozenset[str]
+    ) -> Iterator[Root]:
+        """All modules of a model, and its parameters.
+
+        Args:
+            model: the model.
+            before: what stands before the names of its parts.
+            users: names that the user's code mentions.
+            known: names that any code mentions.
+        """
+        for name, module in model.named_modules(prefix=before):
+            kind = type(module)
+            of = f"`{name}`" if name else f"the `{kind.__qualname__}`"
+            left_out = self._unwatched | recomputed_names(module) | self._host_names(module)
+            if self._stays_on_host(module):  # what it keeps for itself, its states too, is its own
+                left_out |= {PRIVATE, *getattr(module, "_defaults", ())}
+                yield Root(module, "", of, left_out, True, reads=frozenset(), is_read=False)
+            elif is_users_class(kind):
+                # The code of a framework does not read what a class of the user's own calls by a name.
+                yield Root(module, "", of, left_out, True, users if _is_users_alone(kind) else known)
+            else:
+                yield Root(module, "", of, left_out, True, known, by_name=True)
+        for name, parameter in model.named_parameters(prefix=before):
+            yield Root(parameter, "", f"parameter `{name}`")
+
+    def _roots_of_names(self, mentioned: MentionedNames) -> Iterator[Root]:
+        """Globals, variables of closures, and attributes that were read of what the host keeps."""
+        spaces: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
+        found = [(space, name, f"`{_name_of(space)}`") for space, name in mentioned.user_globals]
+        for space, name, of in (*found, *mentioned.attributes):
+            spaces.setdefault(id(space), (space, of, set()))[2].add(name)
+        for space, of, names in spaces.values():
+            yield Root(Namespace(space), "", of, reads=frozenset(names - self._unwatched))
         for cell, name, function in mentioned.cells():
             if name not in self._unwatched:
-                roots.append(Root(cell, name, f"the closure of `{function}`"))
-        return roots
+                yield Root(cell, name, f"the closure of `{function}`")
 
     def drop(self) -> None:
         """Forget it, with the graph."""
         self._cheap = None
-        self._structure = self._values = None
-        self._thorough, self._hidden = {}, {}
+        self._structure = None
+        self._reads, self._thorough, self._hidden = [], {}, {}
         self._walk, self._moved, self.doubt = None, [], ""
         self.effects.forget()
         self._watched = None
@@ -228,7 +245,7 @@ class Guards:
 
     def changed(self) -> str | None:
         """The first thing that is not as at the capture, in words, or None."""
-        if self._cheap is None or self._structure is None or self._values is None:
+        if self._cheap is None or self._structure is None or self._walk is None:
             return None
         if self._quick_now() != self._quick:
             return self._in_words("the settings of the optimizer changed")
@@ -237,9 +254,14 @@ class Guards:
             return self._in_words(
                 function or "an object of the model, or an entry of `optimizer.state`, was replaced"
             )
-        if change := self._values.changed():
-            return change
-        if self._walk is not None and (moved := self._walk.changes(everything=self._suspect)):
+        moved = self._walk.quick_changes(everything=self._suspect)
+        # The step reads what lies under names that it mentions. Of all else a check has to tell.
+        if (known := next((part for part in moved if part.is_read), None)) is not None:
+            return known.words
+        for label, read, was in self._reads:
+            if not same(was, now := read()):
+                return f"{label} changed{in_words(was, now)}"
+        if moved:
             self._moved, self.doubt = moved, moved[0].words
         if self._structure.hooks.registered() or self._suspect:
             self._suspect = False
@@ -274,3 +296,27 @@ def _first_difference(before: _State, now: _State) -> str | None:
         if was != is_now:
             return f"{name} changed from {was} to {is_now}"
     return None
+
+
+def _name_of(namespace: Mapping[str, Any]) -> str:
+    return str(namespace.get("__name__", "a module"))
+
+
+def _is_users_alone(kind: type) -> bool:
+    """Whether a class of modules has its attributes from the user alone, from no layer of torch."""
+    roots = [nn.Module, *(base for base in lineage(kind) if base.__name__ == "LightningModule")]
+    allowed = {above for root in roots for above in lineage(root)}
+    return all(is_users_class(base) or base in allowed for base in lineage(kind))
+
+
+def _rates_unless_mentioned(
+    mentioned: MentionedNames, users: frozenset[str]
+) -> Callable[[dict[Any, Any]], frozenset[str]]:
+    """Leave the learning rate out of a param group of which the step wants the parameters alone."""
+    texts = mentioned.all_texts()
+    wants_all = "lr" in texts or "params" not in texts or not users.isdisjoint(("items", "values"))
+
+    def omitted(value: dict[Any, Any]) -> frozenset[str]:
+        return frozenset() if wants_all or "params" not in value else frozenset({"lr", "initial_lr"})
+
+    return omitted

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_cudagraph.capture.local import is_split, local
 
-__all__ = ["Layouts"]
+__all__ = ["Layouts", "layout_of"]
 
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 
@@ -45,6 +45,11 @@ def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
         return None
     strides = tensor.stride() if tensor.layout is torch.strided else None
     return type(tensor), tensor.shape, strides, tensor.dtype, tensor.requires_grad
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """All that a graph has baked in of where a tensor lies, and how, as one value."""
+    return _layout(tensor), tensor.data_ptr(), local(tensor).data_ptr()
 
 
 class Layouts:

@@ -36,14 +36,16 @@ from lightning_cudagraph.capture.checks.compare import (
     rounding,
     verification_error,
 )
+from lightning_cudagraph.capture.checks.tape import TapeDifference
 from lightning_cudagraph.capture.compiled import compilations
 from lightning_cudagraph.capture.memory import host_free_bytes
 from lightning_cudagraph.capture.processes.agreement import Agreement
 from lightning_cudagraph.errors import CUDAGraphError, StaleGraphError, VerificationError
 
-__all__ = ["Verifier"]
+__all__ = ["Verifier", "is_share"]
 
 _Values = dict[str, Tensor]
+Trace = Callable[[], TapeDifference | None]
 
 # Kernels with atomics differ from run to run. A replay passes then if it is no further from an eager
 # step than this many times the distance between two replays.
@@ -59,6 +61,11 @@ _PAUSES = 3
 # Without a pause, replays are checked at distances that grow by this factor, from the first one on.
 _FIRST_DISTANCE = 64
 _GROWTH = 4
+
+
+def is_share(value: object) -> bool:
+    """Whether a value can be a share of a run's time."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _no_rates() -> tuple[Any, ...]:
@@ -175,7 +182,8 @@ class Verifier:
         eagerly: Callable[[], _Values],
         replay: Callable[[], tuple[Any, _Values]],
         keep: bool = True,
-        trace: Callable[[], str] | None = None,
+        trace: Trace | None = None,
+        doubt: str = "",
     ) -> Any:
         """Do a step both ways from the same state, and keep what the replay came to.
 
@@ -187,8 +195,10 @@ class Verifier:
             eagerly: the step without a graph and without a trace on the host; returns its outputs.
             replay: the step by replay; returns what the caller wants back, and its outputs.
             keep: False: go back to the state before the step, for who takes the step afterwards.
-            trace: does the step eagerly to look at its ops, in the first check, and if a replay differs.
-                Returns what has changed since the capture, in words, if that is known.
+            trace: does the step eagerly to look at its ops, in the first check, in doubt, and if a
+                replay differs. Returns the first op that is not as in the first check.
+            doubt: a change, in words, of which is not known whether the step depends on it. It does if
+                an op of the user's has another number or shape, also where that shows on other batches.
 
         Returns:
             The first of what `replay` returned. The state is that after the replay, or before it.
@@ -208,7 +218,7 @@ class Verifier:
             return replay()[0] if keep else None
         started_s = perf_counter()
         try:
-            return self._checked(history, live, copy, eagerly, replay, keep, trace)
+            return self._checked(history, live, copy, eagerly, replay, keep, trace, doubt)
         except torch.OutOfMemoryError as error:
             if self.agreement is not None:
                 raise  # the others are in the middle of the check
@@ -230,12 +240,15 @@ class Verifier:
         eagerly: Callable[[], _Values],
         replay: Callable[[], tuple[Any, _Values]],
         keep: bool,
-        trace: Callable[[], str] | None,
+        trace: Trace | None,
+        doubt: str,
     ) -> Any:
         before = _Outcome(_copied(live, copy), self.backend.rng_state())
         try:
-            if trace is not None and not history.checks:
-                self._traced(trace, live, before)
+            difference: TapeDifference | None = None
+            is_in_doubt = self._somewhere(bool(doubt))
+            if trace is not None and (is_in_doubt or not history.checks):
+                difference = self._traced(trace, live, before)
             expected = self._outcome(eagerly(), live, copy)
             self._put(live, before)
             result, outputs = replay()
@@ -268,9 +281,11 @@ class Verifier:
             elif not same_random_state:
                 failure = verification_error(differing, expected.values, found, {*outputs})
             stale = ""
-            if self._somewhere(failure is not None) and trace is not None:
+            if self._somewhere(failure is not None) and trace is not None and not is_in_doubt:
                 self._put(live, before)
-                stale = self._traced(trace, live, before)
+                difference = self._traced(trace, live, before)
+            if failure is not None or (difference is not None and difference.where is not None):
+                stale = "; ".join(filter(None, (doubt, str(difference or ""))))
             self._raise_together(failure, stale)
         except BaseException:
             self._put(live, before)
@@ -281,7 +296,7 @@ class Verifier:
         history.checks += 1
         return result
 
-    def _traced(self, trace: Callable[[], str], live: _Values, before: _Outcome) -> str:
+    def _traced(self, trace: Trace, live: _Values, before: _Outcome) -> TapeDifference | None:
         """Look at the ops of the step, from the state before it, and go back to that."""
         failed = False
         try:
@@ -296,7 +311,7 @@ class Verifier:
         if failed:
             # Generators of torch's that the error has left (of checkpointing) hold hooks until they go.
             gc.collect()
-        return ""
+        return None
 
     def _somewhere(self, is_here: bool) -> bool:
         """Whether something is so in any process of the run."""
@@ -304,7 +319,7 @@ class Verifier:
 
     def _raise_together(self, failure: VerificationError | None, stale: str) -> None:
         """Raise if the check has failed in any process of the run."""
-        mine = None if failure is None else (failure.reason, failure.remedy, stale)
+        mine = (failure.reason, failure.remedy, stale) if failure else ("", "", stale) if stale else None
         told = [mine] if self.agreement is None else self.agreement.gather(mine)
         if not (failed := [(rank, said) for rank, said in enumerate(told) if said is not None]):
             return

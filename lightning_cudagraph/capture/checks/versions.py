@@ -1,0 +1,101 @@
+"""Dictionaries that no one has written to since: a number for each, in C, whatever is in it.
+
+Python numbers the states of a dictionary, and Dynamo's guards read that number: one look at it takes the
+time of comparing two or three values. A number that moved says that something was written, and not
+that it is another value: what was written is to be compared then.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["Versions"]
+
+
+def _version_getter() -> Callable[[dict[Any, Any]], int] | None:
+    """What reads the number of a dictionary, if it is there and sees what it is needed for."""
+
+    class Probe:
+        """An object with attributes, and a class with functions."""
+
+    try:
+        guards: Any = torch._C._dynamo.guards
+        version: Callable[[dict[Any, Any]], int] = guards.dict_version
+        probe, plain = Probe(), {0: 0}
+        own: Any = vars(probe)
+        probe.value = 0  # type: ignore[attr-defined]
+
+        def replace() -> None:
+            plain[0] = 1
+
+        def add() -> None:
+            probe.other = 1  # type: ignore[attr-defined]
+
+        def remove() -> None:
+            del probe.other  # type: ignore[attr-defined]
+
+        def set_often() -> None:
+            for number in range(100):  # by then the interpreter has a short way for it
+                probe.value = number  # type: ignore[attr-defined]
+
+        for held, write in ((plain, replace), (own, add), (own, remove), (own, set_often)):
+            before = version(held)
+            write()
+            if version(held) == before:
+                return None
+        return version
+    except (AttributeError, TypeError):
+        return None
+
+
+_version = _version_getter()
+
+
+class Versions:
+    """Dictionaries, and which of them were written to.
+
+    Args:
+        dicts: the dictionaries. The order of an `OrderedDict` is kept apart from it, and not looked at.
+    """
+
+    def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
+        self._dicts = [*dicts]
+        self._values = [[*dict.values(held)] for held in self._dicts]
+        self._keys = [[*dict.keys(held)] for held in self._dicts]
+        self._numbers = self._now()
+
+    def _now(self) -> list[int]:
+        # Without numbers all of them may have been written to.
+        return [*map(_version, self._dicts)] if _version is not None else [-1] * len(self._dicts)
+
+    def changed(self) -> list[int]:
+        """The positions of those that have other keys or values than they had, by identity."""
+        now = self._now()
+        if now == self._numbers and _version is not None:
+            return []
+        places = range(len(now))
+        if _version is not None:
+            places = (i for i in places if now[i] != self._numbers[i])  # type: ignore[assignment]
+        found = [index for index in places if not self._is_same(index)]
+        if not found:
+            self._numbers = now
+        return found
+
+    def _is_same(self, index: int) -> bool:
+        held, values, keys = self._dicts[index], self._values[index], self._keys[index]
+        return (
+            len(held) == len(values)
+            and all(map(operator.is_, dict.values(held), values))
+            and all(map(operator.is_, dict.keys(held), keys))
+        )
+
+    def remember(self, positions: Iterable[int]) -> None:
+        """Take what is there now for what was there."""
+        for index in positions:
+            held = self._dicts[index]
+            self._values[index], self._keys[index] = [*dict.values(held)], [*dict.keys(held)]
+        self._numbers = self._now()
