@@ -59,8 +59,8 @@ def nothing_compiled_before() -> Iterator[None]:
 class Part(Net):
     """One of its layers is an `OptimizedModule`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self.features: Any = torch.compile(self.features, backend="aot_eager")
 
 
@@ -123,6 +123,30 @@ def test_compiled_parts(
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
     assert "a capture without torch.compile showed the Python" in callback.report
+
+
+class OfOthers(torch.optim.Optimizer):
+    """Of another package: its step is captured with a mode of its own on."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+        return loss
+
+
+def test_compiled_parts_inside_an_optimizer_of_others(tmp_path: Path, accelerator: str) -> None:
+    def made() -> Any:
+        return Part(make_optimizer=OfOthers)
+
+    plain = train(make(made), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(made), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed == 18
 
 
 def _memory_of_its_own(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:

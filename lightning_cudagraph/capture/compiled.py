@@ -29,7 +29,7 @@ from torch import Tensor, overrides
 
 from lightning_cudagraph.capture.hidden_reads import let_go
 from lightning_cudagraph.capture.inductor import wants_graphs
-from lightning_cudagraph.capture.own_modes import unpatched
+from lightning_cudagraph.capture.own_modes import OwnFunctionMode, unpatched
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["CompiledCode", "compilations", "is_held", "is_left_out", "recompilation"]
@@ -117,7 +117,7 @@ def _unwatched(backend: Any) -> Callable[[], None]:
     Dynamo asks which function modes there are, and would compile the profiling hook of the interpreter.
     """
     stack = overrides._get_current_function_mode_stack()
-    kept = [mode for mode in stack if not getattr(mode, "not_in_compiled_code", False)]
+    kept = [mode for mode in stack if not isinstance(mode, OwnFunctionMode)]
     _exchange(len(stack), kept)
     patch = unpatched()
     watcher = sys.getprofile()

@@ -93,8 +93,6 @@ class Constants(OwnFunctionMode):
         memory: what they are copied from.
     """
 
-    not_in_compiled_code = True  # taken off while compiled code runs
-
     def __init__(self, memory: HostMemory) -> None:
         super().__init__()
         self._memory = memory

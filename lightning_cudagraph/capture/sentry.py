@@ -388,8 +388,6 @@ class HostReads(OwnFunctionMode):
         device_type: the type of the device that is captured.
     """
 
-    not_in_compiled_code = True  # taken off while compiled code runs
-
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._device_type = device_type

@@ -8,6 +8,7 @@ trainer: a loop that asks for more ends in an error, and is another one.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import sys
@@ -152,9 +153,12 @@ def turns(accumulate: int) -> list[str]:
         if event == "call" and code.co_filename.startswith(_FOLDER) and code.co_name[0] != "<":
             noted.append(f"{code.co_filename.removeprefix(_FOLDER)}:{code.co_name}")
 
+    # Or what is collected of older runs is noted too, such as a profiler's `__del__`.
+    gc_was_on = gc.isenabled()
     with torch.inference_mode(False), torch.enable_grad():
         for _ in range(_BATCHES):
             before = sys.getprofile()
+            gc.disable()
             sys.setprofile(note)
             try:
                 loop.advance(fetcher)
@@ -162,6 +166,8 @@ def turns(accumulate: int) -> list[str]:
                 loop.on_iteration_done()
             finally:
                 sys.setprofile(before)
+                if gc_was_on:
+                    gc.enable()
             noted.append(_counters(trainer))
             noted.append(f"done: {loop.done}")
     return noted
