@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.capture.emulator import _Recorder
+from lightning_cudagraph.capture.own_modes import OwnDispatchMode
 from lightning_cudagraph.capture.streams.accesses import _all_of, access_of, made_by, only_looks, pieces
 from lightning_cudagraph.capture.writes import storage_id, written_by
 
@@ -62,7 +62,7 @@ def _each(copies: dict[torch.device, Tensor], memory: dict[int, Tensor]) -> dict
     return found
 
 
-class Declared(TorchDispatchMode):
+class Declared(OwnDispatchMode):
     """Looks at all memory that it has met, before and after each op.
 
     Attributes:
@@ -81,10 +81,6 @@ class Declared(TorchDispatchMode):
         self.unknown: set[str] = set()
         self.lies: set[str] = set()
         self._met: dict[int, StorageWeakRef] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def meet(self, tree: Any) -> None:
         """From now on look at the memory of these tensors."""

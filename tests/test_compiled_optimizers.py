@@ -465,6 +465,21 @@ def test_what_lightning_calls_the_whole_step_in(
 # What Dynamo leaves alone.
 
 
+class _LeftAlone:
+    @torch._dynamo.disable
+    def step(self) -> Tensor:
+        return torch.ones(1).sin()
+
+
+def _can_be_compiled() -> bool:
+    """Whether `torch.compile` may be given a method that Dynamo leaves alone: 2.10 loses `self`."""
+    try:
+        torch.compile(_LeftAlone().step, backend="eager")()
+    except TypeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("cls", [O.LBFGS, O.SparseAdam], ids=lambda cls: cls.__name__)
 def test_steps_that_dynamo_leaves_alone(cls: type[O.Optimizer]) -> None:
     """It wraps them as it wraps what it compiles, as soon as anything is."""
@@ -472,8 +487,9 @@ def test_steps_that_dynamo_leaves_alone(cls: type[O.Optimizer]) -> None:
     optimizer = cls([nn.Parameter(torch.ones(2))])
     assert hasattr(optimizer.step, "_torchdynamo_orig_callable")
     assert not is_compiled(optimizer.step)
-    in_place(optimizer)
-    assert not is_compiled(optimizer.step)  # nor is it then: Dynamo does nothing but call it
+    if _can_be_compiled():
+        in_place(optimizer)
+        assert not is_compiled(optimizer.step)  # nor is it then: Dynamo does nothing but call it
     other = O.Adam([nn.Parameter(torch.ones(2))])
     assert not is_compiled(other.step)
     in_place(other)

@@ -32,10 +32,10 @@ def _imported_beside(folder: Path, files: dict[str, str], before: str = "") -> s
 
 
 def test_an_older_torch(tmp_path: Path) -> None:
-    said = _imported_beside(tmp_path, {"torch/__init__.py": "__version__ = '2.8.0+cu126'\n"})
+    said = _imported_beside(tmp_path, {"torch/__init__.py": "__version__ = '2.9.1+cu126'\n"})
     assert said == (
-        "ImportError: `lightning_cudagraph` needs torch 2.9 or newer, and 2.8.0+cu126 is installed."
-        " Install it with `pip install 'torch>=2.9'`."
+        "ImportError: `lightning_cudagraph` needs torch 2.10 or newer, and 2.9.1+cu126 is installed."
+        " Install it with `pip install 'torch>=2.10'`."
     )
 
 

@@ -33,10 +33,7 @@ TABLE = ROOT / "docs" / "versions.md"
 TESTED = ROOT / "lightning_cudagraph" / "compat" / "tested.py"
 # What `--all` runs: all versions of torch on one of Python, and all of Python on one of torch.
 RUNS = (
-    *(
-        (torch, "3.11")
-        for torch in ("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
-    ),
+    *((torch, "3.11") for torch in ("2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")),
     *(("2.15.0", python) for python in ("3.10", "3.12", "3.13")),
 )
 _HEAD = "| torch | lightning | Python | passed | failed | skipped | where | when |"

@@ -18,6 +18,7 @@ from lightning_cudagraph.capture.compiled import CompiledCode
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.holds import GradientCopies, Holds
 from lightning_cudagraph.capture.processes.agreement import Agreement, of_ranks
+from lightning_cudagraph.capture.refusals import clear_frames
 from lightning_cudagraph.capture.standing import StandingGraphs
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step, StepCounts
@@ -129,6 +130,7 @@ class Captures(Generic[T]):
             raise
         except Exception as error:
             raised = f"{type(error).__name__} in the capture: {error}"
+            clear_frames(error)
         mine = bool(raised)
         is_broken = step.is_broken()
         if self._agreement is not None:
@@ -150,7 +152,11 @@ class Captures(Generic[T]):
             step.mend()
         if failure is not None:
             self._standing.unsupported(failure)  # and put into the words of what these steps are
-            return None, failure.reason, False
+            # Steps go on. A suspended generator of the failed one would leave what it has entered on:
+            # in torch 2.10, hooks of a checkpoint, for all tensors that are saved from then on.
+            clear_frames(failure)
+            reason, failure = failure.reason, None  # its frames have it, and this is one of them
+            return None, reason, False
         if sent_back:  # the step is eager, and a later one is captured
             self._streams.send_back(sent_back)
         return captured, raised or sent_back, mine

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.autocast import reaching
 from lightning_cudagraph.capture.local import is_around_another
+from lightning_cudagraph.capture.own_modes import OwnDispatchMode
 from lightning_cudagraph.capture.writes import storage_id
-from lightning_cudagraph.compat.torch_names import TorchDispatchMode, tree_iter
+from lightning_cudagraph.compat.torch_names import tree_iter
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = ["GradientHabits"]
@@ -129,19 +130,15 @@ def _has_memory(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout is torch.strided
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OwnDispatchMode):
     """Notes which trainable leaves ops are given, and which memory they read."""
 
     def __init__(self, device_type: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device_type = device_type
         self.leaves: dict[int, Tensor] = {}
         self.read: set[int] = set()
         self._made: set[int] = set()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -51,8 +51,9 @@ def noted_refusals() -> Iterator[Noted]:
     try:
         yield noted
     except Exception as error:
-        if noted.first is not None and noted.first is not error:
-            raise noted.first from error
+        first, noted.first = noted.first, None  # it has the frames of the step, and they have `noted`
+        if first is not None and first is not error:
+            raise first from error
         raise
     finally:
         _under_way.pop()

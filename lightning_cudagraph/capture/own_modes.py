@@ -1,4 +1,4 @@
-"""Function modes of this package's own, under which torch's modules do as they do without.
+"""Modes of this package's own, under which torch's modules and Dynamo do as they do without.
 
 Under any function mode `torch.overrides.has_torch_function` says that tensors override functions, and
 attention then takes another path than without one (torch/nn/modules/transformer.py, activation.py): in
@@ -15,9 +15,13 @@ from typing import Any
 from torch import Tensor, nn, overrides
 from torch.overrides import TorchFunctionMode
 
-from lightning_cudagraph.compat.torch_names import TorchInGraphFunctionVariable, eval_frame
+from lightning_cudagraph.compat.torch_names import (
+    TorchDispatchMode,
+    TorchInGraphFunctionVariable,
+    eval_frame,
+)
 
-__all__ = ["OwnFunctionMode", "not_compiled", "unpatched"]
+__all__ = ["OwnDispatchMode", "OwnFunctionMode", "not_compiled", "unpatched"]
 
 # What classes have that override nothing.
 _DOES_NOT: Any = nn.Parameter.__torch_function__
@@ -86,6 +90,26 @@ class OwnFunctionMode(TorchFunctionMode):
             _entered -= 1
             if not _entered:
                 overrides.has_torch_function = _asked_torch
+
+
+class OwnDispatchMode(TorchDispatchMode):
+    """A dispatch mode that sees the ops of compiled code, and that Dynamo does not see.
+
+    Ops of compiled code may call a mode from Python, and what is called there Dynamo would compile.
+    """
+
+    def __init_subclass__(cls) -> None:
+        if (own := vars(cls).get("__torch_dispatch__")) is not None:
+            not_compiled(own, with_what_it_calls=True)  # before torch wraps it
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this, Dynamo would run compiled frames eagerly while the mode is on."""
+        return True
 
 
 def unpatched() -> Callable[[], None]:

@@ -31,10 +31,10 @@ from lightning_cudagraph.capture.generators import Generators
 from lightning_cudagraph.capture.hidden_reads import in_op, of_function
 from lightning_cudagraph.capture.local import is_around_another
 from lightning_cudagraph.capture.noted import refused
-from lightning_cudagraph.capture.own_modes import OwnFunctionMode
+from lightning_cudagraph.capture.own_modes import OwnDispatchMode, OwnFunctionMode
 from lightning_cudagraph.capture.processes.collective_hooks import run_collective
 from lightning_cudagraph.capture.writes import Writes
-from lightning_cudagraph.compat.torch_names import TorchDispatchMode, tree_iter
+from lightning_cudagraph.compat.torch_names import tree_iter
 from lightning_cudagraph.errors import CaptureError
 
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -421,7 +421,7 @@ def is_capturing() -> bool:
     return bool(_standing)
 
 
-class Sentry(TorchDispatchMode):
+class Sentry(OwnDispatchMode):
     """Checks every op of a capture before it runs.
 
     Args:
@@ -430,7 +430,7 @@ class Sentry(TorchDispatchMode):
     """
 
     def __init__(self, device_type: str, generators: Generators) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device_type = device_type
         self._generators = generators
         self.writes = Writes()
@@ -444,11 +444,6 @@ class Sentry(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         _standing.remove(self)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Without this, Dynamo would run compiled frames eagerly while the mode is on."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

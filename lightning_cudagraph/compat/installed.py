@@ -10,7 +10,7 @@ from pathlib import Path
 
 __all__ = ["check_installed", "gpu_without_cuda"]
 
-_OLDEST = {"torch": (2, 9), "lightning": (2, 6)}
+_OLDEST = {"torch": (2, 10), "lightning": (2, 6)}
 # What torch's packages bring of compiled code, which must be of one build with it.
 _BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 _GPUS = Path("/proc/driver/nvidia/gpus")

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_cudagraph.capture.own_modes import OwnDispatchMode
 from lightning_cudagraph.capture.processes.agreement import Intent
 from lightning_cudagraph.capture.processes.at_exit import AtExit
 from lightning_cudagraph.capture.processes.peers import Peers, Vote
 from lightning_cudagraph.capture.sentry import forbid, user_location
-from lightning_cudagraph.compat.torch_names import TorchDispatchMode
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = [
@@ -131,7 +131,7 @@ def digest_of(kind: str) -> int:
     return int.from_bytes(digest, "little") % (1 << _DIGEST_BITS)
 
 
-class CollectiveRules(TorchDispatchMode):
+class CollectiveRules(OwnDispatchMode):
     """A mode that refuses collectives that a graph cannot hold.
 
     Args:
@@ -141,13 +141,9 @@ class CollectiveRules(TorchDispatchMode):
     """
 
     def __init__(self, alone: str, remedy: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._alone = alone
         self._remedy = remedy
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

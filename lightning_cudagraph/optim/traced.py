@@ -100,6 +100,11 @@ class TracedStep(OwnFunctionMode):
         self._staged: dict[int, int] = {}
         self._casts: dict[torch.dtype, Tensor] = {}
 
+    @property
+    def not_in_compiled_code(self) -> bool:
+        """It is taken off while compiled code of the user's runs inside the step."""
+        return not self.is_under_way
+
     def option(self, name: tuple[object, ...], read: Callable[[], float]) -> HostScalar:
         """An option of the optimizer, as the step finds it.
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.capture.own_modes import OwnDispatchMode
 from lightning_cudagraph.capture.sentry import Location, user_location
 from lightning_cudagraph.capture.writes import storage_id
-from lightning_cudagraph.compat.torch_names import TorchDispatchMode
 
 __all__ = ["OpTape", "TapeDifference"]
 
@@ -92,7 +92,7 @@ class OpTape:
         with_line = (difference for difference in self._differences if difference.where is not None)
         return next(with_line, next(iter(self._differences), None))
 
-    def beside(self, named: Mapping[str, Tensor]) -> TorchDispatchMode:
+    def beside(self, named: Mapping[str, Tensor]) -> OwnDispatchMode:
         """A mode to run the step in: the first time it records, later it compares.
 
         Args:
@@ -102,19 +102,14 @@ class OpTape:
         return _TapeMode(self, named)
 
 
-class _TapeMode(TorchDispatchMode):
+class _TapeMode(OwnDispatchMode):
     def __init__(self, tape: OpTape, named: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tape = tape
         self._was = tape._entries
         self._entries: list[_Entry] = []
         self._is_aligned = True
         self._names = {storage_id(tensor): name for name, tensor in named.items()}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Without this, Dynamo would run compiled frames eagerly while the mode is on."""
-        return True
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
