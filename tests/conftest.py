@@ -83,7 +83,7 @@ def _what_a_module_leaves_is_not_looked_through() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def nothing_is_frozen() -> None:
-    """Compiled functions are found among all objects, those that a module of tests makes at its top too."""
+    """Compiled functions that a module of tests makes at its top are found among all objects."""
     gc.unfreeze()
 
 
