@@ -156,6 +156,22 @@ class Declared(OwnDispatchMode):
         return compare
 
 
+class Apart:
+    """What looks at a capture is no part of the step that is captured, so nothing looks into it.
+
+    Args:
+        call: is called in it.
+    """
+
+    __module__ = "lightning_cudagraph.tests"
+
+    def __init__(self, call: Callable[[Declared], None]) -> None:
+        self._call = call
+
+    def __call__(self, watch: Declared) -> None:
+        self._call(watch)
+
+
 @contextmanager
 def captures_looked_at() -> Iterator[Callable[[], set[str]]]:
     """Inside, look at the ops of all captures of the emulator, each by itself.
@@ -165,7 +181,8 @@ def captures_looked_at() -> Iterator[Callable[[], set[str]]]:
     """
     # Not a set: the step would be refused that changes one.
     seen: SimpleQueue[Declared] = SimpleQueue()
-    run, put = _Recorder.run, seen.put
+    run = _Recorder.run
+    put = Apart(seen.put)
 
     def looked_at(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = Declared()

@@ -39,13 +39,16 @@ BACKEND = "eager"
 SCALE = 1.0
 
 # of torch, where it imports its own compiler, and where that looks at every attribute
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.*deprecated:DeprecationWarning",
-    "ignore:TensorFloat32 tensor cores",
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
-    "ignore:Dynamo does not know how to trace the builtin",
-    "ignore:\\s*Online softmax is disabled on the fly",
-)
+pytestmark = [
+    pytest.mark.usefixtures("nothing_is_frozen"),
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit.*deprecated:DeprecationWarning",
+        "ignore:TensorFloat32 tensor cores",
+        "ignore:The .grad attribute of a Tensor that is not a leaf",
+        "ignore:Dynamo does not know how to trace the builtin",
+        "ignore:\\s*Online softmax is disabled on the fly",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

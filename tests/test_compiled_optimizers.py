@@ -26,14 +26,17 @@ O = torch.optim  # noqa: E741
 BACKEND: str | None = "eager"
 
 # of torch, where it imports its own compiler, and where that looks at every attribute
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.*deprecated:DeprecationWarning",
-    "ignore:TensorFloat32 tensor cores",
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
-    "ignore:Dynamo does not know how to trace the builtin",
-    # of optimizers that are made fit for CUDA graphs, where they run without one
-    "ignore:This instance was constructed with capturable=True",
-)
+pytestmark = [
+    pytest.mark.usefixtures("nothing_is_frozen"),
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit.*deprecated:DeprecationWarning",
+        "ignore:TensorFloat32 tensor cores",
+        "ignore:The .grad attribute of a Tensor that is not a leaf",
+        "ignore:Dynamo does not know how to trace the builtin",
+        # of optimizers that are made fit for CUDA graphs, where they run without one
+        "ignore:This instance was constructed with capturable=True",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -196,7 +196,8 @@ class Moved(NamedTuple):
     @property
     def name(self) -> str:
         """What it is known as: of an item, the path of what holds it."""
-        return self.node.path if type(self.label) is Item else self.path
+        is_item = type(self.label) is Item and not _is_table(self.node.path)
+        return self.node.path if is_item else self.path
 
     @property
     def of(self) -> str:
@@ -278,8 +279,18 @@ def in_words(was: Any, now: Any) -> str:
     return f"{since} to {str(now)[:_MAX_SHOWN]}"
 
 
+# Where modules keep their attributes that are parameters, buffers or modules.
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _is_table(path: str) -> bool:
+    return path.rpartition(".")[2] in _TABLES
+
+
 def joined(path: str, label: Any) -> str:
     """The path of a part."""
+    if _is_table(path) and type(label) is Item:  # as the user would write it
+        path, label = path.rpartition(".")[0], label.key
     if type(label) is Item:
         return f"{path}[{label.key!r}]" if type(label.key) in VALUES else path
     if type(label) is _Inside:
