@@ -552,6 +552,7 @@ def test_allowed_if_harmless(tmp_path: Path, accelerator: str, cls: type[Net]) -
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("only_numbers_are_checked")
 @pytest.mark.parametrize("cls", [Counts, Rotates, OwnGenerator, GlobalNumber, GlobalStep])
 def test_without_the_audit_it_would_train_wrong(
     tmp_path: Path, accelerator: str, cls: type[Net], monkeypatch: pytest.MonkeyPatch
@@ -854,7 +855,7 @@ GUARDED: dict[type[Net], str] = {
     ConfigOfAModule: "`config.value` of the `ConfigOfAModule` changed from 1.0 to 5.0",
     GlobalSettings: "`SETTINGS.scale` of `tests.test_frozen` changed from 1.0 to 5.0",
     ClassAsNamespace: "`scale` of the class `Settings` changed from 1.0 to 5.0",
-    OwnClassAttribute: "`factor` of the `OwnClassAttribute` changed from 1.0 to 5.0",
+    OwnClassAttribute: "`factor` of the class `OwnClassAttribute` changed from 1.0 to 5.0",
     SlotOfAGlobal: "`SLOTS.count` of `tests.test_frozen` changed from 1.0 to 5.0",
     NestedOptions: "`options['loss']['scale'][0]` of the `NestedOptions` changed from 1.0 to 5.0",
 }

@@ -360,7 +360,7 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (NumpyNumber, "`gain` of the `NumpyNumber` changed"),
     (NumpyArray, "`gain` of the `NumpyArray` changed"),
     (OddMember, "`options['gain']` of the `OddMember` changed from 1.0 to 3.0"),
-    (Hparams, "`_hparams['gain']` of the `Hparams` changed from 1.0 to 3.0"),
+    (Hparams, "hparams['gain']` of the `Hparams` changed from 1.0 to 3.0"),
     (SecondLevel, "`outer.gain.gain` of the `SecondLevel` changed from 1.0 to 3.0"),
     (InAList, "`outer[0].gain` of the `InAList` changed from 1.0 to 3.0"),
     (ByText, "`gain` of the `ByText` changed"),

@@ -35,10 +35,11 @@ UNSET = object()
 VALUES = frozenset(
     {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 )
-# Installed beside the user's own packages, and none of theirs; Triton is what torch compiles with.
+# Installed beside the user's own packages, and none of theirs. torch compiles with Triton and SymPy.
 _NOT_USERS = (
     "numpy",
     "triton",
+    "sympy",
     "tensorboard",
     "tensorboardX",
     "wandb",

@@ -254,7 +254,8 @@ class Guards:
             return self._in_words(
                 function or "an object of the model, or an entry of `optimizer.state`, was replaced"
             )
-        moved = self._walk.quick_changes(everything=self._suspect)
+        changes = self._walk.quick_changes(everything=self._suspect)
+        moved = [part for part in changes if not part.is_under(self._unwatched)]
         # The step reads what lies under names that it mentions. Of all else a check has to tell.
         if (known := next((part for part in moved if part.is_read), None)) is not None:
             return known.words
