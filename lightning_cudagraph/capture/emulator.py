@@ -217,6 +217,11 @@ _Tape = Tape[_Op | _Resize | HostEvent | None]
 _WRAPPER = ("which consists of other tensors, on the CPU emulator", "Use plain tensors on a CPU.")
 
 
+def _is_fake(tensor: Tensor) -> bool:
+    """True for a tensor without memory, by which DTensor finds out what an op will return."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
+
+
 class _Recorder(Sentry):
     """Runs below autograd and autocast, so that what it sees is what a GPU would be launched with."""
 
@@ -243,6 +248,10 @@ class _Recorder(Sentry):
         frozen_kwargs = {name: _addressed(value, known) for name, value in kwargs.items()}
         result = returned_unrun(func, args) if collective else func(*args, **kwargs)
         outputs = tensors_in(result)
+        if any(map(_is_fake, outputs)):
+            if placed is not None:
+                self._graph.tape.add(None, placed)
+            return result
         self._undo.after(outputs)
         input_storages = {storage_id(t) for t in inputs}
         # A result that shares its storage with an input is a view, or the input itself.

@@ -344,13 +344,14 @@ class StridesOfATensor(Place, name="strides of a buffer"):
     counts = False
 
     def make(self) -> None:
-        self.net.body.register_buffer("table", torch.zeros(16).as_strided((2, 2), (int(LOW), 1)))
+        self.net.body.register_buffer("table", torch.zeros(2, 8))
 
     def read(self) -> float:
-        return float(self.net.body.table.stride(0))
+        return LOW if self.net.body.table.stride(0) == 8 else HIGH
 
     def write(self, number: float) -> None:
-        self.net.body.table.as_strided_((2, 2), (int(number), 1))
+        # Within its own memory: a copy on another device has no more than it shows.
+        self.net.body.table.as_strided_((2, 8), (8 if number == LOW else 4, 1))
 
 
 # Attributes that are not what they look like
