@@ -118,8 +118,10 @@ class TracedStep(OwnFunctionMode):
         leaves = list(tree_iter((args, kwargs)))
         is_scalar = any(isinstance(leaf, HostScalar) for leaf in leaves)
         is_host = any(id(leaf) in self._nodes for leaf in leaves)
+        # What is made of tensors of the device is no number of the host; the capture itself refuses it.
         is_given = any(isinstance(leaf, Tensor) and id(leaf) not in self._nodes for leaf in leaves)
-        if func in _MAKE_TENSORS and not is_given and self._makes_numbers(is_scalar or is_host, kwargs):
+        makes = func in _MAKE_TENSORS and (is_scalar or is_host or _device_of(kwargs).type == "cpu")
+        if makes and not is_given:
             return self._made(func, args, kwargs)
         if func is Tensor.__setitem__ and _fills(*args[1:]):
             # Torch makes a tensor of the number. It is on the host, which the emulator cannot tell.
@@ -137,10 +139,6 @@ class TracedStep(OwnFunctionMode):
             name = getattr(func, "__name__", str(func))
             raise _refused(f"gives `{name}` a number that is another one in each step")
         return func(*args, **kwargs)
-
-    def _makes_numbers(self, is_of_them: bool, kwargs: dict[str, Any]) -> bool:
-        """Whether what is made in host memory, or of what is there, is to be noted."""
-        return is_of_them or _device_of(kwargs).type == "cpu"
 
     def _is_of_host(self, value: Any) -> bool:
         first = value[0] if isinstance(value, (list, tuple)) and value else value

@@ -136,12 +136,12 @@ class Node:
         self.parts = self.read()
 
     def ignores(self, label: Any) -> bool:
-        """Whether a part is not compared."""
+        """True for a part that is not compared."""
         is_private = PRIVATE in self.ignored and isinstance(label, str) and label.startswith("_")
         return is_private or label in self.ignored
 
     def was_read(self, label: Any) -> bool:
-        """Whether the step can have read a part: the name of an attribute is among those it mentions."""
+        """True if the step can have read a part: it mentions the name of an attribute."""
         return self.is_read and (not isinstance(label, str) or not label or label in self.reads)
 
     def changes(self) -> Iterator[Moved]:
@@ -195,7 +195,7 @@ class Moved(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is known as: of an item, the path of what holds it."""
+        """The name for users: of an item, the path of its container."""
         is_item = type(self.label) is Item and not _is_table(self.node.path)
         return self.node.path if is_item else self.path
 
@@ -211,12 +211,12 @@ class Moved(NamedTuple):
 
     @property
     def draws(self) -> bool:
-        """Whether it is a random generator that was drawn from."""
+        """True for a random generator that was drawn from."""
         return self.node.draws
 
     @property
     def is_read(self) -> bool:
-        """Whether the step can have read it, by the names that it mentions."""
+        """True if the step can have read it, by the names that it mentions."""
         return self.node.was_read(self.label)
 
     @property
@@ -225,7 +225,7 @@ class Moved(NamedTuple):
         return re.sub(r"\[.*?\]", "", self.name).rpartition(".")[2]
 
     def is_under(self, names: Collection[str]) -> bool:
-        """Whether it is what one of some paths leads to, or lies in that."""
+        """True if its path is one of these, or lies under one."""
         return any(self.path == at or self.path.startswith((f"{at}.", f"{at}[")) for at in names)
 
     @property
@@ -237,7 +237,7 @@ class Moved(NamedTuple):
 
 
 def same(was: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
-    """Whether one object is as good as another: it is the same one, or says the same."""
+    """Compare two parts: the same object, or an equal value of the same type."""
     if was is now:
         return True
     kind = type(was)
@@ -261,7 +261,7 @@ def same(was: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
 
 
 def _is_one(was: Any, now: Any) -> bool:
-    """Whether it is the same object, or the same for ever."""
+    """Compare two parts by identity, and immutable values by what they say."""
     return was is now or (_is_value(was) and same(was, now))
 
 
@@ -272,7 +272,7 @@ def _is_value(part: Any) -> bool:
 
 
 def in_words(was: Any, now: Any) -> str:
-    """What a part was and is, for the end of a sentence, where it is a number or a text."""
+    """Both values of a part, as the end of a sentence; empty unless they are numbers or texts."""
     if type(now) not in _SHOWN or (was is not UNSET and type(was) not in _SHOWN):
         return ""
     since = "" if was is UNSET else f" from {str(was)[:_MAX_SHOWN]}"

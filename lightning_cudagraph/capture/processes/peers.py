@@ -291,7 +291,7 @@ class Peers:
             self._store.set(keys[self.rank], pickle.dumps(mine))
             self._wait_for(keys, timeout_s)
             gathered = [pickle.loads(self._store.get(key)) for key in keys]
-            # All have read what came before this.
+            # All have read what came before this. Not every store can delete.
             with contextlib.suppress(NotImplementedError):
                 self._store.delete_key(f"{self._gathered - 1}/{self.rank}")
         return gathered
