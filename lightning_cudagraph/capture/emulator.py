@@ -242,13 +242,15 @@ class _Recorder(Sentry):
         for kind in {type(tensor) for tensor in wrappers if is_traceable_wrapper_subclass(tensor)}:
             forbid(f"a `{kind.__qualname__}`, {_WRAPPER[0]}", _WRAPPER[1], user_location())
         placed = self._graph.tape.place(func, args, kwargs)
-        self._undo.before(inputs)
+        fake = any(map(_is_fake, inputs))
+        if not fake:
+            self._undo.before(inputs)
         known: dict[int, Tensor] = {}
         frozen_args = _addressed(args, known)
         frozen_kwargs = {name: _addressed(value, known) for name, value in kwargs.items()}
         result = returned_unrun(func, args) if collective else func(*args, **kwargs)
         outputs = tensors_in(result)
-        if any(map(_is_fake, outputs)):
+        if fake or any(map(_is_fake, outputs)):
             if placed is not None:
                 self._graph.tape.add(None, placed)
             return result
