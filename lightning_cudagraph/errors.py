@@ -8,6 +8,7 @@ these writes the first three; the class adds the way out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 __all__ = [
     "BatchError",
@@ -20,6 +21,7 @@ __all__ = [
     "TimerError",
     "UnsupportedError",
     "VerificationError",
+    "Wording",
 ]
 
 _RUN_EAGERLY = (
@@ -52,18 +54,6 @@ class UnsupportedError(CUDAGraphError):
         self.in_optimizer = in_optimizer
         super().__init__(f"{reason} {remedy} {_RUN_EAGERLY}")
 
-    def rephrase(self, words: Mapping[str, str]) -> None:
-        """Put other words in the place of some, in all that the error says.
-
-        Args:
-            words: the new by the old.
-        """
-        (message,) = self.args
-        for old, new in words.items():
-            self.reason, self.remedy = self.reason.replace(old, new), self.remedy.replace(old, new)
-            message = message.replace(old, new)
-        self.args = (message,)
-
 
 class CaptureError(UnsupportedError):
     """The step did something that no CUDA graph can hold.
@@ -88,6 +78,39 @@ class StaleGraphError(VerificationError):
 
     Handled by this package: the step is done eagerly, and the graph is captured again.
     """
+
+
+@dataclass(frozen=True)
+class Wording:
+    """The words of a front end in the messages of this package.
+
+    Messages are written for training steps and `CUDAGraphCallback`, in nearly a hundred places, most of
+    which are handed nothing of the front end (modes of the dispatcher, walks over objects). So the other
+    front ends put in their own words where a message leaves the engine. `tests/test_wording.py` holds
+    that each part to be replaced still occurs in a message.
+
+    Attributes:
+        steps: its steps, as the beginning of a sentence.
+        signature: what tells its graphs apart.
+        signatures: the same of several.
+        words: its own for parts of messages, by these; longer ones first.
+    """
+
+    steps: str = "Training"
+    signature: str = "batch signature"
+    signatures: str = "batch signatures"
+    words: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, text: str) -> str:
+        """Put the words of this front end into a text."""
+        for old, new in self.words.items():
+            text = text.replace(old, new)
+        return text
+
+    def rephrase(self, error: UnsupportedError) -> None:
+        """Put them into all that an error says."""
+        error.reason, error.remedy = self.of(error.reason), self.of(error.remedy)
+        error.args = tuple(map(self.of, error.args))
 
 
 class HookError(CUDAGraphError):

@@ -30,12 +30,12 @@ from lightning_cudagraph.capture.batch import (
 )
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.capture.checks.verify import Verifier
+from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
 from lightning_cudagraph.capture.stand_ins import replace_method
 from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
-from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.errors import CaptureError, Wording
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.host_rules import (
     OWN_ATTRIBUTES,
@@ -53,7 +53,7 @@ from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import ALONE, TELL_LIGHTNING, Stage, check_evaluation
 
-__all__ = ["GraphedEvaluation"]
+__all__ = ["GraphedEvaluation", "wording_of"]
 
 # A graph for each batch signature, as long as there are few: full batches, the last one, by dataloader.
 _MAX_SIGNATURES = 8
@@ -129,30 +129,15 @@ class GraphedEvaluation:
             stops=RUN_STATE,
             outside=lambda: outside_of_model(trainer),
         )
-        self._carried = CarriedTensors(
-            module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric
-        )
-        self._verifier = Verifier(
+        self._run = run = RunContext(
             backend,
-            settings.verify_replays,
-            settings.verify_every_n_steps,
-            budget=settings.verify_budget,
-        )
-        self._engine: StepEngine[_Outputs] = StepEngine(
-            backend=backend,
-            guards=self._guards,
-            carried=self._carried,
-            verifier=self._verifier,
-            is_settled=lambda: True,
-            warmup_steps=settings.warmup_steps,
-            raise_unsupported=settings.raise_unsupported,
-            streams=settings.streams,
+            settings,
+            CarriedTensors(module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric),
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
-            narrow=self._say_of_stage,
-            on_give_up=lambda: None,
-            what="Evaluation",
+            wording=wording_of(stage),
             max_signatures=_MAX_SIGNATURES,
         )
+        self._engine: StepEngine[_Outputs] = StepEngine(run, self._guards)
 
     @property
     def counts(self) -> StepCounts:
@@ -162,8 +147,9 @@ class GraphedEvaluation:
     @property
     def notes(self) -> list[str]:
         """What the user should know of the checks."""
-        verified = f"{self._verifier.checked} replay(s) of evaluation verified against eager steps"
-        said = [*self._verifier.notes, *self._engine.notes, *self._metrics.notes]
+        verifier = self._run.verifier
+        verified = f"{verifier.checked} replay(s) of evaluation verified against eager steps"
+        said = [*verifier.notes, *self._engine.notes, *self._metrics.notes]
         return [verified, *(f"evaluation: {note}" for note in said)]
 
     def start(self) -> None:
@@ -199,22 +185,14 @@ class GraphedEvaluation:
             run=run,
             record=lambda static, cut, timed: self._record(static, indices, True, in_inference_mode),
             rehearse=lambda static: self._record(static, indices, False, in_inference_mode),
-            between=_no_turn,
             values=self._values,
             state=self._state,
             transaction=self._undone,
-            parameters=lambda: ([], []),
             place=_PLACE,
-            in_window=False,
-            kept=lambda: False,
             beside={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
             learning=self._learning,
         )
-        try:
-            phase, outputs = self._engine.step(step, self._metrics.adopt)
-        except UnsupportedError as error:
-            self._say_of_stage(error)
-            raise
+        phase, outputs = self._engine.step(step, self._metrics.adopt)
         if phase is Phase.WARMING:
             self._logs.warmed_up(_kind(batch, indices), batch)
         if outputs is None:
@@ -266,7 +244,7 @@ class GraphedEvaluation:
                 mentioned = stack.enter_context(audit).mentioned
                 self._guards.mentioned.append(mentioned)
             recomputed = stack.enter_context(recomputed_apart(self._module))
-            stack.enter_context(self._carried.inside(lambda: ""))
+            stack.enter_context(self._run.carried.inside(lambda: ""))
             try:
                 returned = self._eager_step(batch, *arguments)
             except RuntimeError as error:
@@ -354,24 +332,25 @@ class GraphedEvaluation:
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next(name for name, p in self._module.named_parameters() if p is parameter)
 
-    def _say_of_stage(self, error: UnsupportedError) -> bool:
-        """Say of this stage what the capture says of training; there is no less to be captured."""
-        error.rephrase(
-            {
-                "training_step": self._step_name,
-                "training step": f"{self._stage} step",
-                "on_train_batch_": f"on_{self._stage}_batch_",
-                "To train on": "To go on",
-                # No events are in its graphs.
-                "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": (
-                    "Use"
-                ),
-                'to switch graphs off altogether, pass `backend="off"`': (
-                    "to have graphs for training alone, leave out `evaluation=True`"
-                ),
-            }
-        )
-        return False
+
+def wording_of(stage: Stage) -> Wording:
+    """The words of an evaluation in messages that are written for training."""
+    return Wording(
+        steps="Evaluation",
+        words={
+            "training_step": f"{stage}_step",
+            "training step": f"{stage} step",
+            "on_train_batch_": f"on_{stage}_batch_",
+            "To train on": "To go on",
+            # No events are in its graphs.
+            "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": (
+                "Use"
+            ),
+            'to switch graphs off altogether, pass `backend="off"`': (
+                "to have graphs for training alone, leave out `evaluation=True`"
+            ),
+        },
+    )
 
 
 def _kind(batch: Any, indices: tuple[int, ...]) -> Hashable:
@@ -380,10 +359,6 @@ def _kind(batch: Any, indices: tuple[int, ...]) -> Hashable:
         indices[1:],
         tuple(leaf.shape for _, leaf in flatten_batch(batch) if isinstance(leaf, Tensor)),
     )
-
-
-def _no_turn(outputs: _Outputs, index: int) -> None:
-    """No code of the host in the middle of a step."""
 
 
 def _version(gradient: Tensor | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -155,6 +155,64 @@ def test_more_shapes_than_graphs(accelerator: str) -> None:
     (reason,) = step.counts.eager
     assert reason.startswith("more than 2 signatures")
     assert step.counts.eager[reason] == 7
+
+
+class TakesTurns(Loop):
+    """Every second call finds the model in another mode, with other parameters frozen."""
+
+    steps = 20
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        is_first = index % 2 == 0
+        self.net.train(is_first)
+        self.net.layers[0].requires_grad_(is_first)
+        return step(x, y, is_first)
+
+    def step(self, x: Tensor, y: Tensor, is_first: bool) -> Any:
+        return super().step(x, y)
+
+
+def test_calls_of_each_kind_find_their_own_surroundings(accelerator: str) -> None:
+    step = assert_equal_runs(lambda: TakesTurns(device_of(accelerator)), 14)
+    assert not step.counts.recaptures
+    assert not step.counts.eager
+
+
+class ReadsSome(Loop):
+    """Calls of one kind wait for the loss, which no graph can hold; those of the other kind do not."""
+
+    kwargs: ClassVar[dict[str, Any]] = {"on_unsupported": "eager"}
+    steps = 20
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        return step(x, y, index % 2 == 0)
+
+    def step(self, x: Tensor, y: Tensor, is_read: bool) -> Any:
+        loss = super().step(x, y)
+        return loss.item() if is_read else loss
+
+
+def test_what_one_kind_of_calls_cannot_do_is_no_concern_of_the_others(accelerator: str) -> None:
+    step = assert_equal_runs(lambda: ReadsSome(device_of(accelerator)), 7)
+    assert sum(step.counts.eager.values()) == 7
+
+
+class NamesDiffer(Loop):
+    """An argument that is another text in every call."""
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        return step(x, y, f"{index}.png")
+
+    def step(self, x: Tensor, y: Tensor, name: str) -> Any:
+        return super().step(x, y)
+
+
+def test_arguments_that_never_look_alike(accelerator: str) -> None:
+    step = assert_equal_runs(lambda: NamesDiffer(device_of(accelerator)), 0)
+    said = "`arguments['name']` changed: expected '0.png', found '5.png'"
+    assert step.counts.variety.startswith("5 different signatures of arguments and none came up more")
+    assert said in step.counts.variety
+    assert said in step.report
 
 
 def test_outputs_stay(accelerator: str) -> None:

@@ -8,6 +8,7 @@ from typing import Generic, Literal, TypeVar
 
 from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.capture.graph import CapturedStep
+from lightning_cudagraph.capture.signatures import Signatures
 from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Place, Step
 
@@ -35,19 +36,19 @@ class _Graphs(Generic[T]):
 
 
 class GraphsBySignature(Generic[T]):
-    """The graphs that there are.
+    """The graphs of one engine.
 
     Args:
         device_type: of the device that they run on.
-        max_signatures: batches of how many signatures have graphs.
+        signatures: those that have graphs, in all engines of the run.
 
     Attributes:
         plain: those of which the next replay can be like the last one, with nothing around it, by place.
     """
 
-    def __init__(self, device_type: str, max_signatures: int) -> None:
+    def __init__(self, device_type: str, signatures: Signatures) -> None:
         self._device_type = device_type
-        self._max_signatures = max_signatures
+        self._signatures = signatures
         self._graphs: dict[Signature, _Graphs[T]] = {}
         self._latest: Signature | None = None
         self.plain: dict[Place, CapturedStep[T]] = {}
@@ -64,6 +65,7 @@ class GraphsBySignature(Generic[T]):
         """Keep the graph that was captured of a step."""
         graphs = self._graphs.setdefault(signature, _Graphs(captured.static, step.beside))
         graphs.by_place[step.place] = captured
+        self._signatures.captured(signature)
 
     def use(self, signature: Signature) -> None:
         """A graph of this signature is about to be replayed."""
@@ -78,6 +80,7 @@ class GraphsBySignature(Generic[T]):
         self.plain.clear()
         for captured in self.all():
             captured.release()
+        self._signatures.dropped(self._graphs)
         self._graphs.clear()
         self._latest = None
 
@@ -105,13 +108,7 @@ class GraphsBySignature(Generic[T]):
 
     def one_too_many(self, signature: Signature) -> str:
         """Why a signature gets no graph, or nothing if it has one, or there is room for it."""
-        if signature in self._graphs or len(self._graphs) < self._max_signatures:
-            return ""
-        latest = next(reversed(self._graphs))
-        more = "another batch signature"
-        if self._max_signatures > 1:
-            more = f"more than {self._max_signatures} batch signatures, the last"
-        return f"{more}: {latest.difference(signature)}"
+        return "" if signature in self._graphs else self._signatures.one_too_many(signature)
 
     def maker(self, step: Step[T], signature: Signature) -> CapturedStep[T] | NotYet | None:
         """The graph whose gradients a step adds to, if it adds to those of another step."""

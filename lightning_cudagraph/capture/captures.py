@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
-from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.capture.compiled import CompiledCode
+from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.holds import GradientCopies, Holds
-from lightning_cudagraph.capture.processes.agreement import Agreement, of_ranks
+from lightning_cudagraph.capture.processes.agreement import of_ranks
 from lightning_cudagraph.capture.refusals import clear_frames
 from lightning_cudagraph.capture.standing import StandingGraphs
 from lightning_cudagraph.capture.static import StaticBatch
-from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step, StepCounts
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
 from lightning_cudagraph.capture.streams.branches import SentBackError
 from lightning_cudagraph.capture.streams.stream_choice import StreamChoice
 from lightning_cudagraph.capture.writes import storage_id
@@ -60,47 +59,25 @@ def _failure_of_ranks(told: Iterable[tuple[str, str, bool] | None]) -> Unsupport
 
 
 class Captures(Generic[T]):
-    """Makes graphs of the steps of a run.
-
-    Args:
-        backend: where steps run.
-        guards: what a graph bakes in.
-        carried: attributes whose tensors are others in every step.
-        graphs: those that there are.
-        standing: told what cannot be captured.
-        copies: of the gradients of graphs.
-        streams: on how many the steps are captured.
-        compiled: the compiled code that the steps call.
-        counts: what became of the steps.
-        on_capture: told of each capture that succeeded: of what, and how many milliseconds it took.
-        agreement: with the other processes of the run, or None if there are none.
-    """
+    """Makes graphs of the steps of an engine."""
 
     def __init__(
         self,
-        backend: Backend,
+        run: RunContext,
         guards: Guards,
-        carried: CarriedTensors,
         graphs: GraphsBySignature[T],
         standing: StandingGraphs[T],
         copies: GradientCopies,
         streams: StreamChoice,
         compiled: CompiledCode,
-        counts: StepCounts,
-        on_capture: Callable[[Step[T], float], None] | None,
-        agreement: Agreement | None,
     ) -> None:
-        self._backend = backend
+        self._run = run
         self._guards = guards
-        self._carried = carried
         self._graphs = graphs
         self._standing = standing
         self._copies = copies
         self._streams = streams
         self._compiled = compiled
-        self._counts = counts
-        self._on_capture = on_capture
-        self._agreement = agreement
 
     def attempt(self, step: Step[T], signature: Signature) -> tuple[CapturedStep[T] | None, str, bool]:
         """Capture a step, in all processes or in none.
@@ -133,10 +110,10 @@ class Captures(Generic[T]):
             clear_frames(error)
         mine = bool(raised)
         is_broken = step.is_broken()
-        if self._agreement is not None:
+        if (agreement := self._run.agreement) is not None:
             has_turns = captured is not None and captured.has_turns
             said = (failure and _portable(failure), raised, is_broken, sent_back, has_turns)
-            reasons, texts, broken, back, turns = zip(*self._agreement.gather(said), strict=True)
+            reasons, texts, broken, back, turns = zip(*agreement.gather(said), strict=True)
             is_broken = any(broken)
             if captured is not None:
                 captured.has_turns_anywhere = any(turns)
@@ -144,7 +121,7 @@ class Captures(Generic[T]):
             if captured is not None and (any(reasons) or any(texts) or sent_back):
                 captured.release()
                 captured = None
-                self._counts.captures -= 1
+                self._run.counts.captures -= 1
                 failure = _failure_of_ranks(reasons)
                 raised = "" if failure else of_ranks(texts)
                 mine = False
@@ -169,7 +146,7 @@ class Captures(Generic[T]):
             if self._streams.is_one:
                 text = f"The training step cannot be captured: {reason}."
                 raise CaptureError(text, _REPORT_IT) from None
-            if self._agreement is not None or step.is_broken():
+            if self._run.agreement is not None or step.is_broken():
                 raise  # all go back together, and what waits for gradients has to be mended first
         self._streams.send_back(reason)
         return self._capture_once(step, signature)
@@ -177,7 +154,7 @@ class Captures(Generic[T]):
     def _capture_once(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._graphs.plain.clear()  # each is to be replayed by `step` once more, after what comes now
         self._guards.watch()
-        self._carried.watch()
+        self._run.carried.watch()
         if moving := self._guards.moving():
             raise UnsupportedError(
                 f"Between any two steps, {moving}: a graph would be stale at once.",
@@ -207,30 +184,31 @@ class Captures(Generic[T]):
         captured = made[0]
         self._guards.take()
         capture_ms = (perf_counter() - started_s) * 1e3
-        self._counts.captures += 1
-        self._counts.capture_ms += capture_ms
-        self._counts.memory_bytes = self._backend.graph_bytes()
-        if self._on_capture is not None:
-            self._on_capture(step, capture_ms)
+        counts = self._run.counts
+        counts.captures += 1
+        counts.capture_ms += capture_ms
+        counts.memory_bytes = self._run.backend.graph_bytes()
+        self._run.on_capture(step, capture_ms)
         return captured
 
     def _captured(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
-        self._carried.place()
+        self._run.carried.place()
         static = self._graphs.static_of(signature) or StaticBatch(step.batch)
         static.copy_from(step.batch)
 
         def capture(takes: tuple[bool, ...], kept: bool) -> CapturedStep[T]:
-            in_one_place = step.in_window and step.place == MAKES_GRADIENTS
-            return CapturedStep(
-                self._backend,
+            captured = CapturedStep(
+                self._run.backend,
                 static,
                 step.record,
-                *step.parameters(),
+                step.parameters(),
                 takes,
-                in_one_place,
-                kept,
                 self._compiled,
+                one_place=step.in_window and step.place == MAKES_GRADIENTS,
             )
+            if kept:
+                captured.watch_gradients()
+            return captured
 
         self._streams.settle(
             lambda: capture((False,), kept=False),

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.captures import Captures
-from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.compiled import CompiledCode
+from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.holds import GradientCopies
 from lightning_cudagraph.capture.inductor import without_its_graphs
 from lightning_cudagraph.capture.plans import Plans
-from lightning_cudagraph.capture.processes.agreement import Agreement, Intent
+from lightning_cudagraph.capture.processes.agreement import Intent
 from lightning_cudagraph.capture.replays import Replays
 from lightning_cudagraph.capture.standing import StandingGraphs
 from lightning_cudagraph.capture.static import StaticBatch
-from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
-from lightning_cudagraph.capture.streams.stream_choice import StreamChoice, Streams
+from lightning_cudagraph.capture.steps import Phase, Place, Step
+from lightning_cudagraph.capture.streams.stream_choice import StreamChoice
 from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.errors import UnsupportedError
 
@@ -42,114 +40,41 @@ def _only_in_the_capture(raised: str) -> UnsupportedError:
 
 
 class StepEngine(Generic[T]):
-    """Takes the batches of a run through their phases.
+    """Takes batches through their phases.
 
     Args:
-        backend: where steps run.
+        run: the context of the run. Several engines may share it, each with its guards.
         guards: what a graph bakes in.
-        carried: attributes whose tensors are others in every step.
-        verifier: checks replays against eager steps.
         is_settled: whether all state that steps make has been made; warm-up goes on until then.
-        warmup_steps: ordinary training steps on the side stream before a capture.
-        raise_unsupported: raise when a step cannot be captured, instead of going on eagerly.
-        announce: told, in a sentence, what the user should know once.
-        narrow: told why a step could not be captured; whether less of it will be captured from now on.
-        on_give_up: called when the run goes on without graphs.
-        around_replays: what is entered around each replay.
-        on_capture: told of each capture that succeeded: of what, and how many milliseconds it took.
-        what: what its steps are, as the beginning of a sentence.
-        max_signatures: batches of how many signatures have graphs. Those of others run eagerly.
-        agreement: with the other processes of the run, or None if there are none.
-        streams: on how many streams the steps are captured, or ``"auto"`` for the fastest of a few.
-        counts: what became of steps before, to go on from; None for nothing.
 
     Attributes:
-        counts: what became of the steps so far.
+        counts: what became of the steps of the run so far.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        guards: Guards,
-        carried: CarriedTensors,
-        verifier: Verifier,
-        is_settled: Callable[[], bool],
-        warmup_steps: int,
-        raise_unsupported: bool,
-        announce: Callable[[str], None],
-        narrow: Callable[[UnsupportedError], bool],
-        on_give_up: Callable[[], None],
-        around_replays: Callable[[], AbstractContextManager[object]] = nullcontext,
-        on_capture: Callable[[Step[T], float], None] | None = None,
-        what: str = "Training",
-        max_signatures: int = 1,
-        agreement: Agreement | None = None,
-        streams: Streams = 1,
-        counts: StepCounts | None = None,
+        self, run: RunContext, guards: Guards, is_settled: Callable[[], bool] = lambda: True
     ) -> None:
-        self.counts = counts = StepCounts() if counts is None else counts
-        self._backend = backend
+        self.counts = run.counts
+        self._run = run
         self._guards = guards
-        self._carried = carried
-        self._verifier = verifier
-        self._announce = announce
-        self._agreement = agreement
-        self._streams = StreamChoice(backend, streams)
+        # What a replay looks at, without a way through the context.
+        self._backend = run.backend
+        self._carried = run.carried
+        self._verifier = run.verifier
+        self._agreement = run.agreement
+        self._streams = StreamChoice(run.backend, run.settings.streams)
         self._compiled = CompiledCode()
         self._patches = ExitStack()
         self._has_begun = False
         self._without_graphs: list[str] = []
-        self._warm_ups = warm_ups = WarmUps(warmup_steps)
+        self._warm_ups = WarmUps(run.settings.warmup_steps)
         self._copies = copies = GradientCopies()
-        graphs: GraphsBySignature[T] = GraphsBySignature(backend.device.type, max_signatures)
+        graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device.type, run.signatures)
         self._graphs = graphs
-        self._standing = standing = StandingGraphs(
-            graphs,
-            backend,
-            guards,
-            warm_ups,
-            copies,
-            counts,
-            announce,
-            narrow,
-            raise_unsupported,
-            on_give_up,
-            what,
-        )
-        self._plans = Plans(
-            backend,
-            graphs,
-            standing,
-            warm_ups,
-            is_settled,
-            verifier,
-            copies,
-            raise_unsupported,
-        )
-        self._captures = Captures(
-            backend,
-            guards,
-            carried,
-            graphs,
-            standing,
-            copies,
-            self._streams,
-            self._compiled,
-            counts,
-            on_capture,
-            agreement,
-        )
-        self._replays = Replays(
-            backend,
-            graphs,
-            standing,
-            carried,
-            verifier,
-            copies,
-            counts,
-            around_replays,
-            agreement,
-        )
+        self._standing = standing = StandingGraphs(run, guards, graphs, self._warm_ups, copies)
+        self._plans = Plans(run, graphs, standing, self._warm_ups, copies, is_settled)
+        self._captures = Captures(run, guards, graphs, standing, copies, self._streams, self._compiled)
+        self._replays = Replays(run, graphs, standing, copies)
 
     def again(
         self,
@@ -235,6 +160,9 @@ class StepEngine(Generic[T]):
             if phase is Phase.CAPTURED:
                 self._carried.hand_out()
             return phase, outputs
+        except UnsupportedError as error:
+            self._run.wording.rephrase(error)
+            raise
         finally:
             self._carried.take_out()
             self._copies.handed = None
@@ -311,7 +239,7 @@ class StepEngine(Generic[T]):
 
     def _note(self, text: str) -> None:
         self._without_graphs.append(text)
-        self._announce(text)
+        self._run.announce(text)
 
     def close(self) -> None:
         """Let go of the graphs."""
@@ -333,10 +261,9 @@ class StepEngine(Generic[T]):
 
     def _warm_up(self, step: Step[T], signature: Signature) -> tuple[Phase, None]:
         if first := self._warm_ups.is_new(signature):
-            if not self._graphs and not self.counts.variety:
-                self.counts.variety = self._warm_ups.variety(signature)
-                if self.counts.variety:
-                    self._announce(f"There is no graph yet: {self.counts.variety}.")
+            if not self.counts.variety and (why := self._run.signatures.begin(signature)):
+                self.counts.variety = why
+                self._run.announce(f"There is no graph yet: {why}.")
             self._warm_ups.begin(signature)
         self._guards.watch()
         self._carried.take_out()

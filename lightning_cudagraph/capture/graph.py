@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -66,13 +66,12 @@ class CapturedStep(Generic[T]):
         static: the static buffers of the signature to capture, with the values of a batch in them.
         record: the step, as a function of the static batch, of what it calls where the host has a turn
             in every replay, and of whether it has timing events. Runs once for each capture.
-        drops: the parameters whose gradients the step drops and computes anew.
-        adds: the parameters to whose gradients it only adds.
+        parameters: those whose gradients the step drops and computes anew, and those to whose it only
+            adds.
         takes: the captures, by whether they have timing events. Those of one kind take turns.
-        one_place: all captures leave their gradients in one place, for steps that add to them.
-        kept: code of the user's runs between two replays, and can keep gradients.
         compiled: the compiled code that the step calls. If there is any, the step is captured once more,
             to look at the Python that was compiled.
+        one_place: all captures leave their gradients in one place, for steps that add to them.
 
     Attributes:
         static: the static buffers that it reads.
@@ -91,26 +90,22 @@ class CapturedStep(Generic[T]):
         backend: Backend,
         static: StaticBatch,
         record: Callable[[Any, Cut, bool], T],
-        drops: Iterable[nn.Parameter],
-        adds: Iterable[nn.Parameter],
+        parameters: tuple[list[nn.Parameter], list[nn.Parameter]],
         takes: Sequence[bool],
-        one_place: bool = False,
-        kept: bool = False,
-        compiled: CompiledCode | None = None,
+        compiled: CompiledCode,
+        one_place: bool,
     ) -> None:
-        compiled = compiled or CompiledCode()
         self._backend = backend
         self.static = static
         self._takes: list[Take[T]] = []
         self._turns: dict[bool, deque[Take[T]]] = {}
-        self._kept = kept
         self._last: Take[T] | None = None
         self._holds: Holds | None = None
         self.tape = OpTape()
         self.replays = 0
         self.has_turns_anywhere = False
         self.written: list[Tensor] = []
-        dropped, added = list(drops), list(adds)
+        dropped, added = parameters
         there = gradients_of(added)
         # The graph adds to these in place, where they are; all takes to the same. Aliases, because a
         # reference would look as if somebody had kept the gradient.
@@ -157,12 +152,6 @@ class CapturedStep(Generic[T]):
                 self.written += written
                 for parameter, grad in there:
                     parameter.grad = grad
-            if kept:
-                made = [
-                    gradient for take in self._takes for turn in take.turns for gradient in turn.made
-                ]
-                every = [gradient for take in self._takes for gradient in take.gradients]
-                self._holds = Holds([*every, *made, *there])
             own = {storage_id(gradient) for take in self._takes for _, gradient in take.gradients}
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
             self._turns = {
@@ -203,6 +192,13 @@ class CapturedStep(Generic[T]):
         finally:
             self._backend.release(graph)
         return written
+
+    def watch_gradients(self) -> None:
+        """Watch who refers to its gradients: code of the user's between two replays can keep them."""
+        made = [gradient for take in self._takes for turn in take.turns for gradient in turn.made]
+        every = [gradient for take in self._takes for gradient in take.gradients]
+        found = gradients_of(parameter for parameter, _ in self._accumulated)
+        self._holds = Holds([*every, *made, *found])
 
     @property
     def has_turns(self) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
-from lightning_cudagraph.capture.checks.verify import Verifier
+from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.holds import GradientCopies
 from lightning_cudagraph.capture.processes.agreement import Agreement, Intent, of_ranks
@@ -28,39 +27,27 @@ Plan = tuple[Intent, str, Signature | None, CapturedStep[T] | None]
 class Plans(Generic[T]):
     """Says of each batch what is done with it.
 
-    Args:
-        backend: where steps run.
-        graphs: those that there are.
-        standing: whether they still hold.
-        warm_ups: how much of them is left.
-        is_settled: whether all state that steps make has been made; warm-up goes on until then.
-        verifier: says which replays are checked.
-        copies: of the gradients of graphs.
-        raise_unsupported: raise when a batch fits no graph, instead of going on eagerly.
-
     Attributes:
         met: what processes have said of the batch at hand, if they have.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        run: RunContext,
         graphs: GraphsBySignature[T],
         standing: StandingGraphs[T],
         warm_ups: WarmUps,
-        is_settled: Callable[[], bool],
-        verifier: Verifier,
         copies: GradientCopies,
-        raise_unsupported: bool,
+        is_settled: Callable[[], bool],
     ) -> None:
-        self._backend = backend
+        self._run = run
+        self._backend = run.backend
+        self._verifier = run.verifier
         self._graphs = graphs
         self._standing = standing
         self._warm_ups = warm_ups
-        self._is_settled = is_settled
-        self._verifier = verifier
         self._copies = copies
-        self._raise_unsupported = raise_unsupported
+        self._is_settled = is_settled
         self.met: tuple[Intent, Intent] | None = None
 
     def is_due(self, step: Step[T], captured: CapturedStep[T]) -> bool:
@@ -90,9 +77,9 @@ class Plans(Generic[T]):
             signature = signature or self._graphs.known_signature(step)
             signature = signature or Signature(step.batch, self._backend.device, step.beside)
         except UnsupportedError as error:
-            if self._raise_unsupported:
+            if self._run.settings.raise_unsupported:
                 raise
-            return Intent.EAGER, error.reason, None, None
+            return Intent.EAGER, self._run.wording.of(error.reason), None, None
         if reason := self._graphs.one_too_many(signature):
             return Intent.EAGER, reason, None, None
         if self._copies.are_given:

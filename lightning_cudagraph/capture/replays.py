@@ -8,16 +8,13 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
-from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.checks.tape import TapeDifference
-from lightning_cudagraph.capture.checks.verify import Verifier
+from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.holds import GradientCopies
-from lightning_cudagraph.capture.processes.agreement import Agreement
 from lightning_cudagraph.capture.standing import StandingGraphs
-from lightning_cudagraph.capture.steps import Step, StepCounts
+from lightning_cudagraph.capture.steps import Step
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
 
 __all__ = ["Replays"]
@@ -26,41 +23,24 @@ T = TypeVar("T")
 
 
 class Replays(Generic[T]):
-    """Replays the captured steps of a run.
-
-    Args:
-        backend: where they run.
-        graphs: those that there are.
-        standing: told what a check has found.
-        carried: attributes whose tensors are others in every step.
-        verifier: checks replays against eager steps.
-        copies: of the gradients of graphs.
-        counts: what became of the steps.
-        around_replays: what is entered around each replay.
-        agreement: with the other processes of the run, or None if there are none.
-    """
+    """Replays the captured steps of an engine."""
 
     def __init__(
         self,
-        backend: Backend,
+        run: RunContext,
         graphs: GraphsBySignature[T],
         standing: StandingGraphs[T],
-        carried: CarriedTensors,
-        verifier: Verifier,
         copies: GradientCopies,
-        counts: StepCounts,
-        around_replays: Callable[[], AbstractContextManager[object]],
-        agreement: Agreement | None,
     ) -> None:
-        self._backend = backend
+        self._backend = run.backend
+        self._carried = run.carried
+        self._verifier = run.verifier
+        self._counts = run.counts
+        self._around_replays = run.around_replays
+        self._agreement = run.agreement
         self._graphs = graphs
         self._standing = standing
-        self._carried = carried
-        self._verifier = verifier
         self._copies = copies
-        self._counts = counts
-        self._around_replays = around_replays
-        self._agreement = agreement
 
     def replayed(self, step: Step[T], captured: CapturedStep[T]) -> T:
         """Do a step by a replay.
@@ -86,17 +66,13 @@ class Replays(Generic[T]):
         replays = 0
 
         def undone() -> AbstractContextManager[None]:
-            # Without a change, the step has the effects that it had in warm-up: none.
-            return (
-                self._standing.effects_undone() if doubt and self._agreement is None else nullcontext()
-            )
+            # What changes in every step by itself was learned in the first checks: without a doubt, the
+            # step has the effects that it had in warm-up.
+            is_alone = self._agreement is None
+            return self._standing.effects_undone() if doubt and is_alone else nullcontext()
 
         def eagerly() -> dict[str, Tensor]:
-            # What changes in every step by itself was learned in the first checks.
-            undone = (
-                self._standing.effects_undone() if doubt and self._agreement is None else nullcontext()
-            )
-            with step.transaction(), self._backend.on_side_stream(), undone:
+            with step.transaction(), self._backend.on_side_stream(), undone():
                 return step.values(captured.run_eagerly(step.rehearse, step.batch))
 
         def replay() -> tuple[T, dict[str, Tensor]]:

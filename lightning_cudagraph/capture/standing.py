@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
-from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.checks.guards import Guards
+from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.holds import GradientCopies
-from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.errors import UnsupportedError
 
@@ -25,20 +23,7 @@ _FEW_REPLAYS = 32
 
 
 class StandingGraphs(Generic[T]):
-    """The graphs of a run, as long as they hold.
-
-    Args:
-        graphs: the graphs.
-        backend: where they are replayed.
-        guards: what they bake in.
-        warm_ups: what was learned before they were captured; that begins anew with them.
-        copies: of their gradients, from when somebody keeps one.
-        counts: what became of the steps.
-        announce: told, in a sentence, what the user should know once.
-        narrow: told why a step could not be captured; whether less of it will be captured from now on.
-        raise_unsupported: raise when a step cannot be captured, instead of going on eagerly.
-        on_give_up: called when the run goes on without graphs.
-        what: what its steps are, as the beginning of a sentence.
+    """The graphs of an engine, as long as they hold.
 
     Attributes:
         given_up: why the run goes on without graphs; None as long as it does not.
@@ -47,29 +32,18 @@ class StandingGraphs(Generic[T]):
 
     def __init__(
         self,
-        graphs: GraphsBySignature[T],
-        backend: Backend,
+        run: RunContext,
         guards: Guards,
+        graphs: GraphsBySignature[T],
         warm_ups: WarmUps,
         copies: GradientCopies,
-        counts: StepCounts,
-        announce: Callable[[str], None],
-        narrow: Callable[[UnsupportedError], bool],
-        raise_unsupported: bool,
-        on_give_up: Callable[[], None],
-        what: str,
     ) -> None:
-        self._graphs = graphs
-        self._backend = backend
+        self._run = run
+        self._backend = run.backend
         self._guards = guards
+        self._graphs = graphs
         self._warm_ups = warm_ups
         self._copies = copies
-        self._counts = counts
-        self._announce = announce
-        self._narrow = narrow
-        self._raise_unsupported = raise_unsupported
-        self._on_give_up = on_give_up
-        self._what = what
         self._short_captures = 0  # in a row
         self.given_up: str | None = None
         self.dropped = ""
@@ -115,14 +89,14 @@ class StandingGraphs(Generic[T]):
         if not had_graphs:
             return
         self._short_captures = self._short_captures + 1 if replays < _FEW_REPLAYS else 0
-        self._counts.recaptures.append(reason)
+        self._run.counts.recaptures.append(reason)
         if self._short_captures >= _MAX_SHORT_CAPTURES:
             self.give_up(
                 f"given up after {self._short_captures} captures in a row that served fewer than"
                 f" {_FEW_REPLAYS} replays each; last, {reason}"
             )
             return
-        self._announce(f"The captured step is stale and is captured anew: {reason}.")
+        self._run.announce(f"The captured step is stale and is captured anew: {reason}.")
 
     def forget(self) -> None:
         """Let go of the graphs and of what was learned in warm-up; it begins anew."""
@@ -132,10 +106,11 @@ class StandingGraphs(Generic[T]):
 
     def unsupported(self, error: UnsupportedError) -> None:
         """Something showed that no step of this run can be captured: narrow, raise, or give up."""
-        if self._narrow(error):
+        self._run.wording.rephrase(error)
+        if self._run.narrow(error):
             self.forget()
             return
-        if self._raise_unsupported:
+        if self._run.settings.raise_unsupported:
             raise error
         self.give_up(error.reason)
 
@@ -143,8 +118,8 @@ class StandingGraphs(Generic[T]):
         """Run eagerly from now on, because `reason`."""
         self.given_up = reason
         self.forget()
-        self._on_give_up()
-        self._announce(f"{self._what} goes on without a graph: {reason}")
+        self._run.on_give_up()
+        self._run.announce(f"{self._run.wording.steps} goes on without a graph: {reason}")
 
     def leave(self) -> None:
         """Another engine's graphs in the same pool come now: bring gradients where none writes."""

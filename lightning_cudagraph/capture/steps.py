@@ -80,10 +80,6 @@ class Place(NamedTuple):
 MAKES_GRADIENTS = Place(drops=True, steps=False)
 
 
-def _nothing(outputs: object) -> None:
-    pass
-
-
 @dataclass
 class Step(Generic[T]):
     """One training step, as the engine needs to know it.
@@ -122,19 +118,19 @@ class Step(Generic[T]):
     run: Callable[[], object]
     record: Callable[[Any, Cut, bool], T]
     rehearse: Callable[[Any], T]
-    between: Callable[[T, int], None]
     values: Callable[[T], dict[str, Tensor]]
     state: Callable[[], dict[str, Tensor]]
     transaction: Callable[[], AbstractContextManager[None]]
-    parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]
     place: Place
-    in_window: bool
-    kept: Callable[[], bool]
+    parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]] = lambda: ([], [])
+    between: Callable[[T, int], None] = lambda outputs, index: None
+    in_window: bool = False
+    kept: Callable[[], bool] = lambda: False
     beside: Mapping[str, Hashable] = field(default_factory=dict)
     learning: Callable[[], AbstractContextManager[None]] = nullcontext
     takes: tuple[bool, ...] = (False,)
     timed: bool = False
-    upcoming: Callable[[T], None] = _nothing
+    upcoming: Callable[[T], None] = lambda outputs: None
     copying: Callable[[], AbstractContextManager[None]] = nullcontext
     is_broken: Callable[[], bool] = lambda: False
     mend: Callable[[], None] = lambda: None

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from lightning_cudagraph.capture.batch import Signature
+from lightning_cudagraph.capture.signatures import make_room
 from lightning_cudagraph.capture.steps import Place
 
 __all__ = ["WarmUps"]
-
-# Signatures whose warm-up is remembered. A loader whose batches never look alike (a string in each)
-# would otherwise fill the memory with them.
-_MAX_SIGNATURES = 64
-# Batch signatures without a capture after which the user is told.
-_MANY_SIGNATURES = 5
 
 
 class WarmUps:
@@ -39,24 +34,12 @@ class WarmUps:
 
     def begin(self, signature: Signature) -> None:
         """The first step on such a batch is about to be done."""
-        if len(self._left) >= _MAX_SIGNATURES:
-            del self._left[next(iter(self._left))]
+        make_room(self._left)
         self._left[signature] = {}
 
     def done(self, signature: Signature, place: Place) -> None:
         """A step went through."""
         self._left[signature][place] = max(self.left(signature, place) - 1, 0)
-
-    def variety(self, signature: Signature) -> str:
-        """Why nothing is captured, if the first batch of this signature comes after many others."""
-        if len(self._left) != _MANY_SIGNATURES:
-            return ""
-        first = next(iter(self._left))
-        return (
-            f"{_MANY_SIGNATURES} different batch signatures and none came up more than"
-            f" {self._steps} times: {first.difference(signature)}. Pad to one shape, and"
-            " leave out of the batch what differs in each (names, ids), or pass it as a tensor"
-        )
 
     def forget(self) -> None:
         """Every warm-up begins anew."""

@@ -13,11 +13,13 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.audit.frozen import frozen_python_audit
 from lightning_cudagraph.capture.audit.host_calls import HostRules
-from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.batch import compared_outputs, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.capture.gradients import GradientHabits
@@ -27,7 +29,7 @@ from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.surroundings import PlainLoop
 from lightning_cudagraph.optim.steps import OptimizerSteps
 
-__all__ = ["Arguments", "StepRecorder", "StepResult", "copied"]
+__all__ = ["Arguments", "StepFunction", "StepRecorder", "StepResult", "copied"]
 
 _ALONE = "a function that works on no `DistributedDataParallel`"
 _PASS_IT = (
@@ -55,6 +57,27 @@ class Arguments:
         return function(*values, **dict(items[self.positional :]))
 
 
+@dataclass(frozen=True)
+class StepFunction:
+    """A function of the user's, and what it works on.
+
+    Attributes:
+        function: itself.
+        model: all modules that it works on, as one.
+        optimizers: those that it steps, by name.
+        scaler: the gradient scaler that it uses, or None.
+        surroundings: what it is called from.
+        replicas: the `DistributedDataParallel`s among the modules.
+    """
+
+    function: Callable[..., Any]
+    model: nn.Module
+    optimizers: Mapping[str, Optimizer]
+    scaler: GradScaler | None
+    surroundings: PlainLoop
+    replicas: StepReplicas
+
+
 @dataclass
 class StepResult:
     """What a captured function returned: static tensors, and what else is to be done after a replay."""
@@ -76,37 +99,31 @@ class StepRecorder:
     """Runs a function so that it can be captured.
 
     Args:
-        function: the user's.
-        model: all modules that it works on, as one.
-        optimizers: those that it steps.
-        surroundings: what it is called from.
-        rules: what the names of the surroundings mean.
-        backend: where it runs.
-        replicas: the `DistributedDataParallel`s among the modules.
+        of: the function, and what it works on.
+        optimizers: the steps of its optimizers.
+        rules: what the names of its surroundings mean.
+        device: where it runs.
         are_agreed: whether all processes, if there are several, decide together.
     """
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        model: nn.Module,
+        of: StepFunction,
         optimizers: OptimizerSteps,
-        surroundings: PlainLoop,
         rules: HostRules,
-        backend: Backend,
-        replicas: StepReplicas,
+        device: torch.device,
         are_agreed: bool,
     ) -> None:
-        self._function = function
-        self._model = model
+        self._function = of.function
+        self._model = of.model
+        self._surroundings = of.surroundings
+        self._replicas = of.replicas
         self._optimizers = optimizers
-        self._surroundings = surroundings
         self._rules = rules
-        self._backend = backend
-        self._replicas = replicas
+        self._device = device
         self._are_agreed = are_agreed
-        self._handed = _handed(function)
-        self._names = _argument_names(function)
+        self._handed = _handed(of.function)
+        self._names = _argument_names(of.function)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of a call, by name."""
@@ -176,7 +193,7 @@ class StepRecorder:
             if capturing:
                 trainer = next(iter(self._surroundings.around.values()), None)
                 audit = frozen_python_audit(
-                    self._model, trainer, self._backend.device, self._rules, self._handed
+                    self._model, trainer, self._device, self._rules, self._handed
                 )
                 mentioned = stack.enter_context(audit).mentioned
                 guards.mentioned.append(mentioned)

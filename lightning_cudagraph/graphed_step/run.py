@@ -1,57 +1,58 @@
 """The calls of one captured function, on one device.
 
 Each signature of arguments, and each mode in which the function is called (autograd, autocast, what
-`DistributedDataParallel` is about to do), has an engine of its own, with its guards. They share the
-device's pool of memory, and the optimizers.
+`DistributedDataParallel` is about to do), is a specialization, with an engine and guards of its own: a
+loop may freeze parameters, put modules into another mode or set another option of an optimizer before
+calls of one kind, and take it back before those of another, and each kind finds what its graph has baked
+in. What one kind does on the host, or cannot have captured, is no concern of the others. All engines
+share the context of the run: the device's pool of memory, the optimizers, checks and their budget,
+counts, and the number of graphs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.capture.checks.verify import Verifier
+from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.gradients import GradientHabits
 from lightning_cudagraph.capture.processes.agreement import Intent
-from lightning_cudagraph.capture.steps import Place, Step, StepCounts
+from lightning_cudagraph.capture.signatures import make_room
+from lightning_cudagraph.capture.steps import Place, Step
 from lightning_cudagraph.capture.streams.stream_choice import Streams
 from lightning_cudagraph.capture.unfit import refuse_unfit_modules
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.errors import BatchError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
-from lightning_cudagraph.graphed_step.record import Arguments, StepRecorder, StepResult, copied
-from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES, StepReplicas, Switches
-from lightning_cudagraph.graphed_step.surroundings import PlainLoop
+from lightning_cudagraph.graphed_step.record import (
+    Arguments,
+    StepFunction,
+    StepRecorder,
+    StepResult,
+    copied,
+)
+from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES
+from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.optim.steps import OptimizerSteps
 
-__all__ = ["ARGUMENTS", "StepRun", "StepSettings", "backend_for"]
+__all__ = ["StepRun", "StepSettings", "backend_for"]
 
-# What a batch is called in messages, and here: the arguments of a call by their names.
-ARGUMENTS = ("`batch[", "`arguments[")
-
-# Signatures whose warm-up is remembered.
-_MAX_SIGNATURES = 64
-# Signatures without a capture after which the user is told.
-_MANY_SIGNATURES = 5
 # Global switches of torch are compared once in so many calls.
 _SUSPECT_EVERY_N_CALLS = 64
-# Whether gradients are recorded, what autocast casts to, and what wrappers for several processes are
-# about to do.
-_Mode = tuple[bool, torch.dtype | None, Switches]
+# By the names that the user knows.
+_Mode = Mapping[str, Hashable]
 _log = logging.getLogger(__name__)
 
 
@@ -70,36 +71,43 @@ class StepSettings:
 
 
 @dataclass
-class _Lane:
+class _Specialization:
     """What belongs to one signature of arguments, in one mode."""
 
     signature: Signature
     mode: _Mode
     engine: StepEngine[StepResult]
     guards: Guards
-    verifier: Verifier
     habits: GradientHabits
     digest: int
     calls: int = 0
 
-    def is_known(self, batch: Any, device_type: str) -> bool:
-        """Whether a quick look can tell that arguments are of this signature."""
+    def is_known(self, batch: Any, mode: _Mode, device_type: str) -> bool:
+        """Whether a quick look can tell that a call is one of these."""
         static = self.engine.static
-        return static is not None and static.tensors_of(batch, device_type) is not None
+        return (
+            static is not None
+            and self.mode == mode
+            and static.tensors_of(batch, device_type) is not None
+        )
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Around a warm-up step."""
+        with ExitStack() as stack:
+            stack.enter_context(self.guards.effects.watched())
+            if not self.engine.has_graphs:
+                stack.enter_context(self.habits.learning())
+            yield
 
 
 class StepRun:
     """The calls of one function.
 
     Args:
-        function: the user's.
-        model: all modules that it works on, as one.
-        optimizers: those that it steps, by name.
-        scaler: the gradient scaler that it uses, or None.
+        of: the function, and what it works on.
         backend: where it runs.
-        surroundings: what it is called from.
         settings: what the user asked for.
-        replicas: the `DistributedDataParallel`s among the modules.
         processes: those that call the function together, or None if this one does alone.
 
     Attributes:
@@ -111,51 +119,52 @@ class StepRun:
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        model: nn.Module,
-        optimizers: Mapping[str, Optimizer],
-        scaler: GradScaler | None,
+        of: StepFunction,
         backend: Backend,
-        surroundings: PlainLoop,
         settings: StepSettings,
-        replicas: StepReplicas,
         processes: StepProcesses | None,
     ) -> None:
-        self.counts = StepCounts()
         self.backend = backend
-        self._model = model
-        self._surroundings = surroundings
+        self._model = of.model
+        self._surroundings = of.surroundings
+        self._replicas = of.replicas
         self._settings = settings
-        self._lanes: dict[tuple[Signature, _Mode], _Lane] = {}
-        self._last: _Lane | None = None
-        self._replicas = replicas
         self._processes = processes
-        surroundings.check()
-        refuse_unfit_modules(model, averaged=True)
-        _refuse_several_devices(model, backend.device)
-        self._optimizers = OptimizerSteps(optimizers, scaler, backend.device, self._drop_all)
-        self._harmless = settings.harmless | (OWN_ATTRIBUTES if replicas else frozenset())
-        rules = surroundings.rules(self._harmless, scaler)
+        self._specializations: dict[Signature, _Specialization] = {}
+        self._last: _Specialization | None = None
+        of.surroundings.check()
+        refuse_unfit_modules(of.model, averaged=True)
+        _refuse_several_devices(of.model, backend.device)
+        self._optimizers = OptimizerSteps(of.optimizers, of.scaler, backend.device, self._drop_all)
+        self._harmless = settings.harmless | (OWN_ATTRIBUTES if of.replicas else frozenset())
         self._recorder = StepRecorder(
-            function,
-            model,
+            of,
             self._optimizers,
-            surroundings,
-            rules,
-            backend,
-            replicas,
+            of.surroundings.rules(self._harmless, of.scaler),
+            backend.device,
             are_agreed=processes is not None or not are_several(),
         )
-        self._owns_gradients = replicas.own_gradients(self._recorder.parameters().values())
+        self._owns_gradients = of.replicas.own_gradients(self._recorder.parameters().values())
+        # Of a model without modules: what a function puts into attributes is refused.
+        nothing = CarriedTensors(nn.Module(), backend.device, frozenset(), of.surroundings.stays_on_host)
+        self._context = RunContext(
+            backend,
+            settings,
+            nothing,
+            _log.warning,
+            WORDING,
+            processes,
+            settings.max_graphs,
+            self._optimizers.learning_rates,
+        )
+        self.counts = self._context.counts
 
     @property
     def notes(self) -> list[str]:
         """What the user should know."""
-        verifiers = [lane.verifier for lane in self._lanes.values()]
-        checked = sum(verifier.checked for verifier in verifiers)
-        notes = [f"{checked} replay(s) verified against eager steps"]
-        notes += [note for verifier in verifiers for note in verifier.notes]
-        notes += [note for lane in self._lanes.values() for note in lane.engine.notes]
+        verifier = self._context.verifier
+        notes = [f"{verifier.checked} replay(s) verified against eager steps", *verifier.notes]
+        notes += [note for each in self._specializations.values() for note in each.engine.notes]
         off = notes_of_captures(self.backend.device)
         return list(dict.fromkeys([*notes, *self._optimizers.notes, *off]))
 
@@ -167,61 +176,56 @@ class StepRun:
         """
         arguments = self._recorder.arguments(args, kwargs)
         try:
-            lane = self._lane(arguments.batch)
+            kind = self._specialization(arguments.batch)
         except UnsupportedError as error:
             if self._settings.raise_unsupported:
                 raise
-            return self._eager(arguments, error.reason)
-        if not lane.engine.has_graphs and self._graphs() >= self._settings.max_graphs:
-            reason = f"more than {self._settings.max_graphs} signatures: {lane.signature}"
-            return self._eager(arguments, reason)
-        if self._last is not lane and self._last is not None:
+            return self._eager(arguments, WORDING.of(error.reason))
+        if self._last is not kind and self._last is not None:
             self._last.engine.leave()
-        self._last = lane
-        lane.calls += 1
+        self._last = kind
+        kind.calls += 1
         if self._processes is not None:
-            self._processes.begin(lane.digest)
-        if lane.calls % _SUSPECT_EVERY_N_CALLS == 0:
-            lane.guards.suspect()
+            self._processes.begin(kind.digest)
+        if kind.calls % _SUSPECT_EVERY_N_CALLS == 0:
+            kind.guards.suspect()
         returned: list[Any] = []
-        step = self._step(lane, arguments, returned)
-        _, result = lane.engine.step(step, self._optimizers.refresh, lane.signature)
+        step = self._step(kind, arguments, returned)
+        _, result = kind.engine.step(step, self._optimizers.refresh, kind.signature)
         if result is None:
             return copied(returned[0])
         for note in result.host_notes:
             note()
         return copied(result.returned)
 
-    def _step(self, lane: _Lane, arguments: Arguments, returned: list[Any]) -> Step[StepResult]:
+    def _step(
+        self, kind: _Specialization, arguments: Arguments, returned: list[Any]
+    ) -> Step[StepResult]:
         """One call, as the engine needs to know it; what an eager one returns is added to `returned`."""
-        recorder, habits = self._recorder, lane.habits
+        recorder, habits = self._recorder, kind.habits
 
         def run() -> None:
-            with ExitStack() as stack:
-                if not (lane.engine.has_graphs or lane.engine.given_up):
-                    stack.enter_context(habits.learning())
-                returned.append(recorder.run(arguments))
+            returned.append(recorder.run(arguments))
             self._replicas.ran()
 
         def record(batch: dict[str, Any], capturing: bool) -> StepResult:
-            return recorder.record(batch, arguments, habits, lane.guards, capturing)
+            return recorder.record(batch, arguments, habits, kind.guards, capturing)
 
         return Step(
             batch=arguments.batch,
             run=run,
             record=lambda batch, cut, timed: record(batch, capturing=True),
             rehearse=lambda batch: record(batch, capturing=False),
-            between=_no_turn,
             values=StepResult.values,
             state=lambda: recorder.state(habits),
             transaction=recorder.undone,
             parameters=habits.parameters,
+            # One capture of each place, and so one place for its gradients anyway.
             place=Place(True, habits.finds_gradients()),
-            in_window=False,  # one capture of each place, and so one place for its gradients anyway
             kept=lambda: not self._owns_gradients,
             is_broken=self._replicas.is_broken,
             mend=self._replicas.reset,
-            learning=lane.guards.effects.watched,
+            learning=kind.learning,
         )
 
     def close(self) -> None:
@@ -229,26 +233,21 @@ class StepRun:
         with ExitStack() as stack:  # graphs first
             stack.callback(self._replicas.close)
             stack.callback(self._optimizers.close)
-            for lane in self._lanes.values():
-                stack.callback(lane.engine.close)
+            for kind in self._specializations.values():
+                stack.callback(kind.engine.close)
 
-    def _graphs(self) -> int:
-        return sum(lane.engine.has_graphs for lane in self._lanes.values())
-
-    def _lane(self, batch: dict[str, Any]) -> _Lane:
+    def _specialization(self, batch: dict[str, Any]) -> _Specialization:
         mode = self._mode()
-        if (
-            (last := self._last) is not None
-            and last.mode == mode
-            and last.is_known(batch, self.backend.device.type)
-        ):
-            return last
-        signature = self._signature(batch)
-        lane = self._lanes.get((signature, mode))
-        return self._new_lane(signature, mode, batch) if lane is None else lane
+        if self._last is not None and self._last.is_known(batch, mode, self.backend.device.type):
+            return self._last
+        signature = self._signature(batch, mode)
+        if signature not in self._specializations:
+            make_room(self._specializations, lambda kind: not kind.engine.has_graphs)
+            self._specializations[signature] = self._specialized(signature, mode, batch)
+        return self._specializations[signature]
 
-    def _signature(self, batch: dict[str, Any]) -> Signature:
-        signature = Signature(batch, self.backend.device)
+    def _signature(self, batch: dict[str, Any], mode: _Mode) -> Signature:
+        signature = Signature(batch, self.backend.device, mode)
         for path, leaf in flatten_batch(batch):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise BatchError(
@@ -260,7 +259,11 @@ class StepRun:
         return signature
 
     def _mode(self) -> _Mode:
-        """Whether gradients are recorded, and what autocast casts to."""
+        """What a graph takes for granted of the surroundings of a call.
+
+        Whether gradients are recorded, what autocast casts to, and what wrappers for several processes
+        are about to do.
+        """
         device_type = self.backend.device.type
         autocast = torch.is_autocast_enabled(device_type)
         if autocast and torch.is_autocast_cache_enabled():
@@ -275,82 +278,38 @@ class StepRun:
                 "Use `torch.no_grad()`.",
             )
         dtype = torch.get_autocast_dtype(device_type) if autocast else None
-        return torch.is_grad_enabled(), dtype, self._replicas.switches()
+        return {
+            "torch.is_grad_enabled()": torch.is_grad_enabled(),
+            "torch.get_autocast_dtype()": dtype,
+            "DistributedDataParallel's switches": self._replicas.switches(),
+        }
 
-    def _new_lane(self, signature: Signature, mode: _Mode, batch: dict[str, Any]) -> _Lane:
-        while len(self._lanes) >= _MAX_SIGNATURES:
-            idle = next((k for k, lane in self._lanes.items() if not lane.engine.has_graphs), None)
-            if idle is None:
-                break
-            del self._lanes[idle]
-        settings, backend = self._settings, self.backend
+    def _specialized(self, signature: Signature, mode: _Mode, batch: dict[str, Any]) -> _Specialization:
+        optimizers = self._optimizers
         habits = GradientHabits(self._recorder.parameters, self.backend.device.type)
         guards = Guards(
             self._model,
-            self._optimizers.hyperparameters,
-            self._optimizers.addresses,
+            optimizers.hyperparameters,
+            optimizers.addresses,
             self._surroundings.unwatched | self._harmless,
-            self._optimizers.frozen_values,
+            optimizers.frozen_values,
             stays_on_host=self._surroundings.stays_on_host,
-            others=self._optimizers.places,
+            others=optimizers.places,
             around=self._surroundings.around,
-            stepped=self._optimizers.parameters,
-            callees=self._optimizers.stepped,
-        )
-        verifier = Verifier(
-            backend,
-            settings.verify_replays,
-            settings.verify_every_n_steps,
-            self._optimizers.learning_rates,
-            self._processes,
-            settings.verify_budget,
-        )
-        # Of a model without modules: what a function puts into attributes is refused.
-        nothing = CarriedTensors(
-            nn.Module(), backend.device, frozenset(), self._surroundings.stays_on_host
+            stepped=optimizers.parameters,
+            callees=optimizers.stepped,
         )
         engine: StepEngine[StepResult] = StepEngine(
-            backend=backend,
-            guards=guards,
-            carried=nothing,
-            verifier=verifier,
-            is_settled=lambda: (
-                habits.is_settled() and self._optimizers.is_settled() and self._replicas.is_settled()
-            ),
-            warmup_steps=settings.warmup_steps,
-            raise_unsupported=settings.raise_unsupported,
-            announce=_log.warning,
-            narrow=lambda error: False,
-            on_give_up=lambda: None,
-            what="The loop",
-            streams=settings.streams,
-            agreement=self._processes,
-            counts=self.counts,
+            self._context,
+            guards,
+            lambda: habits.is_settled() and optimizers.is_settled() and self._replicas.is_settled(),
         )
-        lane = _Lane(
-            signature, mode, engine, guards, verifier, habits, digest_of(f"{_shapes(batch)} {mode}")
-        )
-        self._note_variety(lane)
-        self._lanes[signature, mode] = lane
-        return lane
-
-    def _note_variety(self, lane: _Lane) -> None:
-        """Say once that arguments differ so much that none has come up often enough to be captured."""
-        if len(self._lanes) + 1 == _MANY_SIGNATURES and not (
-            self.counts.captures or self.counts.variety
-        ):
-            first = next(iter(self._lanes.values())).signature
-            difference = first.difference(lane.signature).replace(*ARGUMENTS)
-            self.counts.variety = (
-                f"{_MANY_SIGNATURES} or more different signatures of arguments, and none came up more"
-                f" than {self._settings.warmup_steps} times: {difference}. Pad to one"
-                " shape, and pass numbers that differ from call to call as tensors"
-            )
-            _log.info("There is no graph yet: %s.", self.counts.variety)
+        digest = digest_of(f"{_shapes(batch)} {mode}")
+        return _Specialization(signature, mode, engine, guards, habits, digest)
 
     def _drop_all(self, reason: str) -> None:
-        for lane in self._lanes.values():
-            lane.engine.drop(reason)
+        for kind in self._specializations.values():
+            kind.engine.drop(reason)
 
     def _eager(self, arguments: Arguments, reason: str) -> Any:
         self.counts.note_eager(reason)
@@ -371,10 +330,6 @@ def _shapes(batch: dict[str, Any]) -> list[object]:
         (path, tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else path
         for path, leaf in flatten_batch(batch)
     ]
-
-
-def _no_turn(result: StepResult, number: int) -> None:
-    """A function of the user's gives the host no turn in its middle."""
 
 
 def _refuse_several_devices(model: nn.Module, device: torch.device) -> None:

@@ -30,9 +30,11 @@ from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.compat.torch_names import tree_iter
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
+from lightning_cudagraph.graphed_step.record import StepFunction
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
-from lightning_cudagraph.graphed_step.run import ARGUMENTS, StepRun, StepSettings, backend_for
+from lightning_cudagraph.graphed_step.run import StepRun, StepSettings, backend_for
 from lightning_cudagraph.graphed_step.surroundings import surroundings_of
+from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.timing.report import fit_report
 from lightning_cudagraph.timing.windows import WindowSummary
@@ -43,30 +45,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _inside = threading.local()
-
-# What a remedy of the callback's is to the user of a step. Longer ones first.
-_BEFORE, _AFTER = "before you call the step", "after the call of the step"
-_OPTIMIZER_OUTSIDE = "call the optimizer after the step, outside of it"
-_WORDS = {
-    "in a hook that runs on the host at every step, such as `on_train_batch_start`": _BEFORE,
-    "in `on_train_batch_end`, which runs on the host after every step": _AFTER,
-    "in `on_train_batch_start` or `on_train_batch_end`": "before or after the call of the step",
-    "in `on_train_batch_start` or in `optimizer_step`": "outside of the step",
-    "in `on_train_batch_start`": _BEFORE,
-    "in `on_train_batch_end`": _AFTER,
-    'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
-        _OPTIMIZER_OUTSIDE
-    ),
-    'pass `scope="forward_backward"`': _OPTIMIZER_OUTSIDE,
-    "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": "Use",
-    ARGUMENTS[0]: ARGUMENTS[1],
-    "What `training_step` returned or logged": "What the step returned",
-    "What `training_step` returned and logged": "What the step returned",
-    "CUDAGraphCallback(": "GraphedStep(",
-    "The training step": "The step",
-    "the training step": "the step",
-    "To train on without a graph": "To go on without a graph",
-}
 
 
 class GraphedStep(Generic[P, R]):
@@ -250,7 +228,7 @@ class GraphedStep(Generic[P, R]):
                 self._run = self._started(args, kwargs)
             result: R = self._run.call(args, kwargs)
         except UnsupportedError as error:
-            error.rephrase(_WORDS)
+            WORDING.rephrase(error)
             if self._run is not None or self._settings.raise_unsupported:
                 self._fail(error)
                 raise
@@ -377,17 +355,10 @@ class GraphedStep(Generic[P, R]):
         device = _device_of(model, optimizers, (args, kwargs))
         if self._processes is not None:
             check_nccl(device)
-        return StepRun(
-            function,
-            model,
-            optimizers,
-            self._scaler or surroundings.scaler(),
-            self._backend(device),
-            surroundings,
-            self._settings,
-            StepReplicas(model),
-            self._processes,
-        )
+        scaler = self._scaler or surroundings.scaler()
+        backend = self._backend(device)
+        of = StepFunction(function, model, optimizers, scaler, surroundings, StepReplicas(model))
+        return StepRun(of, backend, self._settings, self._processes)
 
     def _found(self) -> dict[str, nn.Module]:
         """The modules that the function works on: those that can be seen, and those that were given."""

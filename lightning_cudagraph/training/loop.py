@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.checks.verify import Verifier
+from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.processes.agreement import Agreement
 from lightning_cudagraph.capture.stand_ins import replace_method
@@ -131,29 +131,21 @@ class GraphedTraining:
             self._metrics,
             settings.timings.placement if settings.timings is not None else "forked",
         )
-        self._verifier = Verifier(
+        context = RunContext(
             backend,
-            settings.verify_replays,
-            settings.verify_every_n_steps,
-            lambda: self._part.optimizer.learning_rates(),
-            agreement,
-            settings.verify_budget,
-        )
-        self._engine: StepEngine[StepOutputs] = StepEngine(
-            backend=backend,
-            guards=self._guards,
-            carried=carried,
-            verifier=self._verifier,
-            is_settled=lambda: self._part.is_settled() and self._replicas.is_settled(),
-            warmup_steps=settings.warmup_steps,
-            raise_unsupported=settings.raise_unsupported,
-            streams=settings.streams,
-            announce=self._announce,
+            settings,
+            carried,
+            self._announce,
+            agreement=agreement,
+            learning_rates=lambda: self._part.optimizer.learning_rates(),
             narrow=self._part.put_behind,
             on_give_up=self._part.let_go,
             around_replays=around_replays(trainer),
             on_capture=self._captured,
-            agreement=agreement,
+        )
+        self._verifier = context.verifier
+        self._engine: StepEngine[StepOutputs] = StepEngine(
+            context, self._guards, lambda: self._part.is_settled() and self._replicas.is_settled()
         )
         self._eager = EagerSteps(trainer, module, self._recorder.logs, self._replicas, self._times)
         self._hand_over = HandOver(

@@ -114,9 +114,6 @@ def rounding(expected: Tensor, before: Tensor | None = None) -> float:
 
 
 _FORWARD_AGREES = "What `training_step` returned and logged is the same"
-_OPTIMIZER_OUTSIDE = (
-    '`CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly'
-)
 
 
 @dataclass(frozen=True)
@@ -140,12 +137,13 @@ _IN_BACKWARD = _Cause(
 _AFTER_FORWARD = _Cause(
     f"{_FORWARD_AGREES}: what differs was frozen in the backward pass (in a hook, or in the `backward`"
     " of an `autograd.Function`) or in the optimizer",
-    f"Keep such values in buffers, or pass {_OPTIMIZER_OUTSIDE}.",
+    'Keep such values in buffers, or pass `CUDAGraphCallback(scope="forward_backward")`, with which the'
+    " optimizer steps eagerly.",
 )
 _IN_UPDATE = _Cause(
     f"{_FORWARD_AGREES}, and so is the state of the optimizer; only parameters differ: a learning rate,"
     " a weight decay or the like was frozen",
-    f"Pass {_OPTIMIZER_OUTSIDE}.",
+    'Pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly.',
 )
 _IN_BUFFERS = _Cause(
     "Only buffers differ: a module updates them with something that it reads on the host, and that has"

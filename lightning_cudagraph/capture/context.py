@@ -1,0 +1,98 @@
+"""The context of a run of captured steps: all that its engines, and their parts, have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.carried import CarriedTensors
+from lightning_cudagraph.capture.checks.verify import Verifier
+from lightning_cudagraph.capture.processes.agreement import Agreement
+from lightning_cudagraph.capture.signatures import Signatures
+from lightning_cudagraph.capture.steps import Step, StepCounts
+from lightning_cudagraph.capture.streams.stream_choice import Streams
+from lightning_cudagraph.errors import UnsupportedError, Wording
+
+__all__ = ["CaptureSettings", "RunContext"]
+
+
+class CaptureSettings(Protocol):
+    """The arguments of the user's that every front end has; each documents its own."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Ordinary steps on the side stream before a capture."""
+
+    @property
+    def raise_unsupported(self) -> bool:
+        """Raise when a step cannot be captured, instead of going on eagerly."""
+
+    @property
+    def verify_replays(self) -> int:
+        """Replays of a graph that are verified, from the first on."""
+
+    @property
+    def verify_every_n_steps(self) -> int | None:
+        """Beyond those, verify one replay in so many."""
+
+    @property
+    def verify_budget(self) -> float:
+        """Share of the run's time that later checks may take."""
+
+    @property
+    def streams(self) -> Streams:
+        """Streams of a capture."""
+
+
+@dataclass
+class RunContext:
+    """The context of a run, made once by a front end.
+
+    Attributes:
+        backend: where steps run.
+        settings: what the user asked for.
+        carried: attributes whose tensors are others in every step.
+        announce: told, in a sentence, what the user should know once.
+        wording: the words of the front end.
+        agreement: with the other processes of the run, or None if there are none.
+        max_signatures: batches of how many signatures have graphs. Those of others run eagerly.
+        learning_rates: those of now; replays with others than at the capture are verified once more.
+        narrow: told why a step could not be captured; whether less of it will be captured from now on.
+        on_give_up: called when the run goes on without graphs.
+        around_replays: what is entered around each replay.
+        on_capture: told of each capture that succeeded: of what, and how many milliseconds it took.
+        counts: what became of the steps so far.
+        verifier: checks replays against eager steps.
+        signatures: those that have graphs.
+    """
+
+    backend: Backend
+    settings: CaptureSettings
+    carried: CarriedTensors
+    announce: Callable[[str], None]
+    wording: Wording = field(default_factory=Wording)
+    agreement: Agreement | None = None
+    max_signatures: int = 1
+    learning_rates: Callable[[], tuple[Any, ...]] = tuple
+    narrow: Callable[[UnsupportedError], bool] = lambda error: False
+    on_give_up: Callable[[], None] = lambda: None
+    around_replays: Callable[[], AbstractContextManager[object]] = nullcontext
+    on_capture: Callable[[Step[Any], float], None] = lambda step, capture_ms: None
+    counts: StepCounts = field(default_factory=StepCounts)
+    verifier: Verifier = field(init=False)
+    signatures: Signatures = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.verifier = Verifier(
+            self.backend,
+            settings.verify_replays,
+            settings.verify_every_n_steps,
+            self.learning_rates,
+            self.agreement,
+            settings.verify_budget,
+        )
+        self.signatures = Signatures(self.max_signatures, settings.warmup_steps, self.wording)

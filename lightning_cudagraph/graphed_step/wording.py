@@ -1,0 +1,40 @@
+"""The words of `GraphedStep` in messages that are written for the callback."""
+
+from __future__ import annotations
+
+from lightning_cudagraph.errors import Wording
+
+__all__ = ["WORDING"]
+
+_BEFORE, _AFTER = "before you call the step", "after the call of the step"
+_OPTIMIZER_OUTSIDE = "the optimizer after the step, outside of it"
+
+WORDING = Wording(
+    steps="The loop",
+    signature="signature of arguments",
+    signatures="signatures of arguments",
+    words={
+        "in a hook that runs on the host at every step, such as `on_train_batch_start`": _BEFORE,
+        "in `on_train_batch_end`, which runs on the host after every step": _AFTER,
+        "in `on_train_batch_start` or `on_train_batch_end`": "before or after the call of the step",
+        "in `on_train_batch_start` or in `optimizer_step`": "outside of the step",
+        "in `on_train_batch_start`": _BEFORE,
+        "in `on_train_batch_end`": _AFTER,
+        'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
+            f"call {_OPTIMIZER_OUTSIDE}"
+        ),
+        'Pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
+            f"Call {_OPTIMIZER_OUTSIDE}"
+        ),
+        'pass `scope="forward_backward"`': f"call {_OPTIMIZER_OUTSIDE}",
+        "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": "Use",
+        # A batch is the arguments of a call, by their names.
+        "`batch[": "`arguments[",
+        "What `training_step` returned or logged": "What the step returned",
+        "What `training_step` returned and logged": "What the step returned",
+        "CUDAGraphCallback(": "GraphedStep(",
+        "The training step": "The step",
+        "the training step": "the step",
+        "To train on without a graph": "To go on without a graph",
+    },
+)
