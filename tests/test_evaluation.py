@@ -656,6 +656,29 @@ def test_more_signatures_than_graphs(tmp_path: Path, accelerator: str) -> None:
     assert counts.replayed == 120 - 30 - 18
 
 
+class CountsPairs(Shapes):
+    """Leaves something on the host in steps on two samples alone, in an object that is written in C."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = bytearray()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch) == 2:
+            self.pairs.extend(b".")
+        super().validation_step(batch, batch_idx)
+
+
+def test_effects_of_one_signature(tmp_path: Path, accelerator: str) -> None:
+    """The last warm-up step before the capture is one on another signature, which has no effects."""
+    sizes = [2, 2, 1, 2, 1, 2, 2]
+    batches = DataLoader([torch.randn(size, 12) for size in sizes], batch_size=None)
+    message = r"The validation step sets or changes `pairs` .*test_evaluation\.py"
+    session = Session(CountsPairs, tmp_path, evaluating(), accelerator=accelerator)
+    with pytest.raises(CaptureError, match=message):
+        session.run("validate", batches)
+
+
 class ByHand(Evaluated):
     def __init__(self) -> None:
         super().__init__()

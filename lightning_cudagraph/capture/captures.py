@@ -154,6 +154,7 @@ class Captures(Generic[T]):
     def _capture_once(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._graphs.plain.clear()  # each is to be replayed by `step` once more, after what comes now
         self._guards.watch()
+        self._guards.effects.kind = signature, step.place
         self._run.carried.watch()
         if moving := self._guards.moving():
             raise UnsupportedError(

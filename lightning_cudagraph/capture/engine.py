@@ -266,6 +266,7 @@ class StepEngine(Generic[T]):
                 self._run.announce(f"There is no graph yet: {why}.")
             self._warm_ups.begin(signature)
         self._guards.watch()
+        self._guards.effects.kind = signature, step.place
         self._carried.take_out()
         self._carried.watch()
         with ExitStack() as stack:

@@ -10,6 +10,7 @@ from lightning_cudagraph.errors import Wording
 
 __all__ = ["Signatures", "make_room"]
 
+K = TypeVar("K")
 V = TypeVar("V")
 
 _MAX_REMEMBERED = 64
@@ -17,13 +18,13 @@ _MAX_REMEMBERED = 64
 _MANY = 5
 
 
-def make_room(known: dict[Signature, V], is_idle: Callable[[V], bool] = lambda value: True) -> None:
-    """Forget the oldest idle signature if too many are remembered.
+def make_room(known: dict[K, V], is_idle: Callable[[V], bool] = lambda value: True) -> None:
+    """Forget the oldest idle entry if too many signatures are remembered.
 
     A loader of which no two batches look alike (a string in each) would otherwise fill the memory.
     """
     while len(known) >= _MAX_REMEMBERED:
-        oldest = next((signature for signature, value in known.items() if is_idle(value)), None)
+        oldest = next((key for key, value in known.items() if is_idle(value)), None)
         if oldest is None:
             return
         del known[oldest]

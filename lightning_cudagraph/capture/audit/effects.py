@@ -9,7 +9,7 @@ which run on the host, and of methods that Lightning calls around the step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -27,6 +27,7 @@ from lightning_cudagraph.capture.audit.parts import Moved
 from lightning_cudagraph.capture.audit.walker import Walk
 from lightning_cudagraph.capture.own_modes import not_compiled
 from lightning_cudagraph.capture.sentry import is_users
+from lightning_cudagraph.capture.signatures import make_room
 from lightning_cudagraph.errors import StaleGraphError
 
 __all__ = ["OF_OPTIMIZER", "Effects"]
@@ -42,6 +43,10 @@ class Effects:
         walk: over what they can change, given what they mention.
         harmless: paths at which anything may change.
         is_carried: whether it is a module whose attributes can be carried over from step to step.
+
+    Attributes:
+        kind: of the step at hand. Steps of one kind are captured together, and another kind may do
+            something else on the host.
     """
 
     def __init__(
@@ -54,22 +59,24 @@ class Effects:
         self._walk = walk
         self._harmless = harmless
         self._mentioned = MentionedNames()
-        self._found: list[Moved] = []
+        self._found: dict[Hashable, list[Moved]] = {}
+        self.kind: Hashable = None
 
     def forget(self) -> None:
-        """Forget what was found. Only the last warm-up step counts: what is lazy is made before it."""
-        self._found = []
+        """Forget what was found."""
+        self._found.clear()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around a warm-up step: find what it changes.
 
-        Only the last one counts: what is made lazily is made before it.
+        Only the last one of each kind counts: what is made lazily is made before it.
         """
         walk = self._walk(self._mentioned)
         with _code_noted(self._mentioned):
             yield
-        self._found = [moved for moved in walk.changes() if self._is_effect(moved)]
+        make_room(self._found)
+        self._found[self.kind] = [moved for moved in walk.changes() if self._is_effect(moved)]
 
     @contextmanager
     def refused(self, captured: Callable[[], MentionedNames]) -> Iterator[None]:
@@ -81,12 +88,13 @@ class Effects:
         Raises:
             CaptureError: naming the first effect, with the user's line.
         """
-        lasting = [moved for moved in self._found if moved.node.write is None]
+        found = self._found.get(self.kind, [])
+        lasting = [moved for moved in found if moved.node.write is None]
         self._refuse(lasting, self._mentioned.users_code)
-        before = [(moved.node, moved.node.read()) for moved in self._found]
+        before = [(moved.node, moved.node.read()) for moved in found]
         try:
             yield
-            self._refuse(self._found, captured().users_code)
+            self._refuse(found, captured().users_code)
         except BaseException:
             for node, parts in before:
                 node.put_back(parts)
