@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import lightning_cudagraph
-from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.errors import UnsupportedError, Wording
-from lightning_cudagraph.evaluation import wording_of
 from lightning_cudagraph.graphed_step.wording import WORDING
+from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.trainer.evaluation import wording_of
 
 ROOT = Path(lightning_cudagraph.__file__).parent
 WORDINGS = {"step": WORDING, "validate": wording_of("validation"), "test": wording_of("test")}

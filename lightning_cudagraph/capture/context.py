@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.checks.verify import Verifier
-from lightning_cudagraph.capture.processes.agreement import Agreement
-from lightning_cudagraph.capture.signatures import Signatures
 from lightning_cudagraph.capture.steps import Step, StepCounts
-from lightning_cudagraph.capture.streams.stream_choice import Streams
+from lightning_cudagraph.capture.stream_choice import Streams
+from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError, Wording
+from lightning_cudagraph.processes.agreement import Agreement
+from lightning_cudagraph.tensors.signatures import Signatures
 
 __all__ = ["CaptureSettings", "RunContext"]
 

@@ -9,13 +9,13 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
-from lightning_cudagraph.capture.checks.tape import TapeDifference
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.holds import GradientCopies
 from lightning_cudagraph.capture.standing import StandingGraphs
 from lightning_cudagraph.capture.steps import Step
+from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
+from lightning_cudagraph.tensors.holds import GradientCopies
 
 __all__ = ["Replays"]
 

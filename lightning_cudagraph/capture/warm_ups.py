@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_cudagraph.capture.batch import Signature
-from lightning_cudagraph.capture.signatures import make_room
 from lightning_cudagraph.capture.steps import Place
+from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.signatures import make_room
 
 __all__ = ["WarmUps"]
 

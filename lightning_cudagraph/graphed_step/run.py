@@ -20,21 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.backend import Backend, CudaBackend
-from lightning_cudagraph.capture.batch import Signature, flatten_batch
-from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.checks.guards import Guards
 from lightning_cudagraph.capture.context import RunContext
-from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.gradients import GradientHabits
-from lightning_cudagraph.capture.processes.agreement import Intent
-from lightning_cudagraph.capture.signatures import make_room
 from lightning_cudagraph.capture.steps import Place, Step
-from lightning_cudagraph.capture.streams.stream_choice import Streams
-from lightning_cudagraph.capture.unfit import refuse_unfit_modules
+from lightning_cudagraph.capture.stream_choice import Streams
+from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.unfit import refuse_unfit_modules
 from lightning_cudagraph.compat.tables import notes_of_captures
+from lightning_cudagraph.device.backend import Backend, CudaBackend
+from lightning_cudagraph.device.emulator import EmulatorBackend
 from lightning_cudagraph.errors import BatchError, UnsupportedError
+from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
 from lightning_cudagraph.graphed_step.record import (
     Arguments,
@@ -46,6 +43,9 @@ from lightning_cudagraph.graphed_step.record import (
 from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.optim.steps import OptimizerSteps
+from lightning_cudagraph.processes.agreement import Intent
+from lightning_cudagraph.tensors.batch import Signature, flatten_batch
+from lightning_cudagraph.tensors.signatures import make_room
 
 __all__ = ["StepRun", "StepSettings", "backend_for"]
 

@@ -1,0 +1,85 @@
+"""The batch signatures of a run: how many get graphs, and how many came before one had any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from lightning_cudagraph.errors import Wording
+from lightning_cudagraph.tensors.batch import Signature
+
+__all__ = ["Signatures", "make_room"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+_MAX_REMEMBERED = 64
+# Signatures without a capture after which the user is told.
+_MANY = 5
+
+
+def make_room(known: dict[K, V], is_idle: Callable[[V], bool] = lambda value: True) -> None:
+    """Forget the oldest idle entry if too many signatures are remembered.
+
+    A loader of which no two batches look alike (a string in each) would otherwise fill the memory.
+    """
+    while len(known) >= _MAX_REMEMBERED:
+        oldest = next((key for key, value in known.items() if is_idle(value)), None)
+        if oldest is None:
+            return
+        del known[oldest]
+
+
+class Signatures:
+    """The signatures that have graphs, in all engines of a run, and those that came before any had.
+
+    Args:
+        max_captured: how many get graphs.
+        warmup_steps: steps before a capture.
+        wording: the words of the front end.
+    """
+
+    def __init__(self, max_captured: int, warmup_steps: int, wording: Wording) -> None:
+        self._max_captured = max_captured
+        self._warmup_steps = warmup_steps
+        self._wording = wording
+        self._captured: dict[Signature, None] = {}
+        self._before: dict[Signature, None] = {}
+
+    def captured(self, signature: Signature) -> None:
+        """Note that a signature has a graph."""
+        self._captured[signature] = None
+        self._before.clear()
+
+    def dropped(self, signatures: Iterable[Signature]) -> None:
+        """Note that signatures have no graph any more."""
+        for signature in signatures:
+            self._captured.pop(signature, None)
+
+    def one_too_many(self, signature: Signature) -> str:
+        """Explain why one more signature gets no graph; return nothing if there is room for it."""
+        if len(self._captured) < self._max_captured:
+            return ""
+        latest, wording = next(reversed(self._captured)), self._wording
+        more = f"another {wording.signature}"
+        if self._max_captured > 1:
+            more = f"more than {self._max_captured} {wording.signatures}, the last"
+        return f"{more}: {wording.of(latest.difference(signature))}"
+
+    def begin(self, signature: Signature) -> str:
+        """Note that a signature begins its warm-up.
+
+        Returns:
+            Why nothing is captured, if it comes after many others and none has a graph; or nothing.
+        """
+        if self._captured or signature in self._before:
+            return ""
+        if len(self._before) < _MANY:
+            self._before[signature] = None
+            return ""
+        difference = self._wording.of(next(iter(self._before)).difference(signature))
+        return (
+            f"{_MANY} different {self._wording.signatures} and none came up more than"
+            f" {self._warmup_steps} times: {difference}. Pad to one shape, and leave out what differs in"
+            " each (names, ids), or pass it as a tensor"
+        )
