@@ -34,10 +34,10 @@ from lightning_cudagraph.capture.noted import refused
 from lightning_cudagraph.capture.own_modes import OwnDispatchMode, OwnFunctionMode
 from lightning_cudagraph.capture.processes.collective_hooks import run_collective
 from lightning_cudagraph.capture.writes import Writes
+from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.compat.torch_names import tree_iter
 from lightning_cudagraph.errors import CaptureError
 
-_PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STDLIB_DIR = sysconfig.get_paths()["stdlib"] + os.sep
 # What code is called that has no file because tools have made it: Python itself, torch.fx, attrs, numpy.
 _MADE_BY_TOOLS = (
@@ -193,7 +193,7 @@ def _is_library(path: str) -> bool:
 
 def is_user_code(path: str) -> bool:
     """Whether a source file is neither Python's, torch's, Lightning's nor this package's."""
-    return not path.startswith(("<", _PACKAGE_DIR + os.sep)) and not _is_library(path)
+    return not path.startswith(("<", PACKAGE_DIR)) and not _is_library(path)
 
 
 def is_users(code: CodeType, namespace: Mapping[str, Any]) -> bool:
@@ -235,7 +235,6 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
     the captured step was called from, and what lies further out is the script that called `fit`.
     Modes do not count: torch calls them in the middle of everything.
     """
-    own = _PACKAGE_DIR + os.sep
     left_own_frames = False
     called: Location | None = None
     without_file: Location | None = None
@@ -248,7 +247,7 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
                 left_own_frames = True
             continue
         path = os.path.abspath(code.co_filename)
-        if path.startswith(own):
+        if path.startswith(PACKAGE_DIR):
             if left_own_frames:
                 break
             continue
