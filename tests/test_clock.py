@@ -19,7 +19,7 @@ from lightning_cudagraph.device.backend import CudaBackend
 from lightning_cudagraph.device.emulator import EmulatedGraph, EmulatorBackend, HostEvent
 from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
 from lightning_cudagraph.timing.readings.spans import Reading
-from lightning_cudagraph.trainer.training.run_times import RunTimes
+from lightning_cudagraph.trainer.training.times.run_times import RunTimes
 from tests.harness import Net, Trace, assert_same, loader, make, train
 
 INNER = ("step_ms/forward", "layer_forward_ms/head", "layer_backward_ms/features.0")

@@ -562,7 +562,9 @@ def test_without_the_audit_it_would_train_wrong(
         yield StepAudit(MentionedNames())
 
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
-    monkeypatch.setattr("lightning_cudagraph.trainer.training.recording.frozen_python_audit", no_audit)
+    monkeypatch.setattr(
+        "lightning_cudagraph.trainer.training.captured_step.recording.frozen_python_audit", no_audit
+    )
     monkeypatch.setattr(Effects, "refused", lambda *args: nullcontext())
     callback = CUDAGraphCallback(verify_replays=0)
     graph = train(make(cls), tmp_path / "graph", callback, accelerator=accelerator)

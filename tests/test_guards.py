@@ -19,7 +19,7 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.guards.switches import global_switches
 from lightning_cudagraph.device.sentry.mends import HostMemory
 from lightning_cudagraph.tensors import layouts
-from lightning_cudagraph.trainer.training.hooks import undisturbed
+from lightning_cudagraph.trainer.training.hooks.user_hooks import undisturbed
 from tests.harness import Net, assert_same, make, train
 
 NAN = float("nan")

@@ -23,7 +23,7 @@ from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.traced import Stage
-from lightning_cudagraph.trainer.training import recording
+from lightning_cudagraph.trainer.training.captured_step import recording
 from tests.harness import Net, assert_same, differences, make, train
 from tests.optimizers import ReadsBack
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_cudagraph.errors import ConfigurationError
 from lightning_cudagraph.timing.layers.layers import LayerChoice
 from lightning_cudagraph.trainer.config.support import callbacks_of
-from lightning_cudagraph.trainer.training.eager_times import EagerTimes
+from lightning_cudagraph.trainer.training.times.eager_times import EagerTimes
 
 __all__ = ["LayerTimings"]
 

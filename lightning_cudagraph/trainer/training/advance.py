@@ -35,7 +35,7 @@ from lightning_cudagraph.compat.names.lightning_names import (
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.trainer.config.support import callbacks_of, is_overridden
 from lightning_cudagraph.trainer.logs.recorder import Logs
-from lightning_cudagraph.trainer.training.hooks import undisturbed
+from lightning_cudagraph.trainer.training.hooks.user_hooks import undisturbed
 from lightning_cudagraph.trainer.training.plain_replay import NOT_PLAIN, PlainReplay
 from lightning_cudagraph.trainer.training.transfer import TRANSFER, BatchTransfer
 

@@ -13,8 +13,8 @@ from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.trainer.logs.recorder import Logs
 from lightning_cudagraph.trainer.replicas import Replicas
 from lightning_cudagraph.trainer.training.closures import GraphClosure
-from lightning_cudagraph.trainer.training.marked_steps import timed_closure, timed_stages
-from lightning_cudagraph.trainer.training.run_times import RunTimes, batch_of_step, step_number
+from lightning_cudagraph.trainer.training.times.marked_steps import timed_closure, timed_stages
+from lightning_cudagraph.trainer.training.times.run_times import RunTimes, batch_of_step, step_number
 
 __all__ = ["EagerSteps"]
 

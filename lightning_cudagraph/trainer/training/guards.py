@@ -8,8 +8,8 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.trainer.host_rules import OWN_ATTRIBUTES, RUN_STATE, outside_of_model
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.replicas import Replicas
-from lightning_cudagraph.trainer.training.inner_hooks import InnerHooks
-from lightning_cudagraph.trainer.training.optimizer_part import OptimizerPart
+from lightning_cudagraph.trainer.training.captured_step.optimizer_part import OptimizerPart
+from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
 
 __all__ = ["training_guards"]
 

@@ -11,10 +11,10 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.errors import HookError
 from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
 from lightning_cudagraph.trainer.training.closures import GraphClosure, GraphedOptimization
-from lightning_cudagraph.trainer.training.inner_hooks import InnerHooks
-from lightning_cudagraph.trainer.training.recorded_step import StepBody, StepOutputs
-from lightning_cudagraph.trainer.training.run_times import RunTimes, batch_of_step, step_number
+from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
+from lightning_cudagraph.trainer.training.times.run_times import RunTimes, batch_of_step, step_number
 
 __all__ = ["HandOver"]
 

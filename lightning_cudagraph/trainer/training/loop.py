@@ -39,22 +39,22 @@ from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.profilers import around_replays, profiler_notes, progress_bar_notes
 from lightning_cudagraph.trainer.replicas import Replicas
 from lightning_cudagraph.trainer.training.advance import QuickAdvance
-from lightning_cudagraph.trainer.training.closures import GraphClosure, GraphedOptimization
-from lightning_cudagraph.trainer.training.compiled_step import (
+from lightning_cudagraph.trainer.training.captured_step.compiled_step import (
     compile_step,
     is_step_compiled,
     logging_uncompiled,
 )
+from lightning_cudagraph.trainer.training.captured_step.optimizer_part import OptimizerPart
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
+from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
+from lightning_cudagraph.trainer.training.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.trainer.training.eager_steps import EagerSteps
 from lightning_cudagraph.trainer.training.guards import training_guards
 from lightning_cudagraph.trainer.training.hand_over import HandOver
-from lightning_cudagraph.trainer.training.inner_hooks import InnerHooks
-from lightning_cudagraph.trainer.training.optimizer_part import OptimizerPart
+from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
 from lightning_cudagraph.trainer.training.plain_replay import PlainReplay
-from lightning_cudagraph.trainer.training.recorded_step import StepBody, StepOutputs
-from lightning_cudagraph.trainer.training.recording import Recorder
-from lightning_cudagraph.trainer.training.run_times import RunTimes, ended_by, step_number
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
+from lightning_cudagraph.trainer.training.times.run_times import RunTimes, ended_by, step_number
 from lightning_cudagraph.trainer.training.transfer import BatchTransfer
 
 __all__ = ["GraphedTraining"]

@@ -22,10 +22,10 @@ from lightning_cudagraph.timing.events.clock import FitClock
 from lightning_cudagraph.trainer.logs.recorder import Logs
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.replicas import Replicas
+from lightning_cudagraph.trainer.training.captured_step.optimizer_part import OptimizerPart
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
 from lightning_cudagraph.trainer.training.closures import GraphedOptimization
-from lightning_cudagraph.trainer.training.inner_hooks import InnerHooks
-from lightning_cudagraph.trainer.training.optimizer_part import OptimizerPart
-from lightning_cudagraph.trainer.training.recorded_step import StepOutputs
+from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
 
 __all__ = ["NOT_PLAIN", "PlainReplay"]
 

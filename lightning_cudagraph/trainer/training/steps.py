@@ -18,15 +18,15 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.tensors.recomputed import detach_recomputed
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.replicas import Replicas
+from lightning_cudagraph.trainer.training.captured_step.optimizer_part import OptimizerPart
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
+from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
 from lightning_cudagraph.trainer.training.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.trainer.training.eager_steps import EagerSteps
 from lightning_cudagraph.trainer.training.hand_over import HandOver
-from lightning_cudagraph.trainer.training.hooks import gradients_unseen
-from lightning_cudagraph.trainer.training.inner_hooks import InnerHooks
-from lightning_cudagraph.trainer.training.optimizer_part import OptimizerPart
-from lightning_cudagraph.trainer.training.recorded_step import StepBody, StepOutputs
-from lightning_cudagraph.trainer.training.recording import Recorder
-from lightning_cudagraph.trainer.training.run_times import RunTimes, batch_of_step, step_number
+from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
+from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen
+from lightning_cudagraph.trainer.training.times.run_times import RunTimes, batch_of_step, step_number
 
 __all__ = ["TrainingSteps"]
 

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.trainer.training.closures import GraphClosure
-from lightning_cudagraph.trainer.training.hooks import batches_unseen
+from lightning_cudagraph.trainer.training.hooks.user_hooks import batches_unseen
 
 __all__ = ["TRANSFER", "BatchTransfer"]
 

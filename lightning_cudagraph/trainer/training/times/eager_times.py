@@ -21,8 +21,8 @@ from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerChoice, never_timed
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
 from lightning_cudagraph.trainer.config.support import make_backend
-from lightning_cudagraph.trainer.training.marked_steps import timed_optimizers, timed_stages
-from lightning_cudagraph.trainer.training.run_times import RunTimes, batch_of_step, ended_by
+from lightning_cudagraph.trainer.training.times.marked_steps import timed_optimizers, timed_stages
+from lightning_cudagraph.trainer.training.times.run_times import RunTimes, batch_of_step, ended_by
 from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
 __all__ = ["EagerTimes"]

@@ -34,10 +34,14 @@ from lightning_cudagraph.trainer.logs.recorder import Logs
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.profilers import unprofiled
 from lightning_cudagraph.trainer.replicas import has_replicas
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
+    HostTurn,
+    StepBody,
+    StepOutputs,
+)
 from lightning_cudagraph.trainer.training.closures import GraphClosure, GraphedOptimization
-from lightning_cudagraph.trainer.training.inner_hooks import InnerHooks
-from lightning_cudagraph.trainer.training.marked_steps import timed_forward, timed_stages
-from lightning_cudagraph.trainer.training.recorded_step import HostTurn, StepBody, StepOutputs
+from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
+from lightning_cudagraph.trainer.training.times.marked_steps import timed_forward, timed_stages
 
 __all__ = ["Recorder"]
 
