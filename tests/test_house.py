@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,12 @@ def test_fixtures_come_along_to_the_gpu() -> None:
     shared = [path for path in sorted(tests.glob("test_*.py")) if (tests / "gpu" / path.name).exists()]
     assert any(_fixtures(path) for path in shared)
     assert not [(path.name, name) for path in shared for name in _fixtures(path) if name.startswith("_")]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent / "gpu").rglob("test_*.py")), ids=lambda path: path.name
+)
+def test_tests_for_a_gpu_import_what_there_is(path: Path) -> None:
+    """They run on other machines than these, where a name that is gone would be found late."""
+    relative = path.relative_to(Path(__file__).parents[1]).with_suffix("")
+    import_module(".".join(relative.parts))
