@@ -33,6 +33,7 @@ FLOORS = [
 KNOW_LIGHTNING = ("compat", "trainer", "callback", "__init__")
 TENSORBOARD = "timing/output/tensorboard/"
 MOST_NAMES = 12
+GPU = Path(__file__).parent / "gpu"
 
 
 def _files() -> list[Path]:
