@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.capture.takes import Take
+from lightning_cudagraph.capture.instances import CaptureInstance
 from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.device.backend import CudaBackend
 from lightning_cudagraph.device.emulator import EmulatedGraph, EmulatorBackend, HostEvent
@@ -160,7 +160,7 @@ def test_each_capture_is_verified(
     """One with events and one without, in the first replays, and not when a step is first timed."""
     monkeypatch.setattr(EmulatorBackend, "graphs_per_step", takes)
     verified: list[tuple[int, bool]] = []
-    replay, check = Take.replay, Verifier.check
+    replay, check = CaptureInstance.replay, Verifier.check
 
     def noting_replay(self: Any, *args: Any) -> Any:
         verified.append((-1, self.outputs.marks is not None))
@@ -172,7 +172,7 @@ def test_each_capture_is_verified(
         verified[before] = (self.checked, verified[before][1])
         return done
 
-    monkeypatch.setattr(Take, "replay", noting_replay)
+    monkeypatch.setattr(CaptureInstance, "replay", noting_replay)
     monkeypatch.setattr(Verifier, "check", noting)
     callback = graph(8)
     run(tmp_path, accelerator, callback)

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MeanSquaredError
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, HookError, UnsupportedError
-from lightning_cudagraph.capture.takes import Take
+from lightning_cudagraph.capture.instances import CaptureInstance
 from lightning_cudagraph.trainer.config.support import make_backend
 from tests.harness import Net, assert_same, differences, make, train
 from tests.rows import refused, row
@@ -240,14 +240,14 @@ def test_another_order_would_be_seen(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison means something: with the hooks before the replay, the numbers are others."""
-    take_turns = Take.replay
+    take_turns = CaptureInstance.replay
 
     def hooks_first(self: Any, between: Any, *args: Any) -> Any:
         if between is not None:
             between(self.outputs, 0)
         return take_turns(self, None, *args)
 
-    monkeypatch.setattr(Take, "replay", hooks_first)
+    monkeypatch.setattr(CaptureInstance, "replay", hooks_first)
     traces = [
         train(make(Distills), tmp_path / name, ours, accelerator=accelerator)
         for name, ours in (("plain", None), ("graph", CUDAGraphCallback()))

@@ -1,1 +1,1 @@
-"""How a training step becomes a graph. Knows torch, and nothing of Lightning."""
+"""Capture and replay of training steps. Knows torch, and nothing of Lightning."""

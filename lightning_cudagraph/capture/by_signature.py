@@ -26,7 +26,7 @@ class _Graphs(Generic[T]):
 
     Attributes:
         static: the static buffers that they read.
-        beside: what else they take for granted.
+        beside: other conditions that they were captured under.
         by_place: the graphs.
     """
 
@@ -43,7 +43,7 @@ class GraphsBySignature(Generic[T]):
         signatures: those that have graphs, in all engines of the run.
 
     Attributes:
-        plain: those of which the next replay can be like the last one, with nothing around it, by place.
+        plain: graphs that can be replayed again with nothing to do around that, by place.
     """
 
     def __init__(self, device_type: str, signatures: Signatures) -> None:
@@ -76,7 +76,7 @@ class GraphsBySignature(Generic[T]):
         return [captured for graphs in self._graphs.values() for captured in graphs.by_place.values()]
 
     def release(self) -> None:
-        """Let go of all of them, and of their memory."""
+        """Release all of them, and their memory."""
         self.plain.clear()
         for captured in self.all():
             captured.release()
@@ -95,7 +95,7 @@ class GraphsBySignature(Generic[T]):
         return None if graphs is None else graphs.static
 
     def known_signature(self, step: Step[T]) -> Signature | None:
-        """The signature of the latest graph, if a quick look can tell that it is also that of a step."""
+        """The signature of the latest graph, if a quick comparison finds it to be that of a step too."""
         if self._latest is None:
             return None
         graphs = self._graphs[self._latest]
@@ -107,7 +107,7 @@ class GraphsBySignature(Generic[T]):
         return None
 
     def one_too_many(self, signature: Signature) -> str:
-        """Why a signature gets no graph, or nothing if it has one, or there is room for it."""
+        """The reason why a signature gets no graph; empty if it has one, or there is room for it."""
         return "" if signature in self._graphs else self._signatures.one_too_many(signature)
 
     def maker(self, step: Step[T], signature: Signature) -> CapturedStep[T] | NotYet | None:

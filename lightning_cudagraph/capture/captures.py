@@ -1,4 +1,4 @@
-"""How a graph is made of a step, in all processes or in none."""
+"""The capture of a step, in all processes or in none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REPORT_IT = "This is a fault of the package's, and should not be: please report
 
 
 def _refuse_shared_memory(batch: object, captured: CapturedStep[T]) -> None:
-    """Refuse a step that writes the memory of its batch by another name: it would read a copy."""
+    """Refuse a step that writes the memory of its batch under another name: a graph reads a copy."""
     written = {storage_id(tensor) for tensor in captured.written}
     for path, leaf in flatten_batch(batch):
         if isinstance(leaf, Tensor) and storage_id(leaf) in written:
@@ -50,7 +50,7 @@ def _portable(error: UnsupportedError) -> tuple[str, str, bool]:
 
 
 def _failure_of_ranks(told: Iterable[tuple[str, str, bool] | None]) -> UnsupportedError | None:
-    """The first error that a process has met, for those that have not met it."""
+    """The first error of a process, for those that have none."""
     for rank, error in enumerate(told):
         if error is not None:
             reason, remedy, in_optimizer = error
@@ -59,7 +59,7 @@ def _failure_of_ranks(told: Iterable[tuple[str, str, bool] | None]) -> Unsupport
 
 
 class Captures(Generic[T]):
-    """Makes graphs of the steps of an engine."""
+    """Captures the steps of an engine."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class Captures(Generic[T]):
             signature: that of its batch.
 
         Returns:
-            The captured step; or why there is none, and whether that was an error of the user's code in
-            this process.
+            The captured step; or None with the reason, and True if that was an error of the user's own
+            code in this process.
 
         Raises:
-            UnsupportedError: if it cannot be captured, and that was to raise.
+            UnsupportedError: if it cannot be captured, and the user wants that raised.
         """
         captured: CapturedStep[T] | None = None
         failure: UnsupportedError | None = None
@@ -111,12 +111,12 @@ class Captures(Generic[T]):
         mine = bool(raised)
         is_broken = step.is_broken()
         if (agreement := self._run.agreement) is not None:
-            has_turns = captured is not None and captured.has_turns
-            said = (failure and _portable(failure), raised, is_broken, sent_back, has_turns)
-            reasons, texts, broken, back, turns = zip(*agreement.gather(said), strict=True)
+            has_breaks = captured is not None and captured.has_breaks
+            said = (failure and _portable(failure), raised, is_broken, sent_back, has_breaks)
+            reasons, texts, broken, back, breaks = zip(*agreement.gather(said), strict=True)
             is_broken = any(broken)
             if captured is not None:
-                captured.has_turns_anywhere = any(turns)
+                captured.has_breaks_anywhere = any(breaks)
             sent_back = of_ranks(back)
             if captured is not None and (any(reasons) or any(texts) or sent_back):
                 captured.release()
@@ -128,7 +128,7 @@ class Captures(Generic[T]):
         if is_broken:
             step.mend()
         if failure is not None:
-            self._standing.unsupported(failure)  # and put into the words of what these steps are
+            self._standing.unsupported(failure)  # which puts it into the words of the front end
             # Steps go on. A suspended generator of the failed one would leave what it has entered on:
             # in torch 2.10, hooks of a checkpoint, for all tensors that are saved from then on.
             clear_frames(failure)
@@ -197,13 +197,13 @@ class Captures(Generic[T]):
         static = self._graphs.static_of(signature) or StaticBatch(step.batch)
         static.copy_from(step.batch)
 
-        def capture(takes: tuple[bool, ...], kept: bool) -> CapturedStep[T]:
+        def capture(timed: tuple[bool, ...], kept: bool) -> CapturedStep[T]:
             captured = CapturedStep(
                 self._run.backend,
                 static,
                 step.record,
                 step.parameters(),
-                takes,
+                timed,
                 self._compiled,
                 one_place=step.in_window and step.place == MAKES_GRADIENTS,
             )

@@ -1,4 +1,4 @@
-"""The context of a run of captured steps: all that its engines, and their parts, have in common."""
+"""The context of a run of captured steps, which its engines and their parts share."""
 
 from __future__ import annotations
 
@@ -53,19 +53,20 @@ class RunContext:
 
     Attributes:
         backend: where steps run.
-        settings: what the user asked for.
-        carried: attributes whose tensors are others in every step.
-        announce: told, in a sentence, what the user should know once.
+        settings: the user's.
+        carried: attributes that get another tensor in every step.
+        announce: tells the user something once, in a sentence.
         wording: the words of the front end.
         agreement: with the other processes of the run, or None if there are none.
-        max_signatures: batches of how many signatures have graphs. Those of others run eagerly.
-        learning_rates: those of now; replays with others than at the capture are verified once more.
-        narrow: told why a step could not be captured; whether less of it will be captured from now on.
+        max_signatures: number of batch signatures that have graphs. Batches of others run eagerly.
+        learning_rates: the current ones; a replay with others than at the capture is verified too.
+        narrow: given the error of a capture, returns True if less of the step will be captured.
         on_give_up: called when the run goes on without graphs.
-        around_replays: what is entered around each replay.
-        on_capture: told of each capture that succeeded: of what, and how many milliseconds it took.
-        counts: what became of the steps so far.
-        verifier: checks replays against eager steps.
+        around_replays: the context manager around each replay.
+        on_capture: called after each capture with the step and the host time that it took, in
+            milliseconds.
+        counts: the counts of the steps so far.
+        verifier: compares replays with eager steps.
         signatures: those that have graphs.
     """
 

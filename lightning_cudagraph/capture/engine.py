@@ -1,4 +1,4 @@
-"""The life of a batch: warm up, capture, replay, or run eagerly and say why."""
+"""The life of a batch: warm-up, capture, replay, or an eager step and the reason for it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class StepEngine(Generic[T]):
     Args:
         run: the context of the run. Several engines may share it, each with its guards.
         guards: what a graph bakes in.
-        is_settled: whether all state that steps make has been made; warm-up goes on until then.
+        is_settled: returns True once all state that steps make is there; warm-up goes on until then.
 
     Attributes:
-        counts: what became of the steps of the run so far.
+        counts: the counts of the run's steps so far.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StepEngine(Generic[T]):
         self.counts = run.counts
         self._run = run
         self._guards = guards
-        # What a replay looks at, without a way through the context.
+        # Read at every replay, so without a way through the context.
         self._backend = run.backend
         self._carried = run.carried
         self._verifier = run.verifier
@@ -135,13 +135,13 @@ class StepEngine(Generic[T]):
     def step(
         self, step: Step[T], refresh: Callable[[], None], signature: Signature | None = None
     ) -> tuple[Phase, T | None]:
-        """Do one training step, in whichever way its phase says.
+        """Do one step, in the way of its phase.
 
         Args:
             step: the step.
             refresh: called before a capture and before a replay, to bring device mirrors of host
                 values up to date.
-            signature: that of the batch, if it is known already.
+            signature: that of the batch, if it is already known.
 
         Returns:
             The phase, and the static outputs if the step was a replay.
@@ -183,8 +183,9 @@ class StepEngine(Generic[T]):
         if intent is Intent.CAPTURE:
             captured, reason, raised = self._captures.attempt(step, signature)
             if captured is None:
-                # Out of the handler, so that the error is gone, with all that its frames hold. What the
-                # user's code has raised by itself it raises again, and leaves what it always leaves.
+                # Out of the handler, so that the error is gone, with all that its frames hold. An error
+                # of the user's own code is raised again by the eager step, and leaves what it always
+                # leaves.
                 done = self._eager(step, reason)
                 if raised:
                     self._standing.unsupported(_only_in_the_capture(reason))
@@ -202,39 +203,39 @@ class StepEngine(Generic[T]):
 
     @property
     def static(self) -> StaticBatch | None:
-        """The static buffers that the latest graph reads; who fills them may hand on their `batch`."""
+        """The static buffers of the latest graph; code that fills them may hand on their `batch`."""
         return self._graphs.static
 
     @property
     def has_graphs(self) -> bool:
-        """Whether anything is captured."""
+        """True if anything is captured."""
         return bool(self._graphs)
 
     @property
     def given_up(self) -> bool:
-        """Whether the run goes on without graphs."""
+        """True if the run goes on without graphs."""
         return self._standing.given_up is not None
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the captures."""
+        """Notes on the captures, for the report."""
         return [*self._streams.notes, *self._compiled.notes, *self._without_graphs]
 
     def pause(self) -> None:
-        """Code of the user's may have run between two steps: look at everything."""
+        """User code may have run between two steps: compare everything before the next replay."""
         self._guards.suspect()
         self._verifier.pause()
 
     def drop(self, reason: str) -> None:
-        """Let go of the graphs, because `reason`; what comes is warmed up and captured anew."""
+        """Invalidate the graphs, because `reason`; later steps are warmed up and captured again."""
         self._standing.drop(reason)
 
     def unsupported(self, error: UnsupportedError) -> None:
-        """Something showed that no step of this run can be captured: narrow, raise, or give up."""
+        """No step of this run can be captured: narrow, raise, or give up."""
         self._standing.unsupported(error)
 
     def leave(self) -> None:
-        """Another engine's graphs in the same pool come now: bring gradients where none writes."""
+        """Graphs of another engine in the same pool come next: move gradients to where none writes."""
         self._standing.leave()
 
     def _note(self, text: str) -> None:
@@ -242,7 +243,7 @@ class StepEngine(Generic[T]):
         self._run.announce(text)
 
     def close(self) -> None:
-        """Let go of the graphs."""
+        """Release the graphs."""
         try:
             self._standing.forget()
         finally:
@@ -277,7 +278,7 @@ class StepEngine(Generic[T]):
             stack.enter_context(self._compiled.noticed())
             is_at_its_end = self._warm_ups.is_at_its_end(signature, step.place)
             (step.run_last if is_at_its_end and step.run_last is not None else step.run)()
-        # Only a step that went through counts.
+        # Only a step that has returned counts.
         self._warm_ups.done(signature, step.place)
         self.counts.warmed_up += 1
         return Phase.WARMING, None

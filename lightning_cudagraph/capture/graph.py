@@ -1,4 +1,4 @@
-"""One captured step: static inputs, outputs, gradients, and the captures that take turns."""
+"""One captured step: static inputs, outputs, gradients, and the ring of capture instances."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.takes import Take, Turn
+from lightning_cudagraph.capture.instances import CaptureInstance, GraphBreak
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
@@ -24,13 +24,13 @@ __all__ = ["CapturedStep", "Cut", "outside_inference_mode"]
 T = TypeVar("T")
 
 
-# Called by a step where the host has a turn in every replay: with whose turn it is, in words, and
-# whether gradients are dropped in it, and until then are those of the step before.
+# Called by a step at a graph break: with the hooks that run there, in words, and True if gradients are
+# dropped at it, and until then are those of the step before.
 Cut = Callable[[str, bool], None]
 
 
 def _moved(outputs: T, place: Gradients) -> T:
-    """At the end of a captured step: its gradients, copied to where another take leaves its own."""
+    """At the end of a captured step: copy its gradients to the addresses of another instance's."""
     if place:
         made = [local(parameter.grad) for parameter, _ in place if parameter.grad is not None]
         torch._foreach_copy_([local(gradient) for _, gradient in place], made)
@@ -43,8 +43,8 @@ def _moved(outputs: T, place: Gradients) -> T:
 def outside_inference_mode() -> Iterator[None]:
     """Turn inference mode into `no_grad` for a capture, which computes the same.
 
-    What is made in it is used outside of it too: the state of CUDA's generators, which all graphs share,
-    and the static batch, whose buffers have to count their versions. And in inference mode, ops that
+    Tensors made in it are used outside of it too: the state of CUDA's generators, which all graphs
+    share, and the static inputs, which have to count their versions. And in inference mode, ops that
     consist of others would come whole to the sentry.
     """
     if not torch.is_inference_mode_enabled():
@@ -57,28 +57,28 @@ def outside_inference_mode() -> Iterator[None]:
 class CapturedStep(Generic[T]):
     """A training step as graphs that read one set of static buffers.
 
-    A step that is timed is captured more than once: so that the events of one replay can be read while
-    the next one runs, or so that most replays are of a graph without any. The captures are equal but for
-    their events and gradients.
+    A step that is timed has a ring of capture instances: so that the events of one replay can be read
+    while the next one runs, or so that most replays are of a graph without any. The instances are equal
+    but for their events and gradients.
 
     Args:
         backend: where it is captured.
         static: the static buffers of the signature to capture, with the values of a batch in them.
-        record: the step, as a function of the static batch, of what it calls where the host has a turn
-            in every replay, and of whether it has timing events. Runs once for each capture.
+        record: the step, as a function of the static batch, of the function that it calls at a graph
+            break, and of True for timing events. Runs once for each instance.
         parameters: those whose gradients the step drops and computes anew, and those to whose it only
             adds.
-        takes: the captures, by whether they have timing events. Those of one kind take turns.
+        timed: for each instance, True if it has timing events. Those of one kind are a ring.
         compiled: the compiled code that the step calls. If there is any, the step is captured once more,
             to look at the Python that was compiled.
-        one_place: all captures leave their gradients in one place, for steps that add to them.
+        one_place: all instances leave their gradients at one address, for steps that add to them.
 
     Attributes:
         static: the static buffers that it reads.
-        replays: how many steps were replays; counted by who takes them.
-        tape: the ops of the step, as they were when it was first checked.
+        replays: number of steps that were replays; its caller counts them.
+        tape: the ops of the step, as they were when it was first verified.
         written: tensors older than the step that it writes into.
-        has_turns_anywhere: the host has turns in it in some process of the run.
+        has_breaks_anywhere: it has graph breaks in some process of the run.
 
     Raises:
         CaptureError: if the step did something that no graph can hold; gradients, memory and random
@@ -91,24 +91,24 @@ class CapturedStep(Generic[T]):
         static: StaticBatch,
         record: Callable[[Any, Cut, bool], T],
         parameters: tuple[list[nn.Parameter], list[nn.Parameter]],
-        takes: Sequence[bool],
+        timed: Sequence[bool],
         compiled: CompiledCode,
         one_place: bool,
     ) -> None:
         self._backend = backend
         self.static = static
-        self._takes: list[Take[T]] = []
-        self._turns: dict[bool, deque[Take[T]]] = {}
-        self._last: Take[T] | None = None
+        self._instances: list[CaptureInstance[T]] = []
+        self._rings: dict[bool, deque[CaptureInstance[T]]] = {}
+        self._last: CaptureInstance[T] | None = None
         self._holds: Holds | None = None
         self.tape = OpTape()
         self.replays = 0
-        self.has_turns_anywhere = False
+        self.has_breaks_anywhere = False
         self.written: list[Tensor] = []
         dropped, added = parameters
         there = gradients_of(added)
-        # The graph adds to these in place, where they are; all takes to the same. Aliases, because a
-        # reference would look as if somebody had kept the gradient.
+        # The graph adds to these in place, where they are; all instances to the same. Aliases, because a
+        # reference would look like an external one to the gradient.
         self._accumulated = [(parameter, grad.detach()) for parameter, grad in there]
         # Without a gradient to add to, the step makes one, or leaves that parameter alone, as long as
         # there is none before it.
@@ -123,41 +123,43 @@ class CapturedStep(Generic[T]):
                         parameter.grad = grad
                 # Kernels of compiled code write where no op says so.
                 self.written += compiled.written
-            for timed in takes:
+            for is_timed in timed:
                 # Without a gradient to add to, the backward pass makes new ones in the graph's pool,
-                # at no cost; the ones of the take before are kept by it.
+                # at no cost; the ones of the instance before are kept by it.
                 for parameter in makes:
                     parameter.grad = None
-                place = self._takes[0].gradients if one_place and self._takes else []
-                turns: list[Turn] = []
+                place = self._instances[0].gradients if one_place and self._instances else []
+                breaks: list[GraphBreak] = []
 
-                def cut(whose: str, drops: bool, turns: list[Turn] = turns) -> None:
+                def cut(hooks: str, drops: bool, breaks: list[GraphBreak] = breaks) -> None:
                     gradients = [(parameter, parameter.grad) for parameter in makes]
-                    turns.append(Turn(whose, drops, gradients))
+                    breaks.append(GraphBreak(hooks, drops, gradients))
                     backend.cut()
 
                 loan = self.static.lend()
                 graph, outputs = backend.capture(
                     lambda: compiled.held(
-                        lambda: _moved(record(loan.batch, cut, timed), place)  # noqa: B023
+                        lambda: _moved(record(loan.batch, cut, is_timed), place)  # noqa: B023
                     ),
                     is_compiled=compiled.is_called,
                 )
                 # Some are added to, or read, and then dropped: found where they are, and left elsewhere.
                 replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
-                anew = [*dropped, *replaced]
-                self._takes.append(Take(graph, outputs, [*anew, *self._absent], len(anew), turns))
+                made = [*dropped, *replaced]
+                self._instances.append(
+                    CaptureInstance(graph, outputs, [*made, *self._absent], len(made), breaks)
+                )
                 written = backend.written(graph)
                 loan.refuse_changes(written)
                 self.written += written
                 for parameter, grad in there:
                     parameter.grad = grad
-            own = {storage_id(gradient) for take in self._takes for _, gradient in take.gradients}
+            own = {storage_id(gradient) for each in self._instances for _, gradient in each.gradients}
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
-            self._turns = {
+            self._rings = {
                 kind: deque(
-                    [take for take, timed in zip(self._takes, takes, strict=True) if timed is kind]
-                    or self._takes
+                    [each for each, of in zip(self._instances, timed, strict=True) if of is kind]
+                    or self._instances
                 )
                 for kind in (False, True)
             }
@@ -171,7 +173,7 @@ class CapturedStep(Generic[T]):
     def _examined(
         self, compiled: CompiledCode, record: Callable[[Any, Cut, bool], T], makes: list[nn.Parameter]
     ) -> list[Tensor]:
-        """Capture the step without torch.compile: its Python is looked at, and the graph thrown away.
+        """Capture the step without torch.compile, to look at its Python; release the graph.
 
         Returns:
             The tensors older than the step that it writes into.
@@ -179,7 +181,7 @@ class CapturedStep(Generic[T]):
         for parameter in makes:
             parameter.grad = None
 
-        def cut(whose: str, drops: bool) -> None:
+        def cut(hooks: str, drops: bool) -> None:
             self._backend.cut()
 
         loan = self.static.lend()
@@ -194,30 +196,30 @@ class CapturedStep(Generic[T]):
         return written
 
     def watch_gradients(self) -> None:
-        """Watch who refers to its gradients: code of the user's between two replays can keep them."""
-        made = [gradient for take in self._takes for turn in take.turns for gradient in turn.made]
-        every = [gradient for take in self._takes for gradient in take.gradients]
+        """Count references to its gradients: user code between two replays can keep them."""
+        made = [pair for each in self._instances for at in each.breaks for pair in at.made]
+        every = [pair for each in self._instances for pair in each.gradients]
         found = gradients_of(parameter for parameter, _ in self._accumulated)
         self._holds = Holds([*every, *made, *found])
 
     @property
-    def has_turns(self) -> bool:
-        """Whether the host has a turn in the middle of the step."""
-        return bool(self._takes[0].turns)
+    def has_breaks(self) -> bool:
+        """True if hooks run on the host in the middle of the step."""
+        return bool(self._instances[0].breaks)
 
     @property
     def is_checked_apart(self) -> bool:
-        """Whether a check leaves the step to be taken, because the host does something in it, once."""
-        return self.has_turns or self.has_turns_anywhere
+        """True if a check leaves the step to be taken, because hooks run in it, which they do once."""
+        return self.has_breaks or self.has_breaks_anywhere
 
     @property
     def is_plain(self) -> bool:
-        """Whether a replay needs nothing of the host, and leaves all gradients where the graph does."""
-        return not self.has_turns and not self._absent
+        """True if a replay needs nothing of the host, and leaves all gradients where the graph does."""
+        return not self.has_breaks and not self._absent
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether code of the user's can keep gradients of the graph."""
+        """True if user code can keep gradients of the graph."""
         return self._holds is not None
 
     @contextmanager
@@ -234,18 +236,18 @@ class CapturedStep(Generic[T]):
                 parameter.grad = gradient
 
     def stale(self) -> str | None:
-        """Why this is not the step any more, in words, or None."""
+        """The reason why this is not the step any more, in words, or None."""
         if any(parameter.grad is not None for parameter in self._absent):
             return "a parameter that had no gradient before the step has one now"
         return None
 
     def adopt_gradients(self) -> None:
-        """Bring the gradients that the step only adds to back to the place that the graph knows."""
+        """Bring the gradients that the step only adds to back to the addresses that the graph knows."""
         adopt(self._accumulated)
 
     def put_back_gradients(self) -> None:
-        """Bring the gradients that the step makes back to where it makes them."""
-        adopt(self._takes[0].gradients)
+        """Bring the gradients that the step makes back to the addresses at which it makes them."""
+        adopt(self._instances[0].gradients)
 
     def run_eagerly(self, step: Callable[[Any], T], batch: Any) -> T:
         """Run a function of the static batch on a batch of this signature, without a graph."""
@@ -266,52 +268,44 @@ class CapturedStep(Generic[T]):
 
         Args:
             batch: the batch; its tensors are copied into the static buffers.
-            between: called where the host has a turn, with what this returns, and which turn it is.
-                None: the step without the host's turns.
-            handed: what the host is given in place of the graph's gradients, or None.
-            timed: replay a capture with timing events, if there is one, or else one without.
+            between: called at each graph break with the static outputs and its number. None: the step
+                without its breaks.
+            handed: the copies that hooks are given instead of the graph's gradients, or None.
+            timed: replay an instance with timing events, if there is one, or else one without.
 
         Returns:
-            What `record` returned in the capture whose turn it is. The tensors in it are static, and
-            are overwritten by the next replay.
+            The static outputs of the instance that is replayed. The next replay overwrites them.
         """
         self.static.copy_from(batch)
         self.adopt_gradients()
         if handed is not None:
             handed.add_to_found(self._accumulated)
-        turns = self._turns[timed]
-        take = self._last = turns[0]
-        turns.rotate(-1)
-        return take.replay(between, self._accumulated, handed)
+        ring = self._rings[timed]
+        instance = self._last = ring[0]
+        ring.rotate(-1)
+        return instance.replay(between, self._accumulated, handed)
 
     def turn_back(self, timed: bool) -> None:
-        """Let the next replay be of the capture that the last one was of.
-
-        Args:
-            timed: as in `replay`.
-        """
-        self._turns[timed].rotate(1)
+        """Turn the ring back, so that the next replay is of the same instance as the last one."""
+        self._rings[timed].rotate(1)
 
     def rerun(self) -> None:
-        """Run the first of the captures on what is in the static buffers, and leave gradients alone."""
-        self._takes[0].graph.replay()
+        """Replay the first instance on the values in the static buffers, and leave gradients alone."""
+        self._instances[0].graph.replay()
 
     def upcoming(self, timed: bool) -> T:
-        """The static outputs of the capture that `replay` will run next."""
-        return self._turns[timed][0].outputs
+        """The static outputs of the instance that `replay` runs next."""
+        return self._rings[timed][0].outputs
 
     def is_unproved(self, timed: bool) -> bool:
-        """Whether the capture that `replay` will run next has never been replayed."""
-        return not self._turns[timed][0].replayed
+        """True if the instance that `replay` runs next has never been replayed."""
+        return not self._rings[timed][0].replayed
 
     def kind_to_prove(self, timed: bool) -> bool:
-        """Whether a replay that is verified had best be of a capture with timing events.
+        """True if a replay that is verified had best be of an instance with timing events.
 
-        Those of a step that is not timed say nothing to anybody, but the next one that is timed need not
-        be verified then.
-
-        Args:
-            timed: the step is timed.
+        Nothing reads the events of a step that is not timed, but the next one that is need not be
+        verified then.
         """
         return timed or (self.is_unproved(True) and not self.is_unproved(False))
 
@@ -321,25 +315,25 @@ class CapturedStep(Generic[T]):
             self._last.hand_out(self._accumulated, handed)
 
     def is_kept(self) -> bool:
-        """Whether somebody outside refers to a gradient of the graph, or to a part of one."""
+        """True if there is an external reference to a gradient of the graph, or to a part of one."""
         return self._holds is not None and self._holds.is_any_kept()
 
     def bring_out_gradients(self) -> None:
-        """Give who still needs the gradients copies that no graph writes into."""
-        for take in self._takes:
-            for parameter, gradient in take.gradients:
+        """Give parameters that still have gradients of the graph copies that no graph writes into."""
+        for instance in self._instances:
+            for parameter, gradient in instance.gradients:
                 if parameter.grad is gradient:
                     parameter.grad = gradient.clone()
 
     def release(self) -> None:
-        """Let go of the graphs and their memory."""
-        for take in self._takes:
-            self._backend.release(take.graph)
+        """Release the graphs and their memory."""
+        for instance in self._instances:
+            self._backend.release(instance.graph)
         if self._holds is None:
             self.bring_out_gradients()
         else:
             self._holds.move_out()
             self._holds = None
-        self._takes = []
-        self._turns = {}
+        self._instances = []
+        self._rings = {}
         self._last = None

@@ -1,4 +1,4 @@
-"""What is done with a batch: what one process would do by itself, and what all of them do together."""
+"""The plan for a batch: that of one process by itself, and that of all of them together."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Plan", "Plans"]
 
 T = TypeVar("T")
 
-# What to do with a batch; why, if it runs eagerly; its signature; and its graph, if it has one.
+# The intent; the reason, if the step is eager; the signature; and the graph, if there is one.
 Plan = tuple[Intent, str, Signature | None, CapturedStep[T] | None]
 
 
 class Plans(Generic[T]):
-    """Says of each batch what is done with it.
+    """Makes the plan for each batch.
 
     Attributes:
-        met: what processes have said of the batch at hand, if they have.
+        met: the votes of all processes on the batch at hand, if they have voted.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class Plans(Generic[T]):
         self.met: tuple[Intent, Intent] | None = None
 
     def is_due(self, step: Step[T], captured: CapturedStep[T]) -> bool:
-        """Whether the next replay is to be checked."""
+        """True if the next replay is to be verified."""
         is_due = self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))
         return is_due or bool(self._standing.doubt)
 
     def of_this_process(self, step: Step[T], signature: Signature | None) -> Plan[T]:
-        """What this process would do with the batch of a step, by itself.
+        """The plan of this process by itself.
 
         Args:
             step: the step.
-            signature: that of the batch, if it is known already.
+            signature: that of its batch, if it is already known.
 
         Raises:
-            UnsupportedError: if the batch fits no graph, and that was to raise.
+            UnsupportedError: if the batch fits no graph, and the user wants that raised.
         """
         if self._standing.given_up is not None:
             return Intent.GIVE_UP, self._standing.given_up, None, None
@@ -98,10 +98,10 @@ class Plans(Generic[T]):
         return Intent.REPLAY, "", signature, captured
 
     def of_all(self, plan: Plan[T], agreement: Agreement) -> Plan[T]:
-        """What this process does with the batch, since the others have plans of theirs.
+        """The plan of this process, given those of the others.
 
         Args:
-            plan: what it would do by itself.
+            plan: that of this process by itself.
             agreement: with the other processes of the run.
         """
         intent, reason, signature, captured = plan

@@ -1,4 +1,4 @@
-"""One replay of a captured step: with turns of the host, timed, or held against an eager step."""
+"""One replay of a captured step: with graph breaks, timed, or verified against an eager step."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ class Replays(Generic[T]):
         Returns:
             The static outputs.
         """
-        outputs = self._replay(captured, step, step.between if captured.has_turns else None, step.timed)
+        outputs = self._replay(captured, step, step.between if captured.has_breaks else None, step.timed)
         if self._is_plain(captured):
             self._graphs.plain[step.place] = captured
         return self._done(captured, outputs)
 
     def checked(self, step: Step[T], captured: CapturedStep[T]) -> tuple[T | None, str]:
-        """Do a step by a replay that is held against an eager step.
+        """Do a step by a replay that is verified against an eager step.
 
         Returns:
-            The static outputs, and nothing; or None, and why the step has to run eagerly: nothing of it
-            has happened then.
+            The static outputs, and an empty text; or None, and the reason why the step has to run
+            eagerly: nothing of it has happened then.
 
         Raises:
-            UnsupportedError: if the replay came to something else, and that was to raise.
+            UnsupportedError: if the replay has other results, and the user wants that raised.
         """
         replays = 0
 
@@ -79,7 +79,7 @@ class Replays(Generic[T]):
             nonlocal replays
             replays += 1
             if replays > 1:
-                # Captures in which the host had other numbers would be taken for unsteady kernels.
+                # Instances for which the host had other numbers would look like unsteady kernels.
                 captured.turn_back(timed)
             put_back_gradients()
             outputs = self._replay(captured, step, None, timed)
@@ -106,8 +106,7 @@ class Replays(Generic[T]):
         try:
             state = step.all_state(captured.written)
             if captured.is_checked_apart:
-                # The check is made without what the host does in the middle, and the step is taken
-                # afterwards.
+                # The check leaves out the graph breaks; the step itself is replayed afterwards.
                 with captured.gradients_kept():
                     self._verifier.check(captured, state, eagerly, replay, False, trace, doubt)
             else:
@@ -154,7 +153,7 @@ class Replays(Generic[T]):
             return captured.replay(batch, host_turn, self._copies.handed, timed)
 
     def _is_plain(self, captured: CapturedStep[T]) -> bool:
-        """Whether there is nothing to do around a replay but to compare, and to copy the batch."""
+        """True if there is nothing to do around a replay but to compare, and to copy the batch."""
         return (
             captured.is_plain
             and not self._copies.are_given

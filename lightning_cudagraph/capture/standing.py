@@ -1,4 +1,4 @@
-"""Whether the graphs of a run still hold; if they do not, new ones come, or none any more."""
+"""Invalidation: graphs that no longer match the step are released, and captured again or given up."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _FEW_REPLAYS = 32
 
 
 class StandingGraphs(Generic[T]):
-    """The graphs of an engine, as long as they hold.
+    """The graphs of an engine, as long as they are valid.
 
     Attributes:
-        given_up: why the run goes on without graphs; None as long as it does not.
-        dropped: why graphs were let go of, the last time; nothing if other processes know it.
+        given_up: the reason why the run goes on without graphs; None as long as it has them.
+        dropped: the reason of the last invalidation; empty if other processes know it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StandingGraphs(Generic[T]):
         self.dropped = ""
 
     def look_for_changes(self) -> None:
-        """Before a step: let go of graphs that are not the step any more."""
+        """Before a step: invalidate graphs that are not the step any more."""
         if change := self._guards.changed():
             self.drop(change)
         elif self._backend.host_value_moved():
@@ -59,28 +59,28 @@ class StandingGraphs(Generic[T]):
 
     @property
     def doubt(self) -> str:
-        """A change of which only a check can say whether the step depends on it; empty if none."""
+        """A change on which the step may depend, as only a check can tell; empty if there is none."""
         return self._guards.doubt
 
     def effects_undone(self) -> AbstractContextManager[None]:
-        """Around a step that is done once more, for a check: undo what it changes on the host."""
+        """Around an eager step that repeats a replay for a check: undo its effects on the host."""
         return self._guards.effects.undone()
 
     def clear_doubt(self) -> None:
-        """A check has found no other numbers: the graph holds."""
+        """A check has found the same numbers: the graph is valid."""
         self._guards.clear_doubt()
 
     def _hand_out_from_now_on(self) -> None:
-        """Somebody keeps a gradient: leave him what the graphs have made, and give out copies."""
+        """There is an external reference to a gradient: leave it that one, and give out copies."""
         self._copies.are_given = True
         self.drop("code outside of the step keeps a gradient, or a part of one")
 
     def drop(self, reason: str, of_others: bool = False) -> None:
-        """Let go of the graphs; what comes is warmed up and captured anew.
+        """Invalidate the graphs; later steps are warmed up and captured again.
 
         Args:
-            reason: why.
-            of_others: that is how other processes have it, and not known from here.
+            reason: the change that made them stale.
+            of_others: True if other processes have found it.
         """
         self.dropped = "" if of_others else reason
         had_graphs = bool(self._graphs)
@@ -99,13 +99,13 @@ class StandingGraphs(Generic[T]):
         self._run.announce(f"The captured step is stale and is captured anew: {reason}.")
 
     def forget(self) -> None:
-        """Let go of the graphs and of what was learned in warm-up; it begins anew."""
+        """Release the graphs, and forget the warm-up, which begins again."""
         self._graphs.release()
         self._guards.drop()
         self._warm_ups.forget()
 
     def unsupported(self, error: UnsupportedError) -> None:
-        """Something showed that no step of this run can be captured: narrow, raise, or give up."""
+        """No step of this run can be captured: narrow, raise, or give up."""
         self._run.wording.rephrase(error)
         if self._run.narrow(error):
             self.forget()
@@ -122,7 +122,7 @@ class StandingGraphs(Generic[T]):
         self._run.announce(f"{self._run.wording.steps} goes on without a graph: {reason}")
 
     def leave(self) -> None:
-        """Another engine's graphs in the same pool come now: bring gradients where none writes."""
+        """Graphs of another engine in the same pool come next: move gradients to where none writes."""
         if self._backend.in_turn:
             return  # none comes before the end of the step
         self._graphs.plain.clear()

@@ -1,4 +1,4 @@
-"""How much of its warm-up each kind of step has behind it."""
+"""Warm-up steps that are left, by batch signature and accumulation phase."""
 
 from __future__ import annotations
 
@@ -10,26 +10,22 @@ __all__ = ["WarmUps"]
 
 
 class WarmUps:
-    """The warm-ups of a run, by batch signature and place.
-
-    Args:
-        steps: ordinary training steps on the side stream before a capture.
-    """
+    """The warm-ups of an engine; each takes `steps` ordinary steps on the side stream."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._left: dict[Signature, dict[Place, int]] = {}
 
     def left(self, signature: Signature, place: Place) -> int:
-        """How many steps are still to come before a capture."""
+        """Number of steps that are still to come before a capture."""
         return self._left.get(signature, {}).get(place, self._steps)
 
     def is_at_its_end(self, signature: Signature, place: Place) -> bool:
-        """Whether the next step can be the last one before a capture, and is not the first one."""
+        """True if the next step can be the last one before a capture, and is not the first one."""
         return self.left(signature, place) <= min(1, self._steps - 1)
 
     def is_new(self, signature: Signature) -> bool:
-        """Whether no step was done on such a batch."""
+        """True if no step was done on such a batch."""
         return signature not in self._left
 
     def begin(self, signature: Signature) -> None:
@@ -38,9 +34,9 @@ class WarmUps:
         self._left[signature] = {}
 
     def done(self, signature: Signature, place: Place) -> None:
-        """A step went through."""
+        """A step has returned."""
         self._left[signature][place] = max(self.left(signature, place) - 1, 0)
 
     def forget(self) -> None:
-        """Every warm-up begins anew."""
+        """Begin every warm-up again."""
         self._left.clear()

@@ -1,6 +1,6 @@
-"""A function of the user's as it is captured, rehearsed, and run eagerly.
+"""The user's function as it is captured, rehearsed, and run eagerly.
 
-What it does on the host in a capture is undone, or refused, if a replay would leave it out.
+Its effects on the host in a capture are undone; those that a replay would leave out are refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PASS_IT = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the function is called with.
+    """The arguments of one call.
 
     Attributes:
         batch: all arguments, by the names that the function has for them.
@@ -59,14 +59,14 @@ class Arguments:
 
 @dataclass(frozen=True)
 class StepFunction:
-    """A function of the user's, and what it works on.
+    """The user's function, and the objects that it works on.
 
     Attributes:
-        function: itself.
+        function: the function.
         model: all modules that it works on, as one.
         optimizers: those that it steps, by name.
         scaler: the gradient scaler that it uses, or None.
-        surroundings: what it is called from.
+        surroundings: the loop around it.
         replicas: the `DistributedDataParallel`s among the modules.
     """
 
@@ -80,14 +80,14 @@ class StepFunction:
 
 @dataclass
 class StepResult:
-    """What a captured function returned: static tensors, and what else is to be done after a replay."""
+    """The result of a captured function: static tensors, and functions to call after a replay."""
 
     returned: Any
     gradients: dict[str, nn.Parameter]
     host_notes: list[Callable[[], object]]
 
     def values(self) -> dict[str, Tensor]:
-        """What can be compared just after the step, by name."""
+        """The values to compare just after the step, by name."""
         named = compared_outputs(self.returned, "the output")
         for name, parameter in self.gradients.items():
             if parameter.grad is not None:
@@ -99,11 +99,11 @@ class StepRecorder:
     """Runs a function so that it can be captured.
 
     Args:
-        of: the function, and what it works on.
+        of: the function, and the objects that it works on.
         optimizers: the steps of its optimizers.
-        rules: what the names of its surroundings mean.
-        device: where it runs.
-        are_agreed: whether all processes, if there are several, decide together.
+        rules: the meaning of its surroundings' names for the audit.
+        device: the device of the function.
+        are_agreed: True if all processes, if there are several, decide together.
     """
 
     def __init__(
@@ -177,9 +177,9 @@ class StepRecorder:
         Args:
             batch: the static arguments.
             arguments: those of this call.
-            habits: what the function does to gradients.
-            guards: told what it mentions.
-            capturing: whether a capture is under way.
+            habits: the effects of the function on gradients.
+            guards: are given the names that it mentions.
+            capturing: True if a capture is under way.
 
         Raises:
             UnsupportedError: if it leaves something on the host that a replay would not leave.
@@ -217,7 +217,7 @@ class StepRecorder:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a recorded step does to gradients, to the scaler and to wrappers."""
+        """Undo the effects of a recorded step on gradients, the scaler and wrappers."""
         before = [(parameter, parameter.grad) for parameter in self.parameters().values()]
         with self._replicas.undone(), self._optimizers.undone():
             try:
@@ -257,12 +257,12 @@ def _copied(leaf: Any) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """What a function returned, with copies of its tensors."""
+    """The result of a function, with copies of its tensors."""
     return map_leaves(tree, _copied)
 
 
 def _handed(function: Callable[..., Any]) -> dict[str, Any]:
-    """The objects of the user's that a function is bound to, by name."""
+    """The user's objects that a function is bound to, by name."""
     if isinstance(function, partial):
         return {**_handed(function.func), "args": function.args, "keywords": function.keywords}
     owner = getattr(function, "__self__", None)
@@ -272,7 +272,7 @@ def _handed(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _argument_names(function: Callable[..., Any]) -> list[str]:
-    """What the positional arguments are called."""
+    """The names of the positional arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C

@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What the user asked for; `GraphedStep` documents each."""
+    """The user's settings; `GraphedStep` documents each."""
 
     warmup_steps: int
     raise_unsupported: bool
@@ -72,7 +72,7 @@ class StepSettings:
 
 @dataclass
 class _Specialization:
-    """What belongs to one signature of arguments, in one mode."""
+    """The engine of the calls with one signature of arguments, in one mode."""
 
     signature: Signature
     mode: _Mode
@@ -83,7 +83,7 @@ class _Specialization:
     calls: int = 0
 
     def is_known(self, batch: Any, mode: _Mode, device_type: str) -> bool:
-        """Whether a quick look can tell that a call is one of these."""
+        """True if a quick comparison finds that a call is one of these."""
         static = self.engine.static
         return (
             static is not None
@@ -111,7 +111,7 @@ class StepRun:
         processes: those that call the function together, or None if this one does alone.
 
     Attributes:
-        counts: what became of the calls.
+        counts: the counts of the calls.
 
     Raises:
         UnsupportedError: if an optimizer has no form that a graph can hold.
@@ -161,7 +161,7 @@ class StepRun:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know."""
+        """Notes for the report."""
         verifier = self._context.verifier
         notes = [f"{verifier.checked} replay(s) verified against eager steps", *verifier.notes]
         notes += [note for each in self._specializations.values() for note in each.engine.notes]
@@ -169,7 +169,7 @@ class StepRun:
         return list(dict.fromkeys([*notes, *self._optimizers.notes, *off]))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function, in whichever way its phase says.
+        """Call the function, in the way of its phase.
 
         Raises:
             UnsupportedError: if it cannot be captured. Nothing of the call has happened then.
@@ -201,7 +201,7 @@ class StepRun:
     def _step(
         self, kind: _Specialization, arguments: Arguments, returned: list[Any]
     ) -> Step[StepResult]:
-        """One call, as the engine needs to know it; what an eager one returns is added to `returned`."""
+        """One call, as the engine needs to know it; an eager one adds its result to `returned`."""
         recorder, habits = self._recorder, kind.habits
 
         def run() -> None:
@@ -229,7 +229,7 @@ class StepRun:
         )
 
     def close(self) -> None:
-        """Let go of the graphs, and give the optimizers back."""
+        """Release the graphs, and give the optimizers back."""
         with ExitStack() as stack:  # graphs first
             stack.callback(self._replicas.close)
             stack.callback(self._optimizers.close)
@@ -259,11 +259,7 @@ class StepRun:
         return signature
 
     def _mode(self) -> _Mode:
-        """What a graph takes for granted of the surroundings of a call.
-
-        Whether gradients are recorded, what autocast casts to, and what wrappers for several processes
-        are about to do.
-        """
+        """The mode of a call: autograd, autocast, and what wrappers for several processes do next."""
         device_type = self.backend.device.type
         autocast = torch.is_autocast_enabled(device_type)
         if autocast and torch.is_autocast_cache_enabled():
@@ -325,7 +321,7 @@ class StepRun:
 
 
 def _shapes(batch: dict[str, Any]) -> list[object]:
-    """What the processes compare of their arguments; numbers among them may be each one's own."""
+    """The part of the arguments that processes compare; numbers among them may differ."""
     return [
         (path, tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else path
         for path, leaf in flatten_batch(batch)

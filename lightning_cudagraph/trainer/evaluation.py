@@ -2,8 +2,8 @@
 
 One method of the strategy is replaced, in which the step of the module is called with its batch. There a
 batch is warmed up, captured or replayed, by an engine like that of training, with guards and checks of
-its own: evaluation has the modules in another mode. What training does to the parameters between two
-evaluations is no concern of the graphs, as long as they stay where they are. Several batch signatures
+its own: evaluation has the modules in another mode. Training may change the values of parameters between
+two evaluations, but not their addresses. Several batch signatures
 have graphs, so that the last batch of a dataloader has its own, and so has another dataloader.
 """
 
@@ -84,7 +84,7 @@ class _Outputs:
 
 
 class GraphedEvaluation:
-    """The evaluations of one run, whose steps are captured.
+    """The evaluations of one run, with captured steps.
 
     Args:
         trainer: the trainer.
@@ -141,12 +141,12 @@ class GraphedEvaluation:
 
     @property
     def counts(self) -> StepCounts:
-        """What became of the batches so far."""
+        """The counts of the batches so far."""
         return self._engine.counts
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the checks."""
+        """Notes for the report."""
         verifier = self._run.verifier
         verified = f"{verifier.checked} replay(s) of evaluation verified against eager steps"
         said = [*verifier.notes, *self._engine.notes, *self._metrics.notes]
@@ -162,13 +162,13 @@ class GraphedEvaluation:
         replace_method(strategy, self._step_name, self._step, self._patches)
 
     def close(self) -> None:
-        """Leave the seat: put everything back, and let go of graphs and their memory."""
+        """Leave the seat: put everything back, and release graphs and their memory."""
         with ExitStack() as stack:  # every part, also where one of them fails
             stack.callback(self._engine.close)
             stack.callback(self._patches.close)
 
     def _step(self, batch: Any, *indices: int) -> Any:
-        """In the place of the strategy's method: takes a batch through its phase."""
+        """Replace the strategy's method: take a batch through its phase."""
         eager_step = self._eager_step
         assert eager_step is not None
         returned: list[Any] = []
@@ -283,7 +283,7 @@ class GraphedEvaluation:
         return leaf.detach()
 
     def _values(self, outputs: _Outputs) -> dict[str, Tensor]:
-        """What can be compared just after the step, by name, in its order."""
+        """The values to compare just after the step, by name, in its order."""
         returned = compared_outputs(outputs.returned, f"the output of `{self._step_name}`")
         return {**outputs.logs.values(), **returned}
 
@@ -354,7 +354,7 @@ def wording_of(stage: Stage) -> Wording:
 
 
 def _kind(batch: Any, indices: tuple[int, ...]) -> Hashable:
-    """What tells one graph from another: the dataloader, and the shapes of the batch."""
+    """The kind of a batch in the logs: its dataloader, and its shapes."""
     return (
         indices[1:],
         tuple(leaf.shape for _, leaf in flatten_batch(batch) if isinstance(leaf, Tensor)),

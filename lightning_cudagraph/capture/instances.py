@@ -1,4 +1,4 @@
-"""One take of a captured step: its graph, the gradients it writes, and the turns of the host in it."""
+"""A capture instance of a step: one graph, the gradients it writes, and the graph breaks in it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.errors import HookError
 from lightning_cudagraph.tensors.holds import Gradients, HandedOut, adopt, gradients_of
 
-__all__ = ["Take", "Turn"]
+__all__ = ["CaptureInstance", "GraphBreak"]
 
 T = TypeVar("T")
 
 
 @dataclass
-class Turn:
-    """A turn of the host in the middle of a step.
+class GraphBreak:
+    """A place in the middle of a step at which user hooks run on the host, in every replay.
 
     Attributes:
-        whose: hooks, in words.
-        drops: gradients are dropped in it.
+        hooks: their names, as the subject of a sentence.
+        drops: gradients are dropped at it.
         gradients: those that the step makes, as they are at this point.
     """
 
-    whose: str
+    hooks: str
     drops: bool
     gradients: list[tuple[nn.Parameter, Tensor | None]]
 
     def begin(self) -> None:
-        """Let the host find the gradients of this point."""
+        """Give the parameters the gradients of this point."""
         if self.drops and all(gradient is None for _, gradient in self.gradients):
             return  # still those of the step before
         for parameter, gradient in self.gradients:
@@ -40,14 +40,14 @@ class Turn:
 
     @property
     def made(self) -> Gradients:
-        """Those of the gradients that the host finds at this point, and may change in place."""
+        """The gradients that hooks find at this point, and may change in place."""
         return [] if self.drops else [(p, g) for p, g in self.gradients if g is not None]
 
     def check(self, handed: HandedOut | None) -> None:
-        """Raise if the rest of the step cannot go on from what the host has left.
+        """Raise if the rest of the step cannot go on from the gradients that the hooks have left.
 
         Args:
-            handed: what the host was given in their place, or None.
+            handed: the copies that they were given, or None if they had the gradients themselves.
         """
         for parameter, gradient in self.gradients:
             if gradient is not None and handed is not None:
@@ -57,25 +57,25 @@ class Turn:
             shape = "x".join(map(str, parameter.shape))
             did = "leaves the gradient" if self.drops else "sets or drops the gradient"
             raise HookError(
-                f"{self.whose} {did} of a parameter ({shape}) in the middle of a step that is replayed;"
+                f"{self.hooks} {did} of a parameter ({shape}) in the middle of a step that is replayed;"
                 " the graph makes the gradients anew, and would not see it.",
                 "Let `optimizer_zero_grad` do nothing but `optimizer.zero_grad(set_to_none=True)`, and"
                 " change gradients in `on_after_backward`.",
             )
 
 
-class Take(Generic[T]):
-    """One capture of the step, with the gradients that it writes.
+class CaptureInstance(Generic[T]):
+    """One capture of a step, with the gradients that it writes.
 
     Args:
-        graph: what was captured.
-        outputs: what the step returned: static tensors.
-        makes: the parameters whose gradients it makes, which are in place.
-        drops: how many of these, from the first, have none if the step makes none.
-        turns: of the host, in the order of the step.
+        graph: the graph.
+        outputs: the static outputs.
+        makes: the parameters that get their gradients from it; they have them now.
+        drops: how many of these, from the first, have no gradient after the step if it makes none.
+        breaks: the graph breaks, in the order of the step.
 
     Attributes:
-        replayed: whether it has ever been.
+        replayed: True from its first replay on.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Take(Generic[T]):
         outputs: T,
         makes: list[nn.Parameter],
         drops: int,
-        turns: list[Turn],
+        breaks: list[GraphBreak],
     ) -> None:
         self.graph = graph
         self.replayed = False
         self.outputs = outputs
-        self.turns = turns
+        self.breaks = breaks
         self.gradients = gradients_of(makes)
-        # Dropped, and not made anew: not all of them take part in every kind of step.
+        # Dropped, and not made again: not all parameters take part in every kind of step.
         self._without = [parameter for parameter in makes[:drops] if parameter.grad is None]
 
     def replay(
@@ -103,36 +103,36 @@ class Take(Generic[T]):
         """Replay it, and leave its gradients with the parameters.
 
         Args:
-            between: called where the host has a turn, or None for a replay without these.
-            accumulated: gradients that the step adds to, in the place that the graph knows.
-            handed: what the host finds in place of the graph's gradients, or None if it finds those.
+            between: called at each graph break; None for a replay without them.
+            accumulated: gradients that the step adds to, at the addresses that the graph knows.
+            handed: the copies that hooks find instead of the graph's gradients, or None.
 
         Returns:
             The static outputs.
         """
 
-        def turn(index: int) -> None:
+        def at_break(index: int) -> None:
             assert between is not None
-            turn = self.turns[index]
-            turn.begin()
+            graph_break = self.breaks[index]
+            graph_break.begin()
             if handed is not None:
                 handed.give(accumulated)
-                handed.give(turn.made)
+                handed.give(graph_break.made)
             between(self.outputs, index)
-            turn.check(handed)
+            graph_break.check(handed)
             if handed is not None:
-                handed.take_back(turn.made)
+                handed.take_back(graph_break.made)
             adopt(accumulated)
 
         self.replayed = True
         if between is None:
             self.graph.replay()
         else:
-            if handed is None and any(turn.drops for turn in self.turns):
+            if handed is None and any(each.drops for each in self.breaks):
                 self._leave()
-            self.graph.replay(turn)
+            self.graph.replay(at_break)
         # Validation, or an eager batch, may have dropped the gradients; the graph goes on writing
-        # its own, and who looks at `param.grad` after the step must find those.
+        # its own, and code that reads `param.grad` after the step must find those.
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
         for parameter in self._without:
@@ -149,7 +149,7 @@ class Take(Generic[T]):
     def _leave(self) -> None:
         """Keep the gradients of the step before readable while the forward pass of this one runs.
 
-        They lie in memory that a forward pass may write into, be they another take's.
+        They lie in memory that a forward pass may write into, also where another instance made them.
         """
         for parameter, _ in self.gradients:
             if parameter.grad is not None:
