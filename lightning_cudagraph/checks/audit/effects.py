@@ -45,8 +45,8 @@ class Effects:
         is_carried: whether it is a module whose attributes can be carried over from step to step.
 
     Attributes:
-        kind: of the step at hand. Steps of one kind are captured together, and another kind may do
-            something else on the host.
+        kind: batch signature and accumulation phase of the step at hand; one of another kind may have
+            other effects.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Effects:
         self._walk = walk
         self._harmless = harmless
         self._mentioned = MentionedNames()
-        self._found: dict[Hashable, list[Moved]] = {}
-        self.kind: Hashable = None
+        self._found: dict[Hashable, dict[Hashable, list[Moved]]] = {}
+        self.kind: tuple[Hashable, Hashable] = (None, None)
 
     def forget(self) -> None:
         """Forget what was found."""
@@ -75,8 +75,11 @@ class Effects:
         walk = self._walk(self._mentioned)
         with _code_noted(self._mentioned):
             yield
-        make_room(self._found)
-        self._found[self.kind] = [moved for moved in walk.changes() if self._is_effect(moved)]
+        signature, phase = self.kind
+        if signature not in self._found:
+            make_room(self._found)  # in the order in which warm-ups are forgotten
+        found = [moved for moved in walk.changes() if self._is_effect(moved)]
+        self._found.setdefault(signature, {})[phase] = found
 
     @contextmanager
     def refused(self, captured: Callable[[], MentionedNames]) -> Iterator[None]:
@@ -88,7 +91,8 @@ class Effects:
         Raises:
             CaptureError: naming the first effect, with the user's line.
         """
-        found = self._found.get(self.kind, [])
+        signature, phase = self.kind
+        found = self._found.get(signature, {}).get(phase, [])
         lasting = [moved for moved in found if moved.node.write is None]
         self._refuse(lasting, self._mentioned.users_code)
         before = [(moved.node, moved.node.read()) for moved in found]
