@@ -9,7 +9,7 @@ from typing import Generic, Literal, TypeVar
 from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.static import StaticBatch
-from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Place, Step
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Place, Replay, Step
 
 __all__ = ["NOT_YET", "GraphsBySignature", "NotYet"]
 
@@ -91,7 +91,7 @@ class GraphsBySignature(Generic[T]):
         graphs = self._graphs.get(signature)
         return None if graphs is None else graphs.static
 
-    def known_signature(self, step: Step[T]) -> Signature | None:
+    def known_signature(self, step: Replay[T]) -> Signature | None:
         """The signature of the latest graph, if a quick look can tell that it is also that of a step."""
         if self._latest is None:
             return None

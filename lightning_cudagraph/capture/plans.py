@@ -13,7 +13,7 @@ from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.holds import GradientCopies
 from lightning_cudagraph.capture.processes.agreement import Agreement, Intent, of_ranks
 from lightning_cudagraph.capture.standing import StandingGraphs
-from lightning_cudagraph.capture.steps import Step
+from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.errors import UnsupportedError
 
@@ -63,7 +63,7 @@ class Plans(Generic[T]):
         self._raise_unsupported = raise_unsupported
         self.met: tuple[Intent, Intent] | None = None
 
-    def is_due(self, step: Step[T], captured: CapturedStep[T]) -> bool:
+    def is_due(self, step: Replay[T], captured: CapturedStep[T]) -> bool:
         """Whether the next replay is to be checked."""
         is_due = self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))
         return is_due or bool(self._standing.doubt)

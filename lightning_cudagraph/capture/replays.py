@@ -17,7 +17,7 @@ from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.holds import GradientCopies
 from lightning_cudagraph.capture.processes.agreement import Agreement
 from lightning_cudagraph.capture.standing import StandingGraphs
-from lightning_cudagraph.capture.steps import Step, StepCounts
+from lightning_cudagraph.capture.steps import Replay, Step, StepCounts
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
 
 __all__ = ["Replays"]
@@ -62,7 +62,7 @@ class Replays(Generic[T]):
         self._around_replays = around_replays
         self._agreement = agreement
 
-    def replayed(self, step: Step[T], captured: CapturedStep[T]) -> T:
+    def replayed(self, step: Replay[T], captured: CapturedStep[T]) -> T:
         """Do a step by a replay.
 
         Returns:
@@ -154,7 +154,7 @@ class Replays(Generic[T]):
     def _replay(
         self,
         captured: CapturedStep[T],
-        step: Step[T],
+        step: Replay[T],
         between: Callable[[T, int], None] | None,
         timed: bool,
     ) -> T:

@@ -84,7 +84,7 @@ class OptimizerPart:
         if self.behind is not None:
             return
         try:
-            check_optimizer_part(self._trainer, self._module)
+            check_optimizer_part(self._trainer)
             self.optimizer = PreparedOptimizer(
                 optimizer,
                 self._backend.device,
