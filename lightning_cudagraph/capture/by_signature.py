@@ -49,6 +49,7 @@ class GraphsBySignature(Generic[T]):
         self._device_type = device_type
         self._max_signatures = max_signatures
         self._graphs: dict[Signature, _Graphs[T]] = {}
+        self._all: list[CapturedStep[T]] = []
         self._latest: Signature | None = None
         self.plain: dict[Place, CapturedStep[T]] = {}
 
@@ -64,6 +65,7 @@ class GraphsBySignature(Generic[T]):
         """Keep the graph that was captured of a step."""
         graphs = self._graphs.setdefault(signature, _Graphs(captured.static, step.beside))
         graphs.by_place[step.place] = captured
+        self._all.append(captured)
 
     def use(self, signature: Signature) -> None:
         """A graph of this signature is about to be replayed."""
@@ -71,7 +73,7 @@ class GraphsBySignature(Generic[T]):
 
     def all(self) -> list[CapturedStep[T]]:
         """Every graph."""
-        return [captured for graphs in self._graphs.values() for captured in graphs.by_place.values()]
+        return self._all
 
     def release(self) -> None:
         """Let go of all of them, and of their memory."""
@@ -79,6 +81,7 @@ class GraphsBySignature(Generic[T]):
         for captured in self.all():
             captured.release()
         self._graphs.clear()
+        self._all.clear()
         self._latest = None
 
     @property

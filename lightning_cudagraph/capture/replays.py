@@ -24,6 +24,8 @@ __all__ = ["Replays"]
 
 T = TypeVar("T")
 
+_NOTHING = nullcontext()
+
 
 class Replays(Generic[T]):
     """Replays the captured steps of a run.
@@ -69,8 +71,9 @@ class Replays(Generic[T]):
             The static outputs.
         """
         outputs = self._replay(captured, step, step.between if captured.has_turns else None, step.timed)
-        if self._is_plain(captured):
-            self._graphs.plain[step.place] = captured
+        plain = self._graphs.plain
+        if step.place not in plain and self._is_plain(captured):
+            plain[step.place] = captured
         return self._done(captured, outputs)
 
     def checked(self, step: Step[T], captured: CapturedStep[T]) -> tuple[T | None, str]:
@@ -158,14 +161,6 @@ class Replays(Generic[T]):
         between: Callable[[T, int], None] | None,
         timed: bool,
     ) -> T:
-        def turn(outputs: T, index: int) -> None:
-            assert between is not None
-            self._backend.in_turn = True
-            try:
-                between(outputs, index)
-            finally:
-                self._backend.in_turn = False
-
         batch = step.batch
         if timed:
             step.upcoming(captured.upcoming(True))
@@ -173,9 +168,21 @@ class Replays(Generic[T]):
                 with step.copying():
                     captured.static.copy_from(batch)
                 batch = captured.static.batch
-        with self._around_replays():
-            host_turn = turn if between is not None else None
-            return captured.replay(batch, host_turn, self._copies.handed, timed)
+        with _NOTHING if self._around_replays is nullcontext else self._around_replays():
+            turn = None if between is None else self._marked(between)
+            return captured.replay(batch, turn, self._copies.handed, timed)
+
+    def _marked(self, between: Callable[[T, int], None]) -> Callable[[T, int], None]:
+        """A turn of the host, in which the backend knows that it is one."""
+
+        def turn(outputs: T, index: int) -> None:
+            self._backend.in_turn = True
+            try:
+                between(outputs, index)
+            finally:
+                self._backend.in_turn = False
+
+        return turn
 
     def _is_plain(self, captured: CapturedStep[T]) -> bool:
         """Whether there is nothing to do around a replay but to compare, and to copy the batch."""

@@ -59,7 +59,7 @@ class _Pattern:
         if not (self._known and _matches(self._root, batch, device_type, found)):
             return None
         # One tensor at two places is another signature.
-        return found if len({id(tensor) for tensor in found}) == len(found) else None
+        return found if len(set(map(id, found))) == len(found) else None
 
 
 def _matches(pattern: tuple[Any, ...], value: Any, device_type: str, found: list[Tensor]) -> bool:
@@ -86,9 +86,12 @@ def _matches(pattern: tuple[Any, ...], value: Any, device_type: str, found: list
     else:
         return bool(comparable(value) == pattern[1])
     inner = pattern[-1]
-    return len(members) == len(inner) and all(
-        _matches(child, member, device_type, found) for child, member in zip(inner, members, strict=True)
-    )
+    if len(members) != len(inner):
+        return False
+    for child, member in zip(inner, members, strict=True):  # quicker than `all`
+        if not _matches(child, member, device_type, found):
+            return False
+    return True
 
 
 class Loan:

@@ -19,8 +19,15 @@ class HandOver:
     """Hands on what the replays of a run leave."""
 
     def __init__(self, run: TrainingRun) -> None:
-        self._run = run
-        self._trainer, self._logs, self._clock = run.trainer, run.logs, run.times.clock
+        self._trainer = run.trainer
+        self._optimization = run.optimization
+        self._replicas = run.replicas
+        self._metrics = run.metrics
+        self._hooks = run.hooks
+        self._guards = run.guards
+        self._logs = run.logs
+        self._clock = run.times.clock
+        self._pace = run.times.pace
 
     def in_the_middle(
         self, outputs: StepOutputs, index: int, closure: GraphClosure, body: StepBody
@@ -33,8 +40,8 @@ class HandOver:
             attribute.hand_over()
         turn.run(closure)
         body.optimizer.refresh()
-        self._run.metrics.adopt()
-        if change := self._run.guards.changed():
+        self._metrics.adopt()
+        if change := self._guards.changed():
             raise HookError(
                 f"In the middle of a step that is replayed, after {turn.whose}, {change}; the rest of"
                 " the graph holds what was there at the capture.",
@@ -55,8 +62,7 @@ class HandOver:
         Returns:
             The outputs of the step as hooks are given them, the loss among them; None if not wanted.
         """
-        run = self._run
-        run.replicas.replayed(place)
+        self._replicas.replayed(place)
         given: dict[str, Any] | None = None
         if wanted:
             # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
@@ -67,23 +73,21 @@ class HandOver:
         self._count_zero_grads(outputs.zero_grads)
         for attribute in outputs.recomputed:
             attribute.hand_over()
-        run.metrics.count_references()
+        self._metrics.count_references()
         if outputs.after_backward:
-            run.hooks.run_after_backward()
-        self._clock.ended(
-            outputs.marks if timed else None,
-            step_number(self._trainer),
-            self._clock.is_due(run.steps_before + place.steps),
-            *batch_of_step(self._trainer),
-        )
+            self._hooks.run_after_backward()
+        marks = outputs.marks if timed else None
+        is_next_due = self._clock.is_due(self._optimization.optim_progress.optimizer_steps + place.steps)
+        batch_idx, is_last = batch_of_step(self._trainer)
+        self._clock.ended(marks, step_number(self._trainer), is_next_due, batch_idx, is_last)
         if place.steps:
-            run.times.pace.tick(Phase.CAPTURED)
+            self._pace.tick(Phase.CAPTURED)
         return given
 
     def _count_zero_grads(self, number: int) -> None:
         """Count the drops of gradients that a replay has done, as Lightning counts its own."""
-        zero_grad = self._run.optimization.optim_progress.optimizer.zero_grad
-        for _ in range(number):
-            zero_grad.increment_ready()
-            zero_grad.increment_started()
-            zero_grad.increment_completed()
+        zero_grad = self._optimization.optim_progress.optimizer.zero_grad
+        for counts in (zero_grad.total, zero_grad.current):
+            counts.ready += number
+            counts.started += number
+            counts.completed += number

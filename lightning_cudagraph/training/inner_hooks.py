@@ -115,7 +115,7 @@ class InnerHooks:
         return (
             _OF_MODULES.isdisjoint(vars(self._module)),
             *map(id, callbacks),
-            *(_OF_CALLBACKS.isdisjoint(vars(callback)) for callback in callbacks),
+            *map(_OF_CALLBACKS.isdisjoint, map(vars, callbacks)),
         )
 
     def around_zero_grad(self) -> str:

@@ -190,11 +190,11 @@ class TrainingSteps:
             or self._replicas.unlike_others(place)
         ):
             return NOT_PLAIN
-        timed = self._clock.is_due(optimization.optim_progress.optimizer_steps)
-        replay = Replay(batch, place, timed, self._upcoming, self._clock.copying)
         # As Lightning counts the steps of the optimizer.
         progress = optimization.optim_progress.optimizer.step
         total, current = progress.total, progress.current
+        timed = self._clock.is_due(total.completed)
+        replay = Replay(batch, place, timed, self._upcoming, self._clock.copying)
         if steps:
             total.ready += 1
             current.ready += 1

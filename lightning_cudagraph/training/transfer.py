@@ -9,7 +9,7 @@ memory, pinned or not, into the buffers. Whoever else sees batches (hooks of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch.strategies import Strategy
@@ -27,8 +27,6 @@ __all__ = ["TRANSFER", "BatchTransfer"]
 # What Lightning's loops call the hook that is running, while they move a batch of theirs.
 TRANSFER = "batch_to_device"
 
-_UNTIMED = nullcontext()
-
 
 class BatchTransfer:
     """In the place of `Strategy.batch_to_device`, which is there when this is made."""
@@ -38,6 +36,7 @@ class BatchTransfer:
         self._engine = engine
         self._trainer = run.trainer
         self._module = run.module
+        self._clock = run.times.clock
         self._original: Callable[..., Any] = run.trainer.strategy.batch_to_device
         self._unseen: bool | None = None
         # The static batch that was handed on last, and what Lightning would have moved.
@@ -58,7 +57,9 @@ class BatchTransfer:
         given = self.straight(batch, *args, **kwargs)
         if given is not None:
             return given
-        with self._copying():
+        if (copying := self._copying()) is None:
+            return self._original(batch, *args, **kwargs)
+        with copying:
             return self._original(batch, *args, **kwargs)
 
     def straight(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,8 +84,11 @@ class BatchTransfer:
             tensors = static.tensors_of(batch, "cpu") or static.tensors_of(batch, device_type)
         if tensors is None:
             return None
-        with self._copying():
+        if (copying := self._copying()) is None:
             static.fill(tensors)
+        else:
+            with copying:
+                static.fill(tensors)
         self._handed = static.batch, batch, args, kwargs
         return static.batch
 
@@ -120,10 +124,9 @@ class BatchTransfer:
         # Batches that only update batch norm are not for graphs.
         return None if self._run.optimization._skip_backward else self._engine.static
 
-    def _copying(self) -> AbstractContextManager[None]:
-        """Around the move of the batch of a training step, which may be timed."""
-        clock = self._run.times.clock
-        return clock.copying() if clock.is_due(self._run.steps_before) else _UNTIMED
+    def _copying(self) -> AbstractContextManager[None] | None:
+        """A context for the move of the batch of a training step, if that is timed."""
+        return self._clock.copying() if self._clock.is_due(self._run.steps_before) else None
 
     def _is_unseen(self) -> bool:
         by_lightning = getattr(self._original, "__func__", None) is Strategy.batch_to_device
