@@ -418,6 +418,6 @@ class CharData(L.LightningDataModule):
 
 
 if __name__ == "__main__":
-    from lightning_cudagraph.cli import run_example
+    from lightning_cudagraph.trainer.cli import run_example
 
     run_example(__file__)

@@ -200,6 +200,6 @@ def already_collated(batch: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from lightning_cudagraph.cli import run_example
+    from lightning_cudagraph.trainer.cli import run_example
 
     run_example(__file__)

@@ -16,10 +16,10 @@ from lightning_cudagraph.errors import TimerError as TimerError
 from lightning_cudagraph.errors import UnsupportedError as UnsupportedError
 from lightning_cudagraph.errors import VerificationError as VerificationError
 from lightning_cudagraph.graphed_step.step import GraphedStep as GraphedStep
-from lightning_cudagraph.layer_timings import LayerTimings as LayerTimings
-from lightning_cudagraph.manual import ManualOptimization as _ManualOptimization  # noqa: F401
-from lightning_cudagraph.timing.profiler import Profiler as Profiler
-from lightning_cudagraph.timing.timers import EventTimer as EventTimer
-from lightning_cudagraph.timing.timers import TimerRegistry as TimerRegistry
+from lightning_cudagraph.timing.events.profiler import Profiler as Profiler
+from lightning_cudagraph.timing.events.timers import EventTimer as EventTimer
+from lightning_cudagraph.timing.events.timers import TimerRegistry as TimerRegistry
+from lightning_cudagraph.trainer.layer_timings import LayerTimings as LayerTimings
+from lightning_cudagraph.trainer.manual import ManualOptimization as _ManualOptimization  # noqa: F401
 
 __version__ = _version("lightning_cudagraph")

@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.compat.method_patches import StandIn
 from tests.harness import Net, differences, loader
 from tests.rows import Row, row
 

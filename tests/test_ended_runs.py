@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.timing.clock import FitClock
+from lightning_cudagraph.timing.events.clock import FitClock
 from tests.harness import Net, loader, make
 from tests.test_clean import ENDINGS
 from tests.test_timings import events

@@ -21,9 +21,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.timing.marks import StepMarks
-from lightning_cudagraph.timing.spans import Reading
-from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.events.marks import StepMarks
+from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.readings.spans import Reading
 from tests.harness import Net, assert_same, loader, make, train
 from tests.test_clock import events, steps
 from tests.test_layer_timings import TwoNets, run

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.timing.pace import StepPace
-from lightning_cudagraph.timing.report import eager_report, evaluation_report, fit_report
-from lightning_cudagraph.timing.spans import Reading
-from lightning_cudagraph.timing.windows import WindowSummary
+from lightning_cudagraph.timing.output.report import eager_report, evaluation_report, fit_report
+from lightning_cudagraph.timing.readings.pace import StepPace
+from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.timing.readings.windows import WindowSummary
 from tests.readings import gpt_readings
 from tests.test_tables import flat
 

@@ -12,9 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.timing.layers import select_layers
-from lightning_cudagraph.timing.pace import StepPace
-from lightning_cudagraph.training import run_times
+from lightning_cudagraph.timing.layers.layers import select_layers
+from lightning_cudagraph.timing.readings.pace import StepPace
+from lightning_cudagraph.trainer.training.times import run_times
 from tests.harness import Net, make, train
 
 LAYERS = ["features", "features.0", "features.1", "features.2", "features.3", "head"]

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep, VerificationError
-from lightning_cudagraph.capture import gradients, sentry
+from lightning_cudagraph.device.sentry import sentry
+from lightning_cudagraph.graphed_step import gradients
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.loops import device_of
 

@@ -17,25 +17,25 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.checks.verify import is_share
-from lightning_cudagraph.capture.nccl import check_nccl
-from lightning_cudagraph.capture.sentry import is_capturing
+from lightning_cudagraph.capture import stream_choice
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.capture.streams import stream_choice
-from lightning_cudagraph.capture.streams.stream_choice import MAX_STREAMS, AskedStreams, are_streams
-from lightning_cudagraph.capture.unfit import refuse_nameless
+from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, AskedStreams, are_streams
+from lightning_cudagraph.checks.unfit import refuse_nameless
+from lightning_cudagraph.checks.verify.verify import is_share
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
+from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.compat.torch_names import tree_iter
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import ARGUMENTS, StepRun, StepSettings, backend_for
 from lightning_cudagraph.graphed_step.surroundings import surroundings_of
-from lightning_cudagraph.timing.pace import StepPace
-from lightning_cudagraph.timing.report import fit_report
-from lightning_cudagraph.timing.windows import WindowSummary
+from lightning_cudagraph.processes.nccl import check_nccl
+from lightning_cudagraph.timing.output.report import fit_report
+from lightning_cudagraph.timing.readings.pace import StepPace
+from lightning_cudagraph.timing.readings.windows import WindowSummary
 
 __all__ = ["GraphedStep"]
 

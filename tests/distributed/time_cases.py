@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.timing.spans import EXPOSED_TAG
+from lightning_cudagraph.timing.readings.spans import EXPOSED_TAG
 from tests.distributed.cases import Here
 from tests.harness import Net, Trace, assert_same, loader
 

@@ -1,0 +1,29 @@
+"""What the user asked for, as the parts of a run are given it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_cudagraph.capture.stream_choice import Streams
+from lightning_cudagraph.timing.layers.layers import LayerChoice
+
+__all__ = ["Scope", "Settings"]
+
+Scope = Literal["auto", "step", "forward_backward"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `CUDAGraphCallback`, which documents each."""
+
+    scope: Scope
+    warmup_steps: int
+    raise_unsupported: bool
+    timings: LayerChoice | None
+    verify_replays: int
+    verify_every_n_steps: int | None
+    verify_budget: float
+    harmless: frozenset[str] = frozenset()
+    streams: Streams = 1
+    compile: bool = False

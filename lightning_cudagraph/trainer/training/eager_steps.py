@@ -1,0 +1,54 @@
+"""Steps that run eagerly in a `fit` with graphs; the last one of a warm-up is timed like replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightning_cudagraph.tensors.recomputed import detach_recomputed
+from lightning_cudagraph.timing.events.marks import StepMarks
+from lightning_cudagraph.trainer.training.closures import GraphClosure
+from lightning_cudagraph.trainer.training.run import TrainingRun
+from lightning_cudagraph.trainer.training.times.marked_steps import timed_closure, timed_stages
+from lightning_cudagraph.trainer.training.times.run_times import batch_of_step, step_number
+
+__all__ = ["EagerSteps"]
+
+
+class EagerSteps:
+    """Runs steps without a graph."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        self._marks: StepMarks | None = None  # of a step that is under way
+
+    def run(self, eagerly: Callable[[], object]) -> None:
+        """Run a step."""
+        detach_recomputed(self._run.module)
+        with self._run.logs.noted():
+            eagerly()
+        self._run.replicas.ran()
+
+    def run_marked(self, eagerly: Callable[[], object], has_optimizer: bool) -> None:
+        """Run a step, and time its parts."""
+        trainer, times = self._run.trainer, self._run.times
+        self._marks = marks = times.eager_marks(has_optimizer)
+        try:
+            with marks.recording(), timed_stages(marks, trainer, self._run.module):
+                self.run(eagerly)
+            times.eager_clock.ended(marks, step_number(trainer), False, *batch_of_step(trainer))
+        finally:
+            self._marks = None
+
+    def call(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
+        """Call the closure of a step that is under way.
+
+        Args:
+            closure: the closure.
+            plain: what Lightning's own does.
+        """
+        if self._marks is None:
+            return plain()
+        with timed_closure(closure, self._marks):
+            return plain()

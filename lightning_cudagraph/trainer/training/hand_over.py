@@ -1,0 +1,93 @@
+"""What the host does after a replay, and in the middle of one: what an eager step would have left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_cudagraph.capture.steps import Phase, Place
+from lightning_cudagraph.errors import HookError
+from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
+from lightning_cudagraph.trainer.training.closures import GraphClosure
+from lightning_cudagraph.trainer.training.run import TrainingRun
+from lightning_cudagraph.trainer.training.times.run_times import batch_of_step, step_number
+
+__all__ = ["HandOver"]
+
+
+class HandOver:
+    """Hands on what the replays of a run leave."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._trainer = run.trainer
+        self._optimization = run.optimization
+        self._replicas = run.replicas
+        self._metrics = run.metrics
+        self._hooks = run.hooks
+        self._guards = run.guards
+        self._logs = run.logs
+        self._clock = run.times.clock
+        self._pace = run.times.pace
+
+    def in_the_middle(
+        self, outputs: StepOutputs, index: int, closure: GraphClosure, body: StepBody
+    ) -> None:
+        """Call the hooks in the middle of a replay, where they are called in an eager step."""
+        turn = outputs.turns[index]
+        turn.logs.hand_over(self._trainer)
+        self._count_zero_grads(turn.zero_grads)
+        for attribute in turn.recomputed:
+            attribute.hand_over()
+        turn.run(closure)
+        body.optimizer.refresh()
+        self._metrics.adopt()
+        if change := self._guards.changed():
+            raise HookError(
+                f"In the middle of a step that is replayed, after {turn.whose}, {change}; the rest of"
+                " the graph holds what was there at the capture.",
+                "Change it in `on_train_batch_start` or `on_train_batch_end`.",
+            )
+
+    def after(
+        self, outputs: StepOutputs, place: Place, timed: bool, wanted: bool
+    ) -> dict[str, Any] | None:
+        """After a replay, do all that Lightning would have had done by the end of an eager step.
+
+        Args:
+            outputs: the static outputs of the replay.
+            place: of the step in its window.
+            timed: its times are shown.
+            wanted: its outputs are, at once; if not, what was logged waits until it is asked for.
+
+        Returns:
+            The outputs of the step as hooks are given them, the loss among them; None if not wanted.
+        """
+        self._replicas.replayed(place)
+        given: dict[str, Any] | None = None
+        if wanted:
+            # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
+            extra = map_leaves(outputs.extra, copied_leaf)
+            given = {"loss": outputs.logs.hand_over(self._trainer), **extra}
+        else:
+            self._logs.put_off(place, outputs.logs)
+        self._count_zero_grads(outputs.zero_grads)
+        for attribute in outputs.recomputed:
+            attribute.hand_over()
+        self._metrics.count_references()
+        if outputs.after_backward:
+            self._hooks.run_after_backward()
+        marks = outputs.marks if timed else None
+        is_next_due = self._clock.is_due(self._optimization.optim_progress.optimizer_steps + place.steps)
+        batch_idx, is_last = batch_of_step(self._trainer)
+        self._clock.ended(marks, step_number(self._trainer), is_next_due, batch_idx, is_last)
+        if place.steps:
+            self._pace.tick(Phase.CAPTURED)
+        return given
+
+    def _count_zero_grads(self, number: int) -> None:
+        """Count the drops of gradients that a replay has done, as Lightning counts its own."""
+        zero_grad = self._optimization.optim_progress.optimizer.zero_grad
+        for counts in (zero_grad.total, zero_grad.current):
+            counts.ready += number
+            counts.started += number
+            counts.completed += number

@@ -1,0 +1,263 @@
+"""The seat in Lightning's training loop.
+
+Lightning's loop stays in charge. One object of it is replaced by a thin subclass, whose closures say
+which batch they belong to, and two methods of the strategy, which move a batch and do its optimizer step
+(`steps.py`). Everything replaced goes through one `ExitStack`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_cudagraph.capture.engine import StepEngine
+from lightning_cudagraph.capture.steps import Step, StepCounts
+from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.compat.features import SHORT_WAY
+from lightning_cudagraph.compat.method_patches import replace_method
+from lightning_cudagraph.compat.tables import notes, notes_of_captures
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.processes.agreement import Agreement
+from lightning_cudagraph.timing.layers.layers import untimed_notes
+from lightning_cudagraph.timing.readings.rank_times import SharedRun
+from lightning_cudagraph.trainer.config.settings import Settings
+from lightning_cudagraph.trainer.profilers import around_replays, profiler_notes, progress_bar_notes
+from lightning_cudagraph.trainer.training.advance import QuickAdvance
+from lightning_cudagraph.trainer.training.captured_step.compiled_step import (
+    compile_step,
+    is_step_compiled,
+    logging_uncompiled,
+)
+from lightning_cudagraph.trainer.training.captured_step.optimizer_part import OptimizerPart
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
+from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
+from lightning_cudagraph.trainer.training.run import TrainingRun
+from lightning_cudagraph.trainer.training.steps import TrainingSteps
+from lightning_cudagraph.trainer.training.times.run_times import RunTimes, ended_by, step_number
+
+__all__ = ["GraphedTraining"]
+
+
+class GraphedTraining:
+    """One `fit` whose steps are captured.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it trains.
+        backend: where steps are captured.
+        settings: what the user asked for.
+        agreement: with the other processes of the run, or None if there are none.
+        shared: the run as all of them know it.
+
+    Raises:
+        UnsupportedError: if the optimizer can be captured in no form that was asked for.
+        ConfigurationError: if the timings name a layer that is not there.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        settings: Settings,
+        agreement: Agreement | None = None,
+        shared: SharedRun | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._times = RunTimes(trainer, module, backend, settings.timings, shared)
+        if settings.compile or is_step_compiled(module):
+            self._times.names = []  # a hook in compiled code would change what is compiled
+        self._patches = ExitStack()
+        self._part = OptimizerPart(
+            trainer,
+            module,
+            backend,
+            settings.scope,
+            lambda reason: self._engine.drop(reason),
+            self._announce,
+        )
+        run = self._run = TrainingRun(trainer, module, backend, settings, self._times, self._part)
+        if run.replicas.shards and isinstance(settings.streams, int) and settings.streams > 1:
+            raise UnsupportedError(
+                "Sharded weights are gathered into memory that a step takes and lets go of, and for that"
+                " there are no ops: on several streams, nothing would say who comes first.",
+                'Pass `CUDAGraphCallback(streams="auto")`, or leave it out.',
+            )
+        self._recorder = Recorder(run)
+        self._verifier = Verifier(
+            backend,
+            settings.verify_replays,
+            settings.verify_every_n_steps,
+            lambda: self._part.optimizer.learning_rates(),
+            agreement,
+            settings.verify_budget,
+        )
+        self._engine: StepEngine[StepOutputs] = StepEngine(
+            backend=backend,
+            guards=run.guards,
+            carried=run.carried,
+            verifier=self._verifier,
+            is_settled=lambda: self._part.is_settled() and run.replicas.is_settled(),
+            warmup_steps=settings.warmup_steps,
+            raise_unsupported=settings.raise_unsupported,
+            streams=settings.streams,
+            announce=self._announce,
+            narrow=self._part.put_behind,
+            on_give_up=self._part.let_go,
+            around_replays=around_replays(trainer),
+            on_capture=self._captured,
+            agreement=agreement,
+        )
+        self._steps = TrainingSteps(run, self._engine, self._verifier, self._recorder)
+        # Last, because it changes the optimizer: nothing after it may fail.
+        self._part.prepare(trainer.optimizers[0])
+
+    @property
+    def counts(self) -> StepCounts:
+        """What became of the steps so far."""
+        return self._engine.counts
+
+    @property
+    def notes(self) -> list[str]:
+        """What was changed for the capture, in words."""
+        off = [*notes_of_captures(self._run.backend.device), *notes(SHORT_WAY), *self._times.off]
+        return [*self._part.notes, *profiler_notes(self._trainer), *off]
+
+    def agree(self, agreement: Agreement) -> None:
+        """Before the first step: let what all processes capture have the same parts.
+
+        Args:
+            agreement: with the others, which ask, too.
+        """
+        self._part.agree(agreement)
+
+    def install(self) -> None:
+        """Take the seat."""
+        run, patches = self._run, self._patches
+        patches.enter_context(run.replicas.unobserved())
+        if run.settings.compile or is_step_compiled(self._module):
+            patches.enter_context(logging_uncompiled())
+        if run.settings.compile:
+            compile_step(self._module, run.backend.device, patches)
+        self._steps.install(patches)
+        loop = self._trainer.fit_loop.epoch_loop
+        self._advance = QuickAdvance(run, self._steps)
+        replace_method(loop, "advance", self._advance, patches)
+        metrics = loop._results.metrics
+
+        def settled_metrics(on_step: bool) -> Any:
+            run.logs.settle()
+            return metrics(on_step)
+
+        # What Lightning, and whoever asks the trainer for its metrics, takes them from.
+        replace_method(loop._results, "metrics", settled_metrics, patches)
+
+    def close(self) -> None:
+        """Leave the seat: put everything back, and let go of graphs and their memory."""
+        with ExitStack() as stack:  # every part, also where one of them fails
+            stack.callback(self._run.logs.close)
+            stack.callback(self._engine.close)
+            stack.callback(self._times.close)
+            stack.callback(self._part.optimizer.restore)
+            stack.callback(self._patches.close)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is under way, with a hook of its own in it."""
+        return self._steps.is_in_step
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the fit has not come to its end; to be asked by who is called in it, if so."""
+        loop: Any = self._trainer.fit_loop
+        code = inspect.unwrap(type(loop).run).__code__
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code is code and frame.f_locals.get("self") is loop:
+                return True
+            frame = frame.f_back
+        return False
+
+    @property
+    def global_step(self) -> int:
+        """That of the trainer."""
+        return self._trainer.global_step
+
+    def suspect(self) -> None:
+        """Something other than training steps has happened, and can have changed what is baked in."""
+        self._engine.pause()
+        self._steps.transfer.suspect()
+        self._advance.suspect()
+        self._times.pause()
+
+    def leave(self) -> None:
+        """Graphs of evaluation come now, which may write where those of training keep gradients."""
+        self._engine.leave()
+
+    def finish(
+        self,
+        description: str,
+        evaluation: StepCounts | None = None,
+        notes: Sequence[str] = (),
+        exception: BaseException | None = None,
+    ) -> str:
+        """Read what is left to read, and write the report.
+
+        Args:
+            description: what the graphs ran on.
+            evaluation: what became of the batches of validation, if they had graphs.
+            notes: what the user should know of these.
+            exception: what has ended the run, if it has not come to its end. Then nothing is read.
+
+        Returns:
+            The report.
+        """
+        notes = [*self._notes(), *notes]
+        # A device that has failed, or hangs, would not answer.
+        if self._part.scaler is not None and exception is None:
+            skipped = int(self._part.scaler.skipped_steps)
+            notes.append(f"{skipped} step(s) skipped, because a gradient overflowed")
+        step, ended = step_number(self._trainer), ended_by(self._trainer, exception)
+        return self._times.report(description, self.counts, notes, evaluation, step, ended)
+
+    def _notes(self) -> list[str]:
+        notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
+        notes += [*self._verifier.notes, *self._engine.notes, *self.notes, *self._run.metrics.notes]
+        untimed = self._recorder.untimed
+        is_timed = self._run.settings.timings is not None
+        if is_timed and is_step_compiled(self._module):
+            untimed = untimed | {"layers": "the step is compiled as a whole"}
+        if is_timed and self._part.behind is not None:
+            untimed = untimed | {
+                "what comes after the backward pass": (
+                    "it runs eagerly, behind the graph; shares are of what comes before"
+                )
+            }
+        notes += untimed_notes(untimed)
+        if (
+            self._run.settings.timings is not None
+            and self._run.backend.streams > 1
+            and self.counts.captures
+        ):
+            notes.append(
+                "on several streams layers overlap; the time of one is from when all before it has"
+                " finished to when it has, too"
+            )
+        notes += progress_bar_notes(self._trainer)
+        return notes
+
+    def _announce(self, text: str) -> None:
+        rank_zero_info(f"lightning_cudagraph: {text}")
+        self._times.happened(text, step_number(self._trainer))
+
+    def _captured(self, step: Step[StepOutputs], capture_ms: float) -> None:
+        taken_mib = self.counts.memory_bytes / 2**20
+        text = f"Captured in {capture_ms:.0f} ms: {step.description}. {taken_mib:.1f} MiB taken so far."
+        self._times.happened(text, step_number(self._trainer))
