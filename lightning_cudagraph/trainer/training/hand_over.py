@@ -86,7 +86,7 @@ class HandOver:
 
     def _count_zero_grads(self, number: int) -> None:
         """Count the drops of gradients that a replay has done, as Lightning counts its own."""
-        zero_grad = self._optimization.optim_progress.optimizer.zero_grad
+        zero_grad: Any = self._optimization.optim_progress.optimizer.zero_grad
         for counts in (zero_grad.total, zero_grad.current):
             counts.ready += number
             counts.started += number
