@@ -118,7 +118,7 @@ class QuickAdvance:
         self._looked = False
 
     def __call__(self, data_fetcher: Any) -> None:
-        if not self._is_steady:
+        if self._steps.phase is not Phase.CAPTURED:
             self._looked = False
         elif not self._looked:
             self._looked = True
@@ -133,11 +133,6 @@ class QuickAdvance:
                 self._advance(data_fetcher)
         finally:
             self._settle()
-
-    @property
-    def _is_steady(self) -> bool:
-        """Whether the step before was a replay."""
-        return self._steps.phase is Phase.CAPTURED
 
     def _look(self, data_fetcher: Any) -> bool:
         trainer, module, loop = self._trainer, self._module, self._loop
@@ -285,7 +280,7 @@ class QuickAdvance:
             or (loop.max_steps != -1 and loop.global_step >= loop.max_steps)
             or self._validation_now() != self._validation
             or (self._validates and loop._should_check_val_fx(data_fetcher))
-            or not self._is_steady
+            or self._steps.phase is not Phase.CAPTURED
         )
 
     def _between(self) -> None:

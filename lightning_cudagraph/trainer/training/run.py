@@ -75,17 +75,18 @@ class TrainingRun:
 
 def _guards(run: TrainingRun) -> Guards:
     trainer, part, metrics = run.trainer, run.part, run.metrics
+    hooks, replicas = run.hooks, run.replicas
     return Guards(
         run.module,
         lambda: {
             **part.cheap_state(),
             **metrics.described(),
-            **run.replicas.described(),
-            "the hooks inside the step": run.hooks.named(),
+            **replicas.described(),
+            "the hooks inside the step": hooks.named(),
         },
         part.thorough_state,
         OWN_ATTRIBUTES | run.settings.harmless,
-        lambda: (*part.quick_state(), *run.hooks.quick(), metrics.fits(), run.replicas.settings()),
+        lambda: (*part.quick_state(), *hooks.quick(), metrics.fits(), replicas.settings()),
         metrics.stays_on_host,
         lambda: part.optimizer.places(),
         {"trainer": trainer},

@@ -66,7 +66,10 @@ class TrainingSteps:
         recorder: Recorder,
     ) -> None:
         self._run = run
-        self._part = run.part  # and others that each replay asks for
+        # Each replay asks for these.
+        self._part = run.part
+        self._strategy = run.trainer.strategy
+        self._optimization = run.optimization
         self._replicas = run.replicas
         self._clock = run.times.clock
         self._engine = engine
@@ -84,7 +87,7 @@ class TrainingSteps:
 
     def install(self, patches: ExitStack) -> None:
         """Take the places of Lightning's where batches come by, until `patches` is closed."""
-        run, strategy = self._run, self._run.trainer.strategy
+        run, strategy = self._run, self._strategy
         loop = run.trainer.fit_loop.epoch_loop
         run.optimization.install(loop, self._call_closure, self._engine.counts.note_eager, patches)
         self._eager_step: Callable[..., Any] = strategy.optimizer_step
@@ -157,8 +160,8 @@ class TrainingSteps:
     def is_plain(self) -> bool:
         """Whether Lightning would do nothing of somebody else's on the way of a batch to its replay."""
         trainer = self._run.trainer
-        optimization = self._run.optimization
-        optimizer: LightningOptimizer = trainer.strategy._lightning_optimizers[0]
+        optimization = self._optimization
+        optimizer: LightningOptimizer = self._strategy._lightning_optimizers[0]
         return (
             trainer.fit_loop.epoch_loop.automatic_optimization is optimization
             and vars(optimization).keys().isdisjoint(_METHODS)
@@ -181,12 +184,12 @@ class TrainingSteps:
             The outputs of the step as hooks are given them, or None if they are not wanted. `NOT_PLAIN`,
             if nothing has happened.
         """
-        part, optimization = self._part, self._run.optimization
+        part, optimization = self._part, self._optimization
         place = Place(drops, steps, steps and bool(self._replicas.wrappers))
         if (
             part.behind is not None
             or optimization._skip_backward
-            or not part.is_of(self._run.trainer.strategy.optimizers[0])
+            or not part.is_of(self._strategy.optimizers[0])
             or self._replicas.unlike_others(place)
         ):
             return NOT_PLAIN

@@ -220,13 +220,14 @@ class OptimizerPart:
 
     def quick_state(self) -> tuple[Any, ...]:
         """The values of `cheap_state` without the words."""
-        values = (*self.optimizer.frozen_values(), self._trainer.accumulate_grad_batches)
+        trainer, values = self._trainer, self.optimizer.frozen_values()
         if self.behind is not None:
-            return values
+            return (*values, trainer.accumulate_grad_batches)
         return (
             *values,
-            self._trainer.gradient_clip_val,
-            self._trainer.gradient_clip_algorithm,
+            trainer.accumulate_grad_batches,
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
             *(() if self.scaler is None else self.scaler.frozen().values()),
         )
 
