@@ -33,7 +33,7 @@ class EagerSteps:
     def run_marked(self, eagerly: Callable[[], object], has_optimizer: bool) -> None:
         """Run a step, and time its parts."""
         trainer, times = self._run.trainer, self._run.times
-        self._marks = marks = times.eager_marks(has_optimizer)
+        self._marks = marks = times.marks(has_optimizer)
         try:
             with marks.recording(), timed_stages(marks, trainer, self._run.module):
                 self.run(eagerly)

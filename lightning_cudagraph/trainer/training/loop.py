@@ -45,15 +45,7 @@ __all__ = ["GraphedTraining"]
 
 
 class GraphedTraining:
-    """One `fit` whose steps are captured.
-
-    Args:
-        trainer: the trainer.
-        module: the module that it trains.
-        backend: where steps are captured.
-        settings: what the user asked for.
-        agreement: with the other processes of the run, or None if there are none.
-        shared: the run as all of them know it.
+    """One `fit` with graphs.
 
     Raises:
         UnsupportedError: if the optimizer can be captured in no form that was asked for.

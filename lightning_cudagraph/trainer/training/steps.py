@@ -259,8 +259,8 @@ class TrainingSteps:
 
         def record(batch: Any, cut: Cut, timed: bool) -> StepOutputs:
             with run.replicas.undone():  # each capture of the step begins where the first one does
-                layers = run.times.layers() if timed else None
-                return recorder.record(batch, closure, body, layers, cut)
+                timings = run.settings.timings if timed else None
+                return recorder.record(batch, closure, body, timings, cut)
 
         def run_last() -> None:
             self._eager.run_marked(eagerly, place.steps)

@@ -23,11 +23,10 @@ from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_seve
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.recomputed import recomputed_apart
 from lightning_cudagraph.timing.events.marks import StepMarks
-from lightning_cudagraph.timing.layers.layers import never_timed
+from lightning_cudagraph.timing.layers.layers import LayerChoice, never_timed
 from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING, check_optimizer_part
 from lightning_cudagraph.trainer.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.trainer.profilers import unprofiled
-from lightning_cudagraph.trainer.replicas import has_replicas
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
     HostTurn,
     StepBody,
@@ -65,7 +64,7 @@ class Recorder:
         batch: Any,
         closure: GraphClosure,
         body: StepBody,
-        layers: Mapping[str, nn.Module] | None,
+        timings: LayerChoice | None,
         cut: Cut | None,
     ) -> StepOutputs:
         """Run a step on the static batch.
@@ -74,7 +73,7 @@ class Recorder:
             batch: the static batch.
             closure: Lightning's closure for the batch of this step.
             body: what is captured of the step.
-            layers: the layers to time, by name, or None for no events.
+            timings: what is timed of it, or None for no events.
             cut: what is called where the host has a turn in every replay, if a capture is under way.
 
         Raises:
@@ -88,27 +87,11 @@ class Recorder:
         optimizer = body.optimizer.optimizer if body.has_optimizer else None
         called = (self._trainer.strategy, self._trainer.precision_plugin)
         refuse_replaced_methods(self._module, optimizer, self._harmless, callees=called)
-        inner = self._run.optimization.closure_for_capture(
-            self._arguments(batch, closure), body.optimizer.optimizer, closure.batch_idx, _plainly
-        )
         marks: StepMarks | None = None
-        if layers is not None:
-            timings = self._run.settings.timings
-            assert timings is not None
-            marks = StepMarks(
-                self._run.backend,
-                layers,
-                body.has_optimizer,
-                timings.placement,
-                with_collectives=has_replicas(self._trainer.strategy),
-            )
-        if marks is not None:
-            inner._step_fn = timed_forward(inner._step_fn, marks)
-        drops = inner._zero_grad_fn is not None
-        # Each call of the closure drops them once, before its backward pass.
-        counts_drops = drops and not self._hooks.around_zero_grad()
-        uncounted = 0
+        if timings is not None:
+            marks = self._run.times.marks(body.has_optimizer, timings.placement)
         place, carried = body.place, self._run.carried
+        uncounted = 0
 
         def call(own: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
             nonlocal uncounted
@@ -118,7 +101,13 @@ class Recorder:
             end_backward()
             return loss
 
-        inner._call = call
+        inner = self._run.optimization.closure_for_capture(
+            self._arguments(batch, closure), body.optimizer.optimizer, closure.batch_idx, call
+        )
+        if marks is not None:
+            inner._step_fn = timed_forward(inner._step_fn, marks)
+        # Each call of the closure drops them once, before its backward pass.
+        counts_drops = inner._zero_grad_fn is not None and not self._hooks.around_zero_grad()
         audit: StepAudit | None = None
         behind = False
 
@@ -265,10 +254,6 @@ def _run_body(body: StepBody, closure: GraphClosure, is_behind: Callable[[], boo
 def _gradient(parameter: nn.Parameter) -> _Gradient:
     gradient = parameter.grad
     return None if gradient is None else (Identity(gradient), gradient._version)
-
-
-def _plainly(closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
-    return plain()
 
 
 def _detached(leaf: Any) -> Any:
