@@ -9,7 +9,7 @@ memory, pinned or not, into the buffers. Whoever else sees batches (hooks of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch.strategies import Strategy
@@ -57,9 +57,7 @@ class BatchTransfer:
         given = self.straight(batch, *args, **kwargs)
         if given is not None:
             return given
-        if (copying := self._copying()) is None:
-            return self._original(batch, *args, **kwargs)
-        with copying:
+        with self._copying() or nullcontext():
             return self._original(batch, *args, **kwargs)
 
     def straight(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
