@@ -114,7 +114,7 @@ def guards_us(parameters: int) -> dict[str, float]:
 
     def measure() -> None:
         assert callback._training is not None
-        guards = callback._training._guards
+        guards = callback._training._run.guards
         objects, walk = guards._structure, guards._walk
         assert objects is not None
         assert walk is not None

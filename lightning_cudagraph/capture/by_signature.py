@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Place, Step
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Place, Replay, Step
 from lightning_cudagraph.tensors.batch import Signature
 from lightning_cudagraph.tensors.signatures import Signatures
 from lightning_cudagraph.tensors.static import StaticBatch
@@ -50,6 +50,7 @@ class GraphsBySignature(Generic[T]):
         self._device_type = device_type
         self._signatures = signatures
         self._graphs: dict[Signature, _Graphs[T]] = {}
+        self._all: list[CapturedStep[T]] = []
         self._latest: Signature | None = None
         self.plain: dict[Place, CapturedStep[T]] = {}
 
@@ -66,6 +67,7 @@ class GraphsBySignature(Generic[T]):
         graphs = self._graphs.setdefault(signature, _Graphs(captured.static, step.beside))
         graphs.by_place[step.place] = captured
         self._signatures.captured(signature)
+        self._all.append(captured)
 
     def use(self, signature: Signature) -> None:
         """A graph of this signature is about to be replayed."""
@@ -73,7 +75,7 @@ class GraphsBySignature(Generic[T]):
 
     def all(self) -> list[CapturedStep[T]]:
         """Every graph."""
-        return [captured for graphs in self._graphs.values() for captured in graphs.by_place.values()]
+        return self._all
 
     def release(self) -> None:
         """Release all of them, and their memory."""
@@ -82,6 +84,7 @@ class GraphsBySignature(Generic[T]):
             captured.release()
         self._signatures.dropped(self._graphs)
         self._graphs.clear()
+        self._all.clear()
         self._latest = None
 
     @property
@@ -94,7 +97,7 @@ class GraphsBySignature(Generic[T]):
         graphs = self._graphs.get(signature)
         return None if graphs is None else graphs.static
 
-    def known_signature(self, step: Step[T]) -> Signature | None:
+    def known_signature(self, step: Replay[T]) -> Signature | None:
         """The signature of the latest graph, if a quick comparison finds it to be that of a step too."""
         if self._latest is None:
             return None

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
-
-from torch import Tensor
+from typing import Generic, TypeVar
 
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.captures import Captures
@@ -15,7 +13,7 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.plans import Plans
 from lightning_cudagraph.capture.replays import Replays
 from lightning_cudagraph.capture.standing import StandingGraphs
-from lightning_cudagraph.capture.steps import Phase, Place, Step
+from lightning_cudagraph.capture.steps import Phase, Replay, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.checks.guards.guards import Guards
@@ -76,46 +74,26 @@ class StepEngine(Generic[T]):
         self._captures = Captures(run, guards, graphs, standing, copies, self._streams, self._compiled)
         self._replays = Replays(run, graphs, standing, copies)
 
-    def again(
-        self,
-        batch: Any,
-        place: Place,
-        refresh: Callable[[], None],
-        timed: bool,
-        upcoming: Callable[[T], None],
-    ) -> T | None:
+    def again(self, step: Replay[T], refresh: Callable[[], None]) -> T | None:
         """Do one more step of a kind that was a replay before, if a replay is all there is to do.
 
         Args:
-            batch: what it is done on.
-            place: which kind of step it is.
+            step: the step.
             refresh: called before the replay, as in `step`.
-            timed: as in `Step`.
-            upcoming: as in `Step`.
 
         Returns:
             The static outputs; or None, and nothing of the step has happened: `step` will do it.
         """
-        captured = self._graphs.plain.get(place)
-        if captured is None or self._backend.in_turn:
-            return None
-        if change := self._guards.changed():
-            self._standing.drop(change)
-            return None
-        if self._guards.doubt:
-            return None
-        static = captured.static
-        tensors: list[Tensor] | None = []
-        if batch is not static.batch:
-            # The clock of a timed step wants to know when this copy begins and ends.
-            device_type = self._backend.device.type
-            tensors = None if timed else static.tensors_of(batch, device_type)
+        graphs = self._graphs
         if (
-            tensors is None
-            or (captured.can_be_kept and any(each.is_kept() for each in self._graphs.all()))
-            or self._backend.host_value_moved()
-            or self._verifier.due(captured, captured.replays, captured.is_unproved(timed))
+            step.place not in graphs.plain
+            or self._backend.in_turn
+            or graphs.known_signature(step) is None
         ):
+            return None
+        self._standing.look_for_changes()
+        captured = graphs.plain.get(step.place)
+        if captured is None or self._plans.is_due(step, captured):
             return None
         if self._agreement is not None:
             met = self._plans.met = self._agreement.vote(Intent.REPLAY)
@@ -123,14 +101,7 @@ class StepEngine(Generic[T]):
                 return None
             self._plans.met = None
         refresh()
-        if timed:
-            upcoming(captured.upcoming(True))
-        elif tensors:
-            static.fill(tensors)
-        outputs = captured.replay(static.batch, timed=timed)
-        captured.replays += 1
-        self.counts.replayed += 1
-        return outputs
+        return self._replays.replayed(step, captured)
 
     def step(
         self, step: Step[T], refresh: Callable[[], None], signature: Signature | None = None

@@ -9,7 +9,7 @@ from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.standing import StandingGraphs
-from lightning_cudagraph.capture.steps import Step
+from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
@@ -50,7 +50,7 @@ class Plans(Generic[T]):
         self._is_settled = is_settled
         self.met: tuple[Intent, Intent] | None = None
 
-    def is_due(self, step: Step[T], captured: CapturedStep[T]) -> bool:
+    def is_due(self, step: Replay[T], captured: CapturedStep[T]) -> bool:
         """True if the next replay is to be verified."""
         is_due = self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))
         return is_due or bool(self._standing.doubt)

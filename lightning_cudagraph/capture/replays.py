@@ -12,7 +12,7 @@ from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.standing import StandingGraphs
-from lightning_cudagraph.capture.steps import Step
+from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
 from lightning_cudagraph.tensors.holds import GradientCopies
@@ -20,6 +20,8 @@ from lightning_cudagraph.tensors.holds import GradientCopies
 __all__ = ["Replays"]
 
 T = TypeVar("T")
+
+_NOTHING = nullcontext()
 
 
 class Replays(Generic[T]):
@@ -42,15 +44,16 @@ class Replays(Generic[T]):
         self._standing = standing
         self._copies = copies
 
-    def replayed(self, step: Step[T], captured: CapturedStep[T]) -> T:
+    def replayed(self, step: Replay[T], captured: CapturedStep[T]) -> T:
         """Do a step by a replay.
 
         Returns:
             The static outputs.
         """
         outputs = self._replay(captured, step, step.between if captured.has_breaks else None, step.timed)
-        if self._is_plain(captured):
-            self._graphs.plain[step.place] = captured
+        plain = self._graphs.plain
+        if step.place not in plain and self._is_plain(captured):
+            plain[step.place] = captured
         return self._done(captured, outputs)
 
     def checked(self, step: Step[T], captured: CapturedStep[T]) -> tuple[T | None, str]:
@@ -129,18 +132,10 @@ class Replays(Generic[T]):
     def _replay(
         self,
         captured: CapturedStep[T],
-        step: Step[T],
+        step: Replay[T],
         between: Callable[[T, int], None] | None,
         timed: bool,
     ) -> T:
-        def turn(outputs: T, index: int) -> None:
-            assert between is not None
-            self._backend.in_turn = True
-            try:
-                between(outputs, index)
-            finally:
-                self._backend.in_turn = False
-
         batch = step.batch
         if timed:
             step.upcoming(captured.upcoming(True))
@@ -148,9 +143,21 @@ class Replays(Generic[T]):
                 with step.copying():
                     captured.static.copy_from(batch)
                 batch = captured.static.batch
-        with self._around_replays():
-            host_turn = turn if between is not None else None
-            return captured.replay(batch, host_turn, self._copies.handed, timed)
+        with _NOTHING if self._around_replays is nullcontext else self._around_replays():
+            turn = None if between is None else self._marked(between)
+            return captured.replay(batch, turn, self._copies.handed, timed)
+
+    def _marked(self, between: Callable[[T, int], None]) -> Callable[[T, int], None]:
+        """A turn of the host, in which the backend knows that it is one."""
+
+        def turn(outputs: T, index: int) -> None:
+            self._backend.in_turn = True
+            try:
+                between(outputs, index)
+            finally:
+                self._backend.in_turn = False
+
+        return turn
 
     def _is_plain(self, captured: CapturedStep[T]) -> bool:
         """True if there is nothing to do around a replay but to compare, and to copy the batch."""

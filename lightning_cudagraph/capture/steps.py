@@ -16,7 +16,7 @@ from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.writes import storage_id, whole
 
-__all__ = ["MAKES_GRADIENTS", "Phase", "Place", "Step", "StepCounts"]
+__all__ = ["MAKES_GRADIENTS", "Phase", "Place", "Replay", "Step", "StepCounts"]
 
 T = TypeVar("T")
 
@@ -81,32 +81,49 @@ MAKES_GRADIENTS = Place(drops=True, steps=False)
 
 
 @dataclass
-class Step(Generic[T]):
-    """One training step, as the engine needs to know it.
+class Replay(Generic[T]):
+    """A step as far as a replay of it is concerned.
 
     Attributes:
         batch: what it is done on.
+        place: in its window; what is captured of it depends on that.
+        timed: a capture with timing events is replayed.
+        upcoming: before such a replay, told its static outputs: their events are about to be set anew.
+        copying: entered, before such a replay, around the copy of the batch.
+        between: a turn of the host in the middle of a replay, given the static outputs and its number;
+            None if there are none.
+        beside: what else a graph of it takes for granted, by the names that the user knows: steps that
+            differ in it have graphs of their own, as those of other batch signatures have.
+    """
+
+    batch: Any
+    place: Place
+    timed: bool = False
+    upcoming: Callable[[T], None] = lambda outputs: None
+    copying: Callable[[], AbstractContextManager[None]] = nullcontext
+    between: Callable[[T, int], None] | None = None
+    beside: Mapping[str, Hashable] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Step(Replay[T]):
+    """A step as the engine needs to know it, whatever becomes of it.
+
+    Attributes:
         run: does it eagerly.
         record: does it in a capture, on the static batch it is given; returns the static outputs. Also
             given what it has to call where the host has a turn in every replay, and whether to put in
             timing events.
         rehearse: does the same without a capture, on the static batch, and without timing events and the
             turns of the host.
-        between: a turn of the host in the middle of a replay, given the static outputs and its number.
         values: the tensors among the outputs that can be compared, by name.
         state: all tensors that it changes, by name, in the order of the step.
         transaction: entered around the captures; when left, all that the host did inside is undone.
         parameters: those whose gradients it drops and computes anew, and those to whose it only adds.
-        place: in its window; what is captured of it depends on that.
         in_window: there are steps that add to the gradients that this one makes.
         kept: whether code of the user's runs between two steps, and can keep gradients.
-        beside: what else a graph of it takes for granted, by the names that the user knows: steps that
-            differ in it have graphs of their own, as those of other batch signatures have.
         learning: entered around steps of the warm-up.
         takes: the captures of it, by whether they have timing events.
-        timed: a capture with timing events is replayed.
-        upcoming: before such a replay, told its static outputs: their events are about to be set anew.
-        copying: entered, before such a replay, around the copy of the batch.
         is_broken: whether a capture that failed has left behind what keeps steps from running.
         mend: puts that right, in all processes together.
         unlike_others: why it does not do what others in its place do, so that it has to run eagerly; or
@@ -114,24 +131,17 @@ class Step(Generic[T]):
         run_last: does it eagerly at the end of the warm-up; None for `run`.
     """
 
-    batch: Any
     run: Callable[[], object]
     record: Callable[[Any, Cut, bool], T]
     rehearse: Callable[[Any], T]
     values: Callable[[T], dict[str, Tensor]]
     state: Callable[[], dict[str, Tensor]]
     transaction: Callable[[], AbstractContextManager[None]]
-    place: Place
     parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]] = lambda: ([], [])
-    between: Callable[[T, int], None] = lambda outputs, index: None
     in_window: bool = False
     kept: Callable[[], bool] = lambda: False
-    beside: Mapping[str, Hashable] = field(default_factory=dict)
     learning: Callable[[], AbstractContextManager[None]] = nullcontext
     takes: tuple[bool, ...] = (False,)
-    timed: bool = False
-    upcoming: Callable[[T], None] = lambda outputs: None
-    copying: Callable[[], AbstractContextManager[None]] = nullcontext
     is_broken: Callable[[], bool] = lambda: False
     mend: Callable[[], None] = lambda: None
     unlike_others: str = ""

@@ -7,6 +7,7 @@ buffers; every later batch of the same signature is copied into them before the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, 
 from lightning_cudagraph.tensors.writes import storage_id
 
 __all__ = ["Loan", "StaticBatch"]
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class _Pattern:
@@ -59,7 +62,7 @@ class _Pattern:
         if not (self._known and _matches(self._root, batch, device_type, found)):
             return None
         # One tensor at two places is another signature.
-        return found if len({id(tensor) for tensor in found}) == len(found) else None
+        return found if len(set(map(id, found))) == len(found) else None
 
 
 def _matches(pattern: tuple[Any, ...], value: Any, device_type: str, found: list[Tensor]) -> bool:
@@ -86,9 +89,12 @@ def _matches(pattern: tuple[Any, ...], value: Any, device_type: str, found: list
     else:
         return bool(comparable(value) == pattern[1])
     inner = pattern[-1]
-    return len(members) == len(inner) and all(
-        _matches(child, member, device_type, found) for child, member in zip(inner, members, strict=True)
-    )
+    if len(members) != len(inner):
+        return False
+    for child, member in zip(inner, members, strict=True):  # quicker than `all`
+        if not _matches(child, member, device_type, found):
+            return False
+    return True
 
 
 class Loan:
@@ -207,7 +213,7 @@ class StaticBatch:
         if len(tensors) != len(self._buffers):  # before anything is copied
             raise ValueError(f"{len(tensors)} tensors for {len(self._buffers)} static buffers")
         # As those of the same signature do, or because a step has asked for it: `x.requires_grad_()`.
-        if any(buffer.requires_grad for buffer in self._buffers):
+        if any(map(_requires_grad, self._buffers)):
             with torch.no_grad():
                 self._copy(tensors)
         else:

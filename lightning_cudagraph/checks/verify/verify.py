@@ -339,9 +339,9 @@ class Verifier:
         return is_first or history.rounds_differently
 
     def _history(self, graph: object) -> _History:
-        if graph not in self._histories:
-            self._histories[graph] = _History(self._rates(), compilations())
-        return self._histories[graph]
+        if (history := self._histories.get(graph)) is None:
+            history = self._histories[graph] = _History(self._rates(), compilations())
+        return history
 
     def _rates(self) -> tuple[Any, ...]:
         # A learning rate that is a tensor is read by the graph itself, and by the host at a high price.

@@ -350,7 +350,7 @@ def _check_batches(module: pl.LightningModule, step: str) -> None:
         )
 
 
-def check_optimizer_part(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def check_optimizer_part(trainer: pl.Trainer) -> None:
     """Refuse what keeps the part of the step after its backward pass out of a graph.
 
     Raises:

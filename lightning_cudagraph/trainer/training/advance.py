@@ -19,13 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_cudagraph.capture.steps import Phase
 from lightning_cudagraph.compat.features import SHORT_WAY
 from lightning_cudagraph.compat.method_patches import StandIn
 from lightning_cudagraph.compat.names.lightning_names import (
@@ -34,10 +34,10 @@ from lightning_cudagraph.compat.names.lightning_names import (
 )
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.trainer.config.support import callbacks_of, is_overridden
-from lightning_cudagraph.trainer.logs.recorder import Logs
 from lightning_cudagraph.trainer.training.hooks.user_hooks import undisturbed
-from lightning_cudagraph.trainer.training.plain_replay import NOT_PLAIN, PlainReplay
-from lightning_cudagraph.trainer.training.transfer import TRANSFER, BatchTransfer
+from lightning_cudagraph.trainer.training.run import TrainingRun
+from lightning_cudagraph.trainer.training.steps import NOT_PLAIN, TrainingSteps
+from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
 __all__ = ["QuickAdvance"]
 
@@ -87,36 +87,15 @@ _SIGTERM = "_broadcast_sigterm_tensor"
 
 
 class QuickAdvance:
-    """In the place of `_TrainingEpochLoop.advance`; one call takes as many batches as it may.
+    """In the place of `_TrainingEpochLoop.advance`; one call takes as many batches as it may."""
 
-    Args:
-        trainer: the trainer.
-        module: the module that it trains.
-        is_steady: whether the batch before was a replay.
-        transfer: takes batches to the device.
-        replay: does a step that is plainly one more replay.
-        logs: what the steps log.
-        on_change: called if there can be other hooks than before, in the middle of an epoch.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        is_steady: Callable[[], bool],
-        transfer: BatchTransfer,
-        replay: PlainReplay,
-        logs: Logs,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._is_steady = is_steady
-        self._transfer = transfer
-        self._replay = replay
-        self._logs = logs
-        self._on_change = on_change
-        self._loop = trainer.fit_loop.epoch_loop
+    def __init__(self, run: TrainingRun, steps: TrainingSteps) -> None:
+        self._run = run
+        self._trainer = run.trainer
+        self._module = run.module
+        self._steps = steps
+        self._transfer = steps.transfer
+        self._loop = run.trainer.fit_loop.epoch_loop
         self._original: Callable[[Any], None] = self._loop.advance
         self._is_known = available(SHORT_WAY)
         # Looked at once, after a replay, and valid until something else than replays happens.
@@ -139,7 +118,7 @@ class QuickAdvance:
         self._looked = False
 
     def __call__(self, data_fetcher: Any) -> None:
-        if not self._is_steady():
+        if self._steps.phase is not Phase.CAPTURED:
             self._looked = False
         elif not self._looked:
             self._looked = True
@@ -171,7 +150,7 @@ class QuickAdvance:
             and not is_overridden("on_train_batch_start", strategy, Strategy)
             and all(type(vars(strategy).get(name)) is StandIn for name in _OURS)
             and undisturbed(trainer, module)
-            and self._replay.is_possible()
+            and self._steps.is_plain()
         ):
             return False
         self._takes_batch_idx = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -201,7 +180,8 @@ class QuickAdvance:
         if callbacks_of(trainer) != self._callbacks or [*map(len, self._places)] != self._sizes:
             self._looked = False
             self._settle()
-            self._on_change()
+            self._run.guards.suspect()  # and not the clock: time goes on being measured
+            self._transfer.suspect()
             self._original(_Fetched(fetched, data_fetcher.done))
             return
         total: Any = progress.total
@@ -261,8 +241,7 @@ class QuickAdvance:
         trainer, loop = self._trainer, self._loop
         window = trainer.accumulate_grad_batches
         steps = is_last or (batch_idx + 1) % window == 0
-        place = self._replay.place(batch_idx % window == 0, steps)
-        output = self._replay(batch, place, self._ends)
+        output = self._steps.again(batch, batch_idx % window == 0, steps, wanted=self._ends)
         if output is NOT_PLAIN:
             self._settle()
             kwargs: OrderedDict[str, Any] = OrderedDict(batch=batch)
@@ -280,7 +259,7 @@ class QuickAdvance:
 
     def _settle(self) -> None:
         """Let the connector collect the values of the last batch, before there are others."""
-        self._logs.settle()
+        self._run.logs.settle()
         if self._owes:
             self._owes = False
             results = self._loop._results
@@ -301,7 +280,7 @@ class QuickAdvance:
             or (loop.max_steps != -1 and loop.global_step >= loop.max_steps)
             or self._validation_now() != self._validation
             or (self._validates and loop._should_check_val_fx(data_fetcher))
-            or not self._is_steady()
+            or self._steps.phase is not Phase.CAPTURED
         )
 
     def _between(self) -> None:

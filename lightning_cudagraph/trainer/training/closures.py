@@ -61,6 +61,9 @@ class GraphedOptimization(_AutomaticOptimization):
     call: Call
     skipped: Callable[[str], None]
 
+    def __init__(self) -> None:
+        """Nothing yet: `install` takes over all that the loop's own has."""
+
     def install(
         self,
         loop: _TrainingEpochLoop,

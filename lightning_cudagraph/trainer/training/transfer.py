@@ -9,16 +9,18 @@ memory, pinned or not, into the buffers. Whoever else sees batches (hooks of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage
 
+from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.tensors.static import StaticBatch
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.hooks.user_hooks import batches_unseen
+from lightning_cudagraph.trainer.training.run import TrainingRun
 
 __all__ = ["TRANSFER", "BatchTransfer"]
 
@@ -27,29 +29,15 @@ TRANSFER = "batch_to_device"
 
 
 class BatchTransfer:
-    """In the place of `Strategy.batch_to_device`.
+    """In the place of `Strategy.batch_to_device`, which is there when this is made."""
 
-    Args:
-        trainer: the trainer.
-        module: the module that it trains.
-        original: what it takes the place of.
-        static: the static buffers that graphs read now, if there are graphs.
-        copying: what is entered around the move of the batch of a training step, if it is timed.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        original: Callable[..., Any],
-        static: Callable[[], StaticBatch | None],
-        copying: Callable[[], AbstractContextManager[None] | None],
-    ) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._original = original
-        self._static = static
-        self._copying = copying
+    def __init__(self, run: TrainingRun, engine: StepEngine[StepOutputs]) -> None:
+        self._run = run
+        self._engine = engine
+        self._trainer = run.trainer
+        self._module = run.module
+        self._clock = run.times.clock
+        self._original: Callable[..., Any] = run.trainer.strategy.batch_to_device
         self._unseen: bool | None = None
         # The static batch that was handed on last, and what Lightning would have moved.
         self._handed: tuple[Any, Any, Any, Any] | None = None
@@ -69,9 +57,7 @@ class BatchTransfer:
         given = self.straight(batch, *args, **kwargs)
         if given is not None:
             return given
-        if (copying := self._copying()) is None:
-            return self._original(batch, *args, **kwargs)
-        with copying:
+        with self._copying() or nullcontext():
             return self._original(batch, *args, **kwargs)
 
     def straight(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +75,11 @@ class BatchTransfer:
             return None
         if self._unseen is None:
             self._unseen = self._is_unseen()
-        tensors = static.tensors_of(batch, "cpu") if self._unseen else None
+        tensors = None
+        if self._unseen:
+            # From where loaders leave batches, or from where the graph reads them.
+            device_type = self._run.backend.device.type
+            tensors = static.tensors_of(batch, "cpu") or static.tensors_of(batch, device_type)
         if tensors is None:
             return None
         if (copying := self._copying()) is None:
@@ -127,6 +117,14 @@ class BatchTransfer:
         results = self._trainer.fit_loop.epoch_loop._results
         if results.batch is before:  # of which `self.log` takes the batch size
             results.batch = batch
+
+    def _static(self) -> StaticBatch | None:
+        # Batches that only update batch norm are not for graphs.
+        return None if self._run.optimization._skip_backward else self._engine.static
+
+    def _copying(self) -> AbstractContextManager[None] | None:
+        """A context for the move of the batch of a training step, if that is timed."""
+        return self._clock.copying() if self._clock.is_due(self._run.steps_before) else None
 
     def _is_unseen(self) -> bool:
         by_lightning = getattr(self._original, "__func__", None) is Strategy.batch_to_device

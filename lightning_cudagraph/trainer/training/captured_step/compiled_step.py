@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,11 +17,7 @@ _LOGGING = ("log", "log_dict")
 
 
 class _CompiledStep(StandIn):
-    """In the place of a step; Lightning looks at the parameters of what it wraps."""
-
-    def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
-        super().__init__(owner, name, call)
-        self.__wrapped__ = getattr(owner, name)
+    """In the place of a step."""
 
 
 def is_step_compiled(module: pl.LightningModule) -> bool:

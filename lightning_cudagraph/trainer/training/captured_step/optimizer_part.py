@@ -31,14 +31,6 @@ __all__ = ["OptimizerPart"]
 class OptimizerPart:
     """The optimizer and the gradient scaler of a run, as far as they are captured.
 
-    Args:
-        trainer: the trainer.
-        module: the module that it trains.
-        backend: where steps run.
-        scope: what the user wants captured.
-        forget: told why graphs that hold this part are stale.
-        announce: told, in a sentence, what the user should know once.
-
     Attributes:
         optimizer: the optimizer, prepared for capture or left as it is.
         scaler: the gradient scaler of a run in fp16, or None.
@@ -51,14 +43,14 @@ class OptimizerPart:
         module: pl.LightningModule,
         backend: Backend,
         scope: Scope,
-        forget: Callable[[str], None],
+        drop: Callable[[str], None],
         announce: Callable[[str], None],
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._backend = backend
         self._scope = scope
-        self._forget = forget
+        self._drop = drop  # the graphs that hold this part, which are stale
         self._announce = announce
         self.behind: str | None = '`scope="forward_backward"`' if scope == "forward_backward" else None
         self.scaler = self._prepared_scaler()
@@ -84,11 +76,11 @@ class OptimizerPart:
         if self.behind is not None:
             return
         try:
-            check_optimizer_part(self._trainer, self._module)
+            check_optimizer_part(self._trainer)
             self.optimizer = PreparedOptimizer(
                 optimizer,
                 self._backend.device,
-                self._forget,
+                self._drop,
                 self.scaler is not None,
             )
         except UnsupportedError as error:
@@ -143,13 +135,13 @@ class OptimizerPart:
             check_closures(self._trainer, self._module, optimizer)
         if not self._has_scaler():
             self.scaler = self._prepared_scaler()
-            self._forget("the trainer has another gradient scaler")
+            self._drop("the trainer has another gradient scaler")
         if optimizer is self.optimizer.optimizer:
             return
         self.optimizer.restore()
         self.optimizer = EagerOptimizer(optimizer)
         if has_graphs:
-            self._forget("the trainer has another optimizer")
+            self._drop("the trainer has another optimizer")
             self.prepare(optimizer)
 
     def is_of(self, optimizer: Optimizer) -> bool:
@@ -220,13 +212,14 @@ class OptimizerPart:
 
     def quick_state(self) -> tuple[Any, ...]:
         """The values of `cheap_state` without the words."""
-        values = (*self.optimizer.frozen_values(), self._trainer.accumulate_grad_batches)
+        trainer, values = self._trainer, self.optimizer.frozen_values()
         if self.behind is not None:
-            return values
+            return (*values, trainer.accumulate_grad_batches)
         return (
             *values,
-            self._trainer.gradient_clip_val,
-            self._trainer.gradient_clip_algorithm,
+            trainer.accumulate_grad_batches,
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
             *(() if self.scaler is None else self.scaler.frozen().values()),
         )
 

@@ -12,35 +12,28 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.checks.audit.frozen import FrozenIndex, StepAudit, frozen_python_audit
-from lightning_cudagraph.checks.carried import CarriedTensors
-from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.guards.structure import Identity
-from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import recompilation
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.recomputed import recomputed_apart
 from lightning_cudagraph.timing.events.marks import StepMarks
-from lightning_cudagraph.timing.layers.layers import Placement, never_timed
+from lightning_cudagraph.timing.layers.layers import LayerChoice, never_timed
 from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING, check_optimizer_part
 from lightning_cudagraph.trainer.host_rules import host_rules, refuse_replaced_methods
-from lightning_cudagraph.trainer.logs.recorder import Logs
-from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.profilers import unprofiled
-from lightning_cudagraph.trainer.replicas import has_replicas
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
     HostTurn,
     StepBody,
     StepOutputs,
 )
-from lightning_cudagraph.trainer.training.closures import GraphClosure, GraphedOptimization
-from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
+from lightning_cudagraph.trainer.training.closures import GraphClosure
+from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_forward, timed_stages
 
 __all__ = ["Recorder"]
@@ -54,56 +47,24 @@ _OF_LIGHTNING = frozenset({"_current_fx_name"})
 
 
 class Recorder:
-    """Runs steps so that they can be captured.
+    """Runs steps so that they can be captured."""
 
-    Args:
-        trainer: the trainer.
-        module: the module that it trains.
-        backend: where the steps run.
-        optimization: Lightning's loop, in our form.
-        guards: told what the step mentions.
-        hooks: those that are left out, and run on the host.
-        carried: attributes whose tensors are others in every step.
-        harmless: names that the user says may be frozen, or not repeated.
-        metrics: the metrics of the module.
-        placement: where events are put, between kernels or beside them.
-
-    Attributes:
-        logs: what the steps log.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        backend: Backend,
-        optimization: GraphedOptimization,
-        guards: Guards,
-        hooks: InnerHooks,
-        carried: CarriedTensors,
-        harmless: frozenset[str],
-        metrics: StepMetrics,
-        placement: Placement = "forked",
-    ) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._backend = backend
-        self._placement = placement
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        self._trainer = run.trainer
+        self._module = run.module
+        self._hooks = run.hooks
+        self._metrics = run.metrics
+        self._logs = run.logs
+        self._harmless = run.settings.harmless
         self._untimed: dict[str, str] | None = None  # in no step so far
-        self._optimization = optimization
-        self._guards = guards
-        self._hooks = hooks
-        self._carried = carried
-        self._harmless = harmless
-        self._metrics = metrics
-        self.logs = Logs(trainer, module, metrics, adds=True)
 
     def record(
         self,
         batch: Any,
         closure: GraphClosure,
         body: StepBody,
-        layers: Mapping[str, nn.Module] | None,
+        timings: LayerChoice | None,
         cut: Cut | None,
     ) -> StepOutputs:
         """Run a step on the static batch.
@@ -112,7 +73,7 @@ class Recorder:
             batch: the static batch.
             closure: Lightning's closure for the batch of this step.
             body: what is captured of the step.
-            layers: the layers to time, by name, or None for no events.
+            timings: what is timed of it, or None for no events.
             cut: what is called where the host has a turn in every replay, if a capture is under way.
 
         Raises:
@@ -122,29 +83,15 @@ class Recorder:
         body.optimizer.check_state()
         self._hooks.refuse_gradients_left()
         if body.has_optimizer:
-            check_optimizer_part(self._trainer, self._module)  # callbacks may have been added since
+            check_optimizer_part(self._trainer)  # callbacks may have been added since
         optimizer = body.optimizer.optimizer if body.has_optimizer else None
         called = (self._trainer.strategy, self._trainer.precision_plugin)
         refuse_replaced_methods(self._module, optimizer, self._harmless, callees=called)
-        inner = self._optimization.closure_for_capture(
-            self._arguments(batch, closure), body.optimizer.optimizer, closure.batch_idx, _plainly
-        )
         marks: StepMarks | None = None
-        if layers is not None:
-            marks = StepMarks(
-                self._backend,
-                layers,
-                body.has_optimizer,
-                self._placement,
-                with_collectives=has_replicas(self._trainer.strategy),
-            )
-        if marks is not None:
-            inner._step_fn = timed_forward(inner._step_fn, marks)
-        drops = inner._zero_grad_fn is not None
-        # Each call of the closure drops them once, before its backward pass.
-        counts_drops = drops and not self._hooks.around_zero_grad()
+        if timings is not None:
+            marks = self._run.times.marks(body.has_optimizer, timings.placement)
+        place, carried = body.place, self._run.carried
         uncounted = 0
-        place = body.place
 
         def call(own: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
             nonlocal uncounted
@@ -154,7 +101,13 @@ class Recorder:
             end_backward()
             return loss
 
-        inner._call = call
+        inner = self._run.optimization.closure_for_capture(
+            self._arguments(batch, closure), body.optimizer.optimizer, closure.batch_idx, call
+        )
+        if marks is not None:
+            inner._step_fn = timed_forward(inner._step_fn, marks)
+        # Each call of the closure drops them once, before its backward pass.
+        counts_drops = inner._zero_grad_fn is not None and not self._hooks.around_zero_grad()
         audit: StepAudit | None = None
         behind = False
 
@@ -163,7 +116,7 @@ class Recorder:
             if marks is not None:
                 marks.backward_ended()
             if audit is not None:
-                with recomputed.as_before(), self._metrics.as_before(), self._carried.as_before():
+                with recomputed.as_before(), self._metrics.as_before(), carried.as_before():
                     audit.end_backward()
             behind = True
 
@@ -176,7 +129,7 @@ class Recorder:
             def turn(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
                 nonlocal taken, uncounted
                 self._metrics.write_back()
-                part = self.logs.finished(logs[taken:], place, capturing, is_last=False)
+                part = self._logs.finished(logs[taken:], place, capturing, is_last=False)
                 turns.append(HostTurn(whose, part, uncounted, run, recomputed.so_far()))
                 taken, uncounted = len(logs), 0
                 if cut is not None:
@@ -185,7 +138,7 @@ class Recorder:
 
             left_out = self._hooks.left_out(inner, body.optimizer.optimizer, turn, end_backward)
             stack.enter_context(left_out)
-            logs = stack.enter_context(self.logs.recorded(place, batch, capturing))
+            logs = stack.enter_context(self._logs.recorded(place, batch, capturing))
             if marks is not None:  # before the audit, which would take its hooks for the step's
                 stack.enter_context(marks.recording())
                 stack.enter_context(timed_stages(marks, self._trainer, self._module))
@@ -196,17 +149,19 @@ class Recorder:
                     frozen_python_audit(
                         self._module,
                         self._trainer,
-                        self._backend.device,
+                        self._run.backend.device,
                         host_rules(
                             self._trainer, self._harmless | _OF_LIGHTNING, self._metrics.stays_on_host
                         ),
                     )
                 )
-                self._guards.mentioned.append(audit.mentioned)
+                self._run.guards.mentioned.append(audit.mentioned)
             recomputed = stack.enter_context(recomputed_apart(self._module))
-            stack.enter_context(self._carried.inside(lambda: ", ".join(turn.whose for turn in turns)))
+            stack.enter_context(
+                self._run.carried.inside(lambda: ", ".join(turn.whose for turn in turns))
+            )
             stack.enter_context(body.arithmetic(capturing))
-            _run(body, inner, lambda: behind)
+            _run_body(body, inner, lambda: behind)
             result = inner.consume_result()
             self._metrics.write_back()
             self._metrics.undo()
@@ -214,7 +169,7 @@ class Recorder:
                 self._metrics.tell_reads(audit.mentioned)
         if result.loss is None:
             raise self.returned_none()
-        logged = self.logs.finished(logs[taken:], place, capturing, result.loss)
+        logged = self._logs.finished(logs[taken:], place, capturing, result.loss)
         # The result still holds autograd's graph, and with it the memory of all activations.
         refuse_odd_outputs(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
@@ -264,8 +219,8 @@ class Recorder:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo what Lightning's own code does on the host in a capture: counters and names."""
-        self.logs.begin_transaction()
-        progress = self._optimization.optim_progress
+        self._logs.begin_transaction()
+        progress = self._run.optimization.optim_progress
         saved = deepcopy(progress.state_dict())
         fx_name = self._module._current_fx_name
         try:
@@ -275,7 +230,7 @@ class Recorder:
             self._module._current_fx_name = fx_name
 
 
-def _run(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -> None:
+def _run_body(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -> None:
     """Run it, and say of what fails whether it comes after the backward pass."""
     try:
         body.run(closure)
@@ -299,10 +254,6 @@ def _run(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -
 def _gradient(parameter: nn.Parameter) -> _Gradient:
     gradient = parameter.grad
     return None if gradient is None else (Identity(gradient), gradient._version)
-
-
-def _plainly(closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
-    return plain()
 
 
 def _detached(leaf: Any) -> Any:

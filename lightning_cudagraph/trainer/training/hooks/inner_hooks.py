@@ -83,20 +83,14 @@ def _nothing(*args: Any) -> None:
 
 
 class InnerHooks:
-    """The hooks of one run.
-
-    Args:
-        trainer: whose callbacks have hooks.
-        module: the module that it trains.
-        behind: whether the optimizer steps behind the graph.
-    """
+    """The hooks of one run."""
 
     def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, behind: Callable[[], bool]
+        self, trainer: pl.Trainer, module: pl.LightningModule, is_behind: Callable[[], bool]
     ) -> None:
         self._trainer = trainer
         self._module = module
-        self._behind = behind
+        self._is_behind = is_behind  # the optimizer steps behind the graph
         self._left_gradients = False
         self._differentiates = ""
 
@@ -115,7 +109,7 @@ class InnerHooks:
         return (
             _OF_MODULES.isdisjoint(vars(self._module)),
             *map(id, callbacks),
-            *(_OF_CALLBACKS.isdisjoint(vars(callback)) for callback in callbacks),
+            *map(_OF_CALLBACKS.isdisjoint, map(vars, callbacks)),
         )
 
     def around_zero_grad(self) -> str:
@@ -131,7 +125,7 @@ class InnerHooks:
     def after_backward(self) -> bool:
         """Whether `on_after_backward` runs behind the replay."""
         return bool(self._overriding("on_after_backward")) or (
-            self._behind() and is_overridden("on_after_backward", self._module, pl.LightningModule)
+            self._is_behind() and is_overridden("on_after_backward", self._module, pl.LightningModule)
         )
 
     def watch(self, closure: GraphClosure, optimizer: Optimizer) -> None:

@@ -33,11 +33,6 @@ _runs = 0
 class EagerTimes:
     """The clock of a `fit` without graphs.
 
-    Args:
-        trainer: the trainer.
-        module: the module that it trains.
-        choice: what is timed.
-
     Raises:
         ConfigurationError: if the choice names a layer that is not there.
     """
@@ -45,7 +40,6 @@ class EagerTimes:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, choice: LayerChoice) -> None:
         self._trainer = trainer
         self._module = module
-        self._choice = choice
         self._backend = _clock_of(trainer)
         global _runs
         _runs += 1
@@ -70,7 +64,7 @@ class EagerTimes:
         trainer, module = self._trainer, self._module
         # Without the optimizer if the gradients of more batches come to these.
         steps = not (module.automatic_optimization and trainer.fit_loop._should_accumulate())
-        marks = self._marks = self._times.eager_marks(steps)
+        marks = self._marks = self._times.marks(steps)
         places: list[tuple[str, Callable[..., Any]]] = [("training_step", self._forwards)]
         if module.automatic_optimization:
             places.append(("optimizer_step", self._steps))

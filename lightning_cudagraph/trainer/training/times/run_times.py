@@ -23,6 +23,7 @@ from lightning_cudagraph.timing.events.clock import FitClock
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import (
     LayerChoice,
+    Placement,
     layers_at,
     left_out,
     select_layers,
@@ -76,12 +77,7 @@ def ended_by(trainer: pl.Trainer, exception: BaseException | None) -> str:
 class RunTimes:
     """The clocks of one run, and what shows their readings.
 
-    Args:
-        trainer: the trainer.
-        module: the module that it trains.
-        backend: where the steps run.
-        choice: what is timed; None for nothing but the pace.
-        run: as all its processes know it; None if there is one.
+    Without a choice of what is timed, that is nothing but the pace.
 
     Attributes:
         names: those of the layers that are timed.
@@ -174,16 +170,18 @@ class RunTimes:
         timed = (True, True) if in_turn else (True,)
         return timed if self._every_n_steps == 1 else (False, *timed)
 
-    def eager_marks(self, has_optimizer: bool) -> StepMarks:
-        """Marks for an eager step.
+    def marks(self, has_optimizer: bool, placement: Placement = "forked") -> StepMarks:
+        """Marks for a step, eager or captured.
 
         Args:
             has_optimizer: the step ends with that of the optimizer, and not with the backward pass.
+            placement: of events in a graph, between kernels or beside them.
         """
         return StepMarks(
             self._backend,
             self.layers(),
             has_optimizer,
+            placement,
             with_collectives=has_replicas(self._trainer.strategy),
         )
 
@@ -317,11 +315,7 @@ class _TracePath:
     """The file of a process's trace: beside those of the others, in the folder of the first one.
 
     Each logger of each process has a folder of its own in mind, and `trainer.log_dir` has all processes
-    wait for the first one's, whether they all ask or not. Here it is left with the store.
-
-    Args:
-        trainer: the trainer.
-        store: of this run alone; None if there is one process.
+    wait for the first one's, whether they all ask or not. Here it is left with the run's own store.
     """
 
     def __init__(self, trainer: pl.Trainer, store: Any) -> None:

@@ -1,0 +1,102 @@
+"""One `fit` with graphs, as the parts of it know it, and the guards of its graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import lightning.pytorch as pl
+
+from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.trainer.config.settings import Settings
+from lightning_cudagraph.trainer.host_rules import (
+    OWN_ATTRIBUTES,
+    RUN_STATE,
+    host_rules,
+    outside_of_model,
+)
+from lightning_cudagraph.trainer.logs.recorder import Logs
+from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.metrics.states import StepMetrics
+from lightning_cudagraph.trainer.replicas import Replicas
+from lightning_cudagraph.trainer.training.captured_step.optimizer_part import OptimizerPart
+from lightning_cudagraph.trainer.training.closures import GraphedOptimization
+from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
+from lightning_cudagraph.trainer.training.times.run_times import RunTimes
+
+__all__ = ["TrainingRun"]
+
+
+@dataclass
+class TrainingRun:
+    """One `fit` with graphs: what its parts share.
+
+    Attributes:
+        times: what is measured of it.
+        part: the optimizer's part of the steps.
+        optimization: Lightning's automatic optimization, with closures that can be captured.
+        replicas: of the module, in the processes of the run.
+        metrics: the metrics of the module.
+        hooks: those inside the steps, which run on the host in every replay.
+        guards: what a graph bakes in.
+        carried: attributes whose tensors are others in every step.
+        logs: what the steps log.
+    """
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    backend: Backend
+    settings: Settings
+    times: RunTimes
+    part: OptimizerPart
+    optimization: GraphedOptimization = field(init=False, default_factory=GraphedOptimization)
+    replicas: Replicas = field(init=False)
+    metrics: StepMetrics = field(init=False)
+    hooks: InnerHooks = field(init=False)
+    guards: Guards = field(init=False)
+    carried: CarriedTensors = field(init=False)
+    logs: Logs = field(init=False)
+
+    def __post_init__(self) -> None:
+        trainer, module, harmless = self.trainer, self.module, self.settings.harmless
+        self.replicas = Replicas(trainer.strategy)
+        self.metrics = StepMetrics(module, trainer, self.backend, host_rules(trainer, harmless))
+        self.hooks = InnerHooks(trainer, module, lambda: self.part.behind is not None)
+        self.guards = _guards(self)
+        self.carried = CarriedTensors(module, self.backend.device, OWN_ATTRIBUTES | harmless, is_metric)
+        self.logs = Logs(trainer, module, self.metrics, adds=True)
+
+    @property
+    def steps_before(self) -> int:
+        """How many steps of the optimizer came before the one that the batch at hand belongs to."""
+        return self.optimization.optim_progress.optimizer_steps
+
+
+def _guards(run: TrainingRun) -> Guards:
+    trainer, part, metrics = run.trainer, run.part, run.metrics
+    hooks, replicas = run.hooks, run.replicas
+    return Guards(
+        run.module,
+        lambda: {
+            **part.cheap_state(),
+            **metrics.described(),
+            **replicas.described(),
+            "the hooks inside the step": hooks.named(),
+        },
+        part.thorough_state,
+        OWN_ATTRIBUTES | run.settings.harmless,
+        lambda: (*part.quick_state(), *hooks.quick(), metrics.fits(), replicas.settings()),
+        metrics.stays_on_host,
+        lambda: part.optimizer.places(),
+        {"trainer": trainer},
+        metrics.host_names,
+        lambda: {
+            f"parameter {index} in param group {group_idx} of the optimizer": parameter
+            for group_idx, group in enumerate(part.optimizer.optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        },
+        lambda: [part.optimizer.optimizer, trainer.strategy, trainer.precision_plugin],
+        RUN_STATE,
+        lambda: outside_of_model(trainer),
+    )
