@@ -12,6 +12,8 @@ from lightning_cudagraph.errors import CaptureError as CaptureError
 from lightning_cudagraph.errors import ConfigurationError as ConfigurationError
 from lightning_cudagraph.errors import CUDAGraphError as CUDAGraphError
 from lightning_cudagraph.errors import HookError as HookError
+from lightning_cudagraph.errors import PeerError as PeerError
+from lightning_cudagraph.errors import StaleGraphError as StaleGraphError
 from lightning_cudagraph.errors import TimerError as TimerError
 from lightning_cudagraph.errors import UnsupportedError as UnsupportedError
 from lightning_cudagraph.errors import VerificationError as VerificationError
