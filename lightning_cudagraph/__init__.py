@@ -18,8 +18,9 @@ from lightning_cudagraph.errors import TimerError as TimerError
 from lightning_cudagraph.errors import UnsupportedError as UnsupportedError
 from lightning_cudagraph.errors import VerificationError as VerificationError
 from lightning_cudagraph.graphed_step.step import GraphedStep as GraphedStep
-from lightning_cudagraph.layer_timings import LayerTimings as LayerTimings
+from lightning_cudagraph.layer_timings import LayerTimingsMonitor as LayerTimingsMonitor
 from lightning_cudagraph.manual import ManualOptimization as _ManualOptimization  # noqa: F401
+from lightning_cudagraph.timing.layers import LayerTimings as LayerTimings
 from lightning_cudagraph.timing.profiler import Profiler as Profiler
 from lightning_cudagraph.timing.timers import EventTimer as EventTimer
 from lightning_cudagraph.timing.timers import TimerRegistry as TimerRegistry

@@ -14,8 +14,9 @@ from lightning_cudagraph.capture.streams.stream_choice import (
     wrong_bound,
 )
 from lightning_cudagraph.errors import ConfigurationError
-from lightning_cudagraph.layer_timings import LayerTimings
+from lightning_cudagraph.layer_timings import LayerTimingsMonitor
 from lightning_cudagraph.support import callbacks_of
+from lightning_cudagraph.timing.layers import LayerTimings
 
 __all__ = ["check_arguments", "check_company"]
 
@@ -131,11 +132,11 @@ def check_company(trainer: pl.Trainer, kind: type[Callback], is_off: bool) -> No
             f"The trainer has {len(ours)} `CUDAGraphCallback`s; expected one, since there is one"
             " training step to capture. Remove the others."
         )
-    beside = [callback for callback in callbacks_of(trainer) if isinstance(callback, LayerTimings)]
-    if beside and not is_off:
-        raise ConfigurationError(
-            "The trainer has a `LayerTimings` beside its `CUDAGraphCallback`; in the list of"
-            " callbacks it times eager steps, and these are replays. Pass it as"
-            f" `CUDAGraphCallback(timings={beside[0]!r})`, or, to time the run without graphs, pass"
-            ' `CUDAGraphCallback(backend="off")`.'
-        )
+    for monitor in callbacks_of(trainer):
+        if isinstance(monitor, LayerTimingsMonitor) and not is_off:
+            raise ConfigurationError(
+                "The trainer has a `LayerTimingsMonitor` beside its `CUDAGraphCallback`; it times eager"
+                " steps, and these are replays. Pass what it times as"
+                f" `CUDAGraphCallback(timings={monitor.timings!r})`, or, to time the run without graphs,"
+                ' pass `CUDAGraphCallback(backend="off")`.'
+            )

@@ -27,7 +27,6 @@ from lightning_cudagraph.compat.tested import newer_than_tested
 from lightning_cudagraph.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.evaluation import GraphedEvaluation
-from lightning_cudagraph.layer_timings import LayerTimings
 from lightning_cudagraph.settings import Scope, Settings
 from lightning_cudagraph.support import (
     DEFAULT_WARMUP_STEPS,
@@ -37,6 +36,7 @@ from lightning_cudagraph.support import (
     check_where_evaluated,
     make_backend,
 )
+from lightning_cudagraph.timing.layers import LayerTimings
 from lightning_cudagraph.timing.report import evaluation_report
 from lightning_cudagraph.training.loop import GraphedTraining
 

@@ -31,7 +31,7 @@ from lightning_cudagraph.graphed_step.surroundings import (
     scheduler_steps,
 )
 from lightning_cudagraph.host_rules import host_rules
-from lightning_cudagraph.layer_timings import LayerTimings
+from lightning_cudagraph.layer_timings import LayerTimingsMonitor
 from lightning_cudagraph.metrics.of_model import is_metric
 from lightning_cudagraph.metrics.reads import MetricReads, metric_reads
 from lightning_cudagraph.strategies import refuse_strategy
@@ -81,11 +81,11 @@ class ManualOptimization(PlainLoop):
                 " `DistributedDataParallel`.",
             )
         for callback in callbacks_of(self._trainer):
-            if isinstance(callback, LayerTimings):
+            if isinstance(callback, LayerTimingsMonitor):
                 raise UnsupportedError(
-                    "The trainer has a `LayerTimings`, which times eager steps by hooks in them, and"
-                    " calls of a `GraphedStep` are replayed.",
-                    "Leave `LayerTimings` out, and time blocks of the function with `Profiler`.",
+                    "The trainer has a `LayerTimingsMonitor`, which times eager steps by hooks in"
+                    " them, and calls of a `GraphedStep` are replayed.",
+                    "Leave it out, and time blocks of the function with `Profiler`.",
                 )
             for hook in _CALLBACK_HOOKS_INSIDE:
                 method = getattr(callback, hook)

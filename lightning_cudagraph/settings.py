@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_cudagraph.capture.streams.stream_choice import Streams
-from lightning_cudagraph.timing.layers import LayerChoice
+from lightning_cudagraph.timing.layers import LayerTimings
 
 __all__ = ["Scope", "Settings"]
 
@@ -20,7 +20,7 @@ class Settings:
     scope: Scope
     warmup_steps: int
     raise_unsupported: bool
-    timings: LayerChoice | None
+    timings: LayerTimings | None
     verify_replays: int
     verify_every_n_steps: int | None
     verify_budget: float

@@ -27,7 +27,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    LayerTimingsMonitor,
+)
 
 BATCH_SIZE = 8
 FULL_BATCHES = 7
@@ -207,7 +210,7 @@ class _Watcher(Callback):
         return {
             callback.state_key: _copied(self.trace.portable(state))
             for callback in trainer.callbacks
-            if not isinstance(callback, (CUDAGraphCallback, LayerTimings, _Watcher))
+            if not isinstance(callback, (CUDAGraphCallback, LayerTimingsMonitor, _Watcher))
             and (state := callback.state_dict())
         }
 

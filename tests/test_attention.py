@@ -15,7 +15,12 @@ from torch._dynamo.utils import clear_compilation_metrics, counters, get_compila
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.overrides import TorchFunctionMode
 
-from lightning_cudagraph import CaptureError, CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    CaptureError,
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+)
 from lightning_cudagraph.capture import own_modes
 from lightning_cudagraph.capture.own_modes import OwnFunctionMode
 from tests.harness import Net, Trace, assert_same, fused_adamw, loader, make, train
@@ -111,7 +116,7 @@ def test_a_frozen_teacher(
 
 
 def test_a_teacher_timed_without_graphs(tmp_path: Path, accelerator: str) -> None:
-    timings = LayerTimings(modules=["teacher.*"])
+    timings = LayerTimingsMonitor(LayerTimings(modules=["teacher.*"]))
     plain = _fit(Distilled, tmp_path / "plain", accelerator)
     timed = _fit(Distilled, tmp_path / "timed", accelerator, callbacks=(timings,))
     assert_same(plain, timed)
@@ -129,7 +134,7 @@ def _pieces(kind: type[Distilled], path: Path, accelerator: str, *callbacks: pl.
 @pytest.mark.long
 def test_timed_layers_are_computed_as_without(tmp_path: Path, accelerator: str) -> None:
     pieces = _pieces(Distilled, tmp_path / "plain", accelerator)
-    timed = LayerTimings(modules=["teacher.*"])
+    timed = LayerTimingsMonitor(LayerTimings(modules=["teacher.*"]))
     assert pieces > 40
     assert _pieces(Distilled, tmp_path / "timed", accelerator, timed) == pieces
 

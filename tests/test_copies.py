@@ -19,7 +19,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+)
 from lightning_cudagraph.capture.stand_ins import StandIn
 from lightning_cudagraph.capture.steps import StepCounts
 from tests.harness import Net, differences, loader
@@ -98,7 +102,7 @@ _DIFFER = {
     "_root_dir",
     "_save_dir",
 }
-_OURS = (CUDAGraphCallback, StepCounts, LayerTimings)
+_OURS = (CUDAGraphCallback, StepCounts, LayerTimings, LayerTimingsMonitor)
 
 
 def _walk(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,12 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_cudagraph import CaptureError, CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    CaptureError,
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+)
 from lightning_cudagraph.timing.clock import FitClock
 from tests.harness import Net, loader, make
 from tests.test_clean import ENDINGS
@@ -124,7 +129,7 @@ def test_nothing_waits_for_a_device_that_may_hang(
 def test_an_eager_run_that_is_timed(
     tmp_path: Path, accelerator: str, printed: Callable[[], list[str]]
 ) -> None:
-    timings = LayerTimings()
+    timings = LayerTimingsMonitor()
     with pytest.raises(SystemExit):
         trainer_of(tmp_path, accelerator, timings).fit(
             make(ENDINGS["Ctrl-C"][0]), loader(), loader(batches=1)

@@ -22,7 +22,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
-from lightning_cudagraph import CUDAGraphCallback, GraphedStep, LayerTimings, UnsupportedError
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    GraphedStep,
+    LayerTimingsMonitor,
+    UnsupportedError,
+)
 from tests.harness import Net, differences, make, train
 
 STEPS = 8  # in an epoch
@@ -391,8 +396,8 @@ class Norms(Callback):
 def test_callbacks_inside_are_refused(tmp_path: Path, accelerator: str) -> None:
     with pytest.raises(UnsupportedError, match=r"`Norms\.on_before_optimizer_step` is called between"):
         fit(tmp_path, accelerator, build(GAN, True), callbacks=[Norms()])
-    with pytest.raises(UnsupportedError, match=r"has a `LayerTimings`, .* with `Profiler`"):
-        fit(tmp_path, accelerator, build(GAN, True), callbacks=[LayerTimings()])
+    with pytest.raises(UnsupportedError, match=r"has a `LayerTimingsMonitor`, .* with `Profiler`"):
+        fit(tmp_path, accelerator, build(GAN, True), callbacks=[LayerTimingsMonitor()])
 
 
 def test_weight_that_changes_leads_to_another_capture(tmp_path: Path, accelerator: str) -> None:

@@ -152,7 +152,7 @@ def test_the_config_is_one_of_lightning_cli(
     configs = [ROOT / "configs" / "char_gpt.yaml", ROOT / "configs" / "char_gpt_cpu.yaml", config]
     arguments = [argument for path in configs for argument in ("--config", str(path))]
     with pytest.raises(SystemExit, match="0"):
-        main(["fit", *arguments, "--print_config"], import_root=ROOT)
+        main(["fit", *arguments, "--print_config"])
     assert "- blocks.?" in capsys.readouterr().out
 
 

@@ -11,7 +11,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    ConfigurationError,
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+)
 from lightning_cudagraph.timing.layers import select_layers
 from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.training import run_times
@@ -174,7 +179,7 @@ def test_a_fit_without_steps_has_no_report(tmp_path: Path, accelerator: str) -> 
     assert callback.report is not None
     train(make(Net), tmp_path / "second", callback, accelerator=accelerator, max_epochs=0)
     assert (callback.report, callback.counts) == (None, None)
-    timings = LayerTimings()
+    timings = LayerTimingsMonitor()
     train(make(Net), tmp_path / "third", timings, accelerator=accelerator)
     assert timings.report is not None
     train(make(Net), tmp_path / "fourth", timings, accelerator=accelerator, max_epochs=0)

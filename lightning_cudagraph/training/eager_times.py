@@ -18,7 +18,7 @@ from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.stand_ins import in_place, replace_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.support import make_backend
-from lightning_cudagraph.timing.layers import LayerChoice, never_timed
+from lightning_cudagraph.timing.layers import LayerTimings, never_timed
 from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.rank_times import SharedRun
 from lightning_cudagraph.training.marked_steps import timed_optimizers, timed_stages
@@ -42,7 +42,7 @@ class EagerTimes:
         ConfigurationError: if the choice names a layer that is not there.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, choice: LayerChoice) -> None:
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, choice: LayerTimings) -> None:
         self._trainer = trainer
         self._module = module
         self._choice = choice

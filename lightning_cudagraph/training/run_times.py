@@ -24,7 +24,7 @@ from lightning_cudagraph.replicas import has_replicas
 from lightning_cudagraph.timing.clock import FitClock
 from lightning_cudagraph.timing.dashboard import Dashboard
 from lightning_cudagraph.timing.layers import (
-    LayerChoice,
+    LayerTimings,
     layers_at,
     left_out,
     select_layers,
@@ -100,7 +100,7 @@ class RunTimes:
         trainer: pl.Trainer,
         module: pl.LightningModule,
         backend: Backend,
-        choice: LayerChoice | None,
+        choice: LayerTimings | None,
         run: SharedRun | None = None,
     ) -> None:
         self.off: list[str] = []
@@ -115,7 +115,7 @@ class RunTimes:
         self._backend = backend
         self._every_n_steps = 0 if choice is None else choice.every_n_steps
         self._takes_in_turn = backend.graphs_per_step > 1
-        window_steps = LayerChoice.window_steps if choice is None else choice.window_steps
+        window_steps = LayerTimings.window_steps if choice is None else choice.window_steps
         self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps)
         self.eager = ReadingWindow(window_steps)
         loop = trainer.fit_loop.epoch_loop

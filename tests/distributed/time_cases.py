@@ -15,7 +15,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+)
 from lightning_cudagraph.timing.spans import EXPOSED_TAG
 from tests.distributed.cases import Here
 from tests.harness import Net, Trace, assert_same, loader
@@ -49,7 +53,7 @@ def all_reduces_are_timed(here: Here) -> None:
     """In every replay; and in eager steps, where the numbers stay what they are."""
     plain = train_shown(here, "plain", None)
     graph = train_shown(here, "graph", CUDAGraphCallback())
-    timings = LayerTimings()
+    timings = LayerTimingsMonitor()
     eager = train_shown(here, "eager", None, callbacks=(timings,))
     assert_same(plain, graph, ignore=("_ms/",))
     assert_same(plain, eager, ignore=("_ms/",))
@@ -92,7 +96,7 @@ def the_slowest_is_named(here: Here) -> None:
     few = LayerTimings(window_steps=8, trace_steps=4)
     callback = CUDAGraphCallback(timings=few)
     graph = train_shown(here, "graph", callback, build=SlowOnOne, max_epochs=5)
-    timings = LayerTimings(window_steps=8)
+    timings = LayerTimingsMonitor(LayerTimings(window_steps=8))
     eager = train_shown(here, "eager", None, build=SlowOnOne, callbacks=(timings,))
     for trace in (graph, eager):
         assert trace.error is None

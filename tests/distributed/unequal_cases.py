@@ -26,6 +26,7 @@ from lightning_cudagraph import (
     ConfigurationError,
     CUDAGraphCallback,
     LayerTimings,
+    LayerTimingsMonitor,
     UnsupportedError,
 )
 from lightning_cudagraph.errors import PeerError
@@ -309,7 +310,7 @@ def times_after_a_refusal_in_one(here: Here) -> None:
 
 def an_eager_clock_in_one(here: Here) -> None:
     """The first process has its trace, and says that it has no times of the others."""
-    timings = LayerTimings(trace_steps=3)
+    timings = LayerTimingsMonitor(LayerTimings(trace_steps=3))
     logger = TensorBoardLogger(here.folder / "alone", name="", version="")
     others = (timings,) if here.rank == 0 else ()
     here.train("alone", None, callbacks=others, logger=logger)
