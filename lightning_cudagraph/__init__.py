@@ -7,6 +7,8 @@ from lightning_cudagraph.compat.installed import check_installed as _check_insta
 _check_installed()  # before anything of theirs is imported
 
 from lightning_cudagraph.callback import CUDAGraphCallback as CUDAGraphCallback
+from lightning_cudagraph.capture.checks.verification import Verification as Verification
+from lightning_cudagraph.capture.streams.stream_choice import AutoStreams as AutoStreams
 from lightning_cudagraph.errors import BatchError as BatchError
 from lightning_cudagraph.errors import CaptureError as CaptureError
 from lightning_cudagraph.errors import ConfigurationError as ConfigurationError

@@ -16,10 +16,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.arguments import check_arguments, check_company
 from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.capture.checks.verification import NO_CHECKS, Verification
 from lightning_cudagraph.capture.nccl import check_nccl
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.capture.streams import stream_choice
-from lightning_cudagraph.capture.streams.stream_choice import AskedStreams
+from lightning_cudagraph.capture.streams.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.compat.features import CAPTURES, TRAINING
 from lightning_cudagraph.compat.installed import gpu_without_cuda
 from lightning_cudagraph.compat.tables import require
@@ -43,6 +43,7 @@ from lightning_cudagraph.training.loop import GraphedTraining
 __all__ = ["CUDAGraphCallback"]
 
 _AUTOMATIC_LAYERS = LayerTimings()
+_DEFAULT_CHECKS = Verification()
 
 
 class CUDAGraphCallback(Callback):
@@ -74,18 +75,12 @@ class CUDAGraphCallback(Callback):
         on_unsupported: ``"raise"`` an error when something cannot be captured, or train on without a
             graph (``"eager"``) and say why in the report.
         timings: which layers are timed by events in the graph; None for none.
-        verify_replays: how many of the first replays of a graph are checked, bit for bit, against an
-            eager step from the same state on the same batch, and one more where the learning rate moves
-            only later. A single one is the second replay, the first on another batch than that of the
-            capture. Each costs about four eager steps, and memory for copies of parameters and optimizer
-            state, on the host if the device has no room; 0 for none.
-        verify_every_n_steps: beyond those, check one replay in so many; None for none.
-        verify_budget: the share of the run's time, from 0 to 1, that other later checks may take: those
-            after pauses in which code of yours can run (an epoch's start, a validation, a checkpoint;
-            the first three are followed by one in any case), and those at growing distances.
+        verify: which replays are checked, bit for bit, against an eager step from the same state on the
+            same batch; None for no checks.
         evaluation: capture `validation_step`, `test_step` and `predict_step` too, each after warm-up
-            batches of its own, with a graph for each of the first eight batch signatures. The sanity
-            check runs as without this callback.
+            batches of its own. The sanity check runs as without this callback.
+        max_graphs: batches of how many signatures have graphs in an evaluation (full ones, the last one,
+            those of each dataloader); the others run eagerly. In training one signature has graphs.
         compile: compile the training step with `torch.compile`, in its default mode, as long as `fit`
             runs (on the emulator, with ``backend="aot_eager"``). The numbers are those of compiled
             steps, which replays are held against, and differ from those of steps that are not compiled.
@@ -99,10 +94,8 @@ class CUDAGraphCallback(Callback):
             small kernels run side by side in a replay. Each has workspaces of its own. ``"auto"``: 1, 2,
             4 or 8, as long as twice as many gain 1 %, and more than one only for 3 %; each is captured
             and replayed for a moment from the state before the first capture, which is put back.
-            Where there is a process group, that is 1. None: ``"auto"``.
-        streams_memory_bytes: with ``streams="auto"``, how much more device memory than one stream more
-            of them may take, for a graph and workspaces; if it is over that, fewer are used. None: 15 %
-            of what one takes, or 1 GiB if that is more.
+            Where there is a process group, that is 1. ``AutoStreams(memory_bytes=...)``: the same, with
+            a bound on the memory that more than one may take.
 
     Attributes:
         report: the report of the last run, or None before its end. Printed, too, however the run ends;
@@ -127,44 +120,38 @@ class CUDAGraphCallback(Callback):
         warmup_steps: int | None = None,
         on_unsupported: Literal["raise", "eager"] = "raise",
         timings: LayerTimings | None = _AUTOMATIC_LAYERS,
-        verify_replays: int = 2,
-        verify_every_n_steps: int | None = None,
-        verify_budget: float = 0.01,
+        verify: Verification | None = _DEFAULT_CHECKS,
         evaluation: bool = False,
+        max_graphs: int = 8,
         compile: bool = False,
         harmless: Sequence[str] = (),
         backend: BackendName = "auto",
-        streams: AskedStreams | None = None,
-        streams_memory_bytes: int | None = None,
+        streams: AskedStreams = "auto",
     ) -> None:
         check_arguments(
             scope=scope,
             warmup_steps=warmup_steps,
             on_unsupported=on_unsupported,
             timings=timings,
-            verify_replays=verify_replays,
-            verify_every_n_steps=verify_every_n_steps,
-            verify_budget=verify_budget,
+            verify=verify,
             evaluation=evaluation,
+            max_graphs=max_graphs,
             compile=compile,
             harmless=harmless,
             backend=backend,
             streams=streams,
-            streams_memory_bytes=streams_memory_bytes,
         )
         self.scope = scope
         self.warmup_steps = warmup_steps
         self.on_unsupported = on_unsupported
         self.timings = timings
-        self.verify_replays = verify_replays
-        self.verify_every_n_steps = verify_every_n_steps
-        self.verify_budget = verify_budget
+        self.verify = verify
         self.evaluation = evaluation
+        self.max_graphs = max_graphs
         self.compile = compile
         self.harmless = tuple(harmless)
         self.backend = backend
         self.streams = streams
-        self.streams_memory_bytes = streams_memory_bytes
         self.report: str | None = None
         self._printed: str | None = None
         self.counts: StepCounts | None = None
@@ -406,7 +393,7 @@ class CUDAGraphCallback(Callback):
         names = inspect.signature(CUDAGraphCallback).parameters
         return {name: getattr(self, name) for name in names} | {
             "warmup_steps": self.warmup_steps or DEFAULT_WARMUP_STEPS,
-            "streams": stream_choice.DEFAULT_STREAMS if self.streams is None else self.streams,
+            "streams": streams_for(self.streams),
             "harmless": sorted(set(self.harmless)),
         }
 
@@ -423,11 +410,10 @@ class CUDAGraphCallback(Callback):
             self.warmup_steps or DEFAULT_WARMUP_STEPS,
             self.on_unsupported == "raise",
             self.timings,
-            self.verify_replays,
-            self.verify_every_n_steps,
-            self.verify_budget,
+            self.verify or NO_CHECKS,
+            self.max_graphs,
             frozenset(self.harmless),
-            stream_choice.streams_for(self.streams, self.streams_memory_bytes),
+            streams_for(self.streams),
             self.compile,
         )
 

@@ -55,8 +55,6 @@ from lightning_cudagraph.support import ALONE, TELL_LIGHTNING, Stage, check_eval
 
 __all__ = ["GraphedEvaluation"]
 
-# A graph for each batch signature, as long as there are few: full batches, the last one, by dataloader.
-_MAX_SIGNATURES = 8
 # The step drops no gradients that matter, and none is added to them: one kind of step.
 _PLACE = Place(drops=True, steps=False)
 # A capture is under `no_grad`.
@@ -134,9 +132,9 @@ class GraphedEvaluation:
         )
         self._verifier = Verifier(
             backend,
-            settings.verify_replays,
-            settings.verify_every_n_steps,
-            budget=settings.verify_budget,
+            settings.verify.replays,
+            settings.verify.every_n_steps,
+            budget=settings.verify.budget,
         )
         self._engine: StepEngine[_Outputs] = StepEngine(
             backend=backend,
@@ -151,7 +149,7 @@ class GraphedEvaluation:
             narrow=self._say_of_stage,
             on_give_up=lambda: None,
             what="Evaluation",
-            max_signatures=_MAX_SIGNATURES,
+            max_signatures=settings.max_graphs,
         )
 
     @property

@@ -1,10 +1,11 @@
-"""What the user asked for, as the parts of a run are given it."""
+"""The arguments of the callback, as the parts of a run are given them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_cudagraph.capture.checks.verification import Verification
 from lightning_cudagraph.capture.streams.stream_choice import Streams
 from lightning_cudagraph.timing.layers import LayerTimings
 
@@ -21,9 +22,8 @@ class Settings:
     warmup_steps: int
     raise_unsupported: bool
     timings: LayerTimings | None
-    verify_replays: int
-    verify_every_n_steps: int | None
-    verify_budget: float
+    verify: Verification
+    max_graphs: int
     harmless: frozenset[str] = frozenset()
     streams: Streams = 1
     compile: bool = False

@@ -22,6 +22,7 @@ from lightning_cudagraph.capture.backend import Backend, CudaBackend
 from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.carried import CarriedTensors
 from lightning_cudagraph.capture.checks.guards import Guards
+from lightning_cudagraph.capture.checks.verification import Verification
 from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.engine import StepEngine
@@ -61,9 +62,7 @@ class StepSettings:
 
     warmup_steps: int
     raise_unsupported: bool
-    verify_replays: int
-    verify_every_n_steps: int | None
-    verify_budget: float
+    verify: Verification
     harmless: frozenset[str]
     max_graphs: int
     streams: Streams = 1
@@ -299,11 +298,11 @@ class StepRun:
         )
         verifier = Verifier(
             backend,
-            settings.verify_replays,
-            settings.verify_every_n_steps,
+            settings.verify.replays,
+            settings.verify.every_n_steps,
             self._optimizers.learning_rates,
             self._processes,
-            settings.verify_budget,
+            settings.verify.budget,
         )
         # Of a model without modules: what a function puts into attributes is refused.
         nothing = CarriedTensors(

@@ -18,17 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.checks.verify import is_share
+from lightning_cudagraph.capture.checks.verification import NO_CHECKS, Verification
 from lightning_cudagraph.capture.nccl import check_nccl
 from lightning_cudagraph.capture.sentry import is_capturing
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.capture.streams import stream_choice
-from lightning_cudagraph.capture.streams.stream_choice import MAX_STREAMS, AskedStreams, are_streams
+from lightning_cudagraph.capture.streams.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.capture.unfit import refuse_nameless
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.compat.torch_names import tree_iter
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, wrong_argument
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import ARGUMENTS, StepRun, StepSettings, backend_for
@@ -42,6 +42,7 @@ __all__ = ["GraphedStep"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_DEFAULT_CHECKS = Verification()
 _inside = threading.local()
 
 # What a remedy of the callback's is to the user of a step. Longer ones first.
@@ -98,12 +99,8 @@ class GraphedStep(Generic[P, R]):
         optimizers: all optimizers that it steps: one, a list, or a dictionary.
         scaler: the gradient scaler that it uses for fp16, or None.
         warmup_steps: ordinary calls before the capture.
-        verify_replays: how many of the first replays of a graph are checked, bit for bit, against an
-            eager call from the same state; 0 for none.
-        verify_every_n_steps: beyond those, check one replay in so many; None for none.
-        verify_budget: the share of the run's time, from 0 to 1, that other later checks may take: those
-            after pauses in which code of yours can run (an epoch's start, a validation, a checkpoint;
-            the first three are followed by one in any case), and those at growing distances.
+        verify: which replays are checked, bit for bit, against an eager call from the same state; None
+            for no checks.
         on_unsupported: ``"raise"`` an error when something cannot be captured, or call the function
             eagerly from then on (``"eager"``) and say why in the report.
         harmless: host code in the function that may stay frozen, or not be repeated by replays: the
@@ -112,10 +109,8 @@ class GraphedStep(Generic[P, R]):
             on one of them. ``"off"``: every call is a plain one; give it to all processes, or to none.
         max_graphs: how many signatures of arguments get a graph; calls with others are eager.
         streams: on how many streams of the capture ops are put that do not need one another; ``"auto"``
-            for the fastest of 1, 2, 4 and 8; where there is a process group, 1. None: ``"auto"``.
-        streams_memory_bytes: with ``streams="auto"``, how much more device memory than one stream more
-            of them may take, for a graph and workspaces; if it is over that, fewer are used. None: 15 %
-            of what one takes, or 1 GiB if that is more.
+            for the fastest of 1, 2, 4 and 8; where there is a process group, 1. ``AutoStreams`` bounds
+            the memory that more of them may take.
 
     Raises:
         ConfigurationError: if an argument is not one of the above.
@@ -142,40 +137,25 @@ class GraphedStep(Generic[P, R]):
         *,
         scaler: GradScaler | None = None,
         warmup_steps: int = 3,
-        verify_replays: int = 2,
-        verify_every_n_steps: int | None = None,
-        verify_budget: float = 0.01,
+        verify: Verification | None = _DEFAULT_CHECKS,
         on_unsupported: Literal["raise", "eager"] = "raise",
         harmless: Sequence[str] = (),
         backend: Literal["auto", "cuda", "emulator", "off"] = "auto",
         max_graphs: int = 8,
-        streams: AskedStreams | None = None,
-        streams_memory_bytes: int | None = None,
+        streams: AskedStreams = "auto",
     ) -> None:
         if not callable(function):
             raise _wrong("function", function, "a function of tensors")
-        for name, value, at_least in (
-            ("warmup_steps", warmup_steps, 1),
-            ("verify_replays", verify_replays, 0),
-            ("verify_every_n_steps", 1 if verify_every_n_steps is None else verify_every_n_steps, 1),
-            ("max_graphs", max_graphs, 1),
-        ):
-            if type(value) is not int or value < at_least:
-                raise _wrong(name, value, f"an int of at least {at_least}")
-        if not is_share(verify_budget):
-            raise _wrong("verify_budget", verify_budget, "a number from 0 to 1")
-        for name, text, allowed in (
-            ("on_unsupported", on_unsupported, ("raise", "eager")),
-            ("backend", backend, ("auto", "cuda", "emulator", "off")),
-        ):
-            if text not in allowed:
-                raise _wrong(name, text, f"one of {', '.join(map(repr, allowed))}")
-        if streams is not None and not are_streams(streams):
-            raise _wrong("streams", streams, f'an int from 1 to {MAX_STREAMS}, "auto" or None')
-        if expected := stream_choice.wrong_bound(streams, streams_memory_bytes):
-            raise _wrong("streams_memory_bytes", streams_memory_bytes, expected)
-        if isinstance(harmless, str) or not all(isinstance(name, str) for name in harmless):
-            raise _wrong("harmless", harmless, "a list of names")
+        check_shared_arguments(
+            "GraphedStep",
+            warmup_steps=warmup_steps,
+            on_unsupported=on_unsupported,
+            verify=verify,
+            harmless=harmless,
+            backend=backend,
+            max_graphs=max_graphs,
+            streams=streams,
+        )
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise _wrong("scaler", scaler, "a `torch.amp.GradScaler` or None")
         self._function: Callable[P, R] | None = function
@@ -186,18 +166,14 @@ class GraphedStep(Generic[P, R]):
         self._settings = StepSettings(
             warmup_steps,
             on_unsupported == "raise",
-            verify_replays,
-            verify_every_n_steps,
-            verify_budget,
+            verify or NO_CHECKS,
             frozenset(harmless),
             max_graphs,
-            stream_choice.streams_for(streams, streams_memory_bytes),
+            streams_for(streams),
         )
         self._given = {
             "warmup_steps": warmup_steps,
-            "verify_replays": verify_replays,
-            "verify_every_n_steps": verify_every_n_steps,
-            "verify_budget": verify_budget,
+            "verify": verify,
             "on_unsupported": on_unsupported,
             "harmless": sorted({*harmless}),  # sets have an order of their own in each process
             "max_graphs": max_graphs,
@@ -475,5 +451,4 @@ def _by_name(what: str, given: Any, kind: type) -> dict[str, Any]:
 
 
 def _wrong(name: str, value: Any, expected: str) -> ConfigurationError:
-    shown = value if isinstance(value, (str, int, float, type(None))) else type(value).__qualname__
-    return ConfigurationError(f"`GraphedStep({name}={shown!r})`: expected {expected}.")
+    return wrong_argument("GraphedStep", name, value, expected)

@@ -133,11 +133,11 @@ class GraphedTraining:
         )
         self._verifier = Verifier(
             backend,
-            settings.verify_replays,
-            settings.verify_every_n_steps,
+            settings.verify.replays,
+            settings.verify.every_n_steps,
             lambda: self._part.optimizer.learning_rates(),
             agreement,
-            settings.verify_budget,
+            settings.verify.budget,
         )
         self._engine: StepEngine[StepOutputs] = StepEngine(
             backend=backend,
