@@ -24,6 +24,8 @@ from lightning_cudagraph.layer_timings import LayerTimingsMonitor as LayerTiming
 from lightning_cudagraph.manual import ManualOptimization as _ManualOptimization  # noqa: F401
 from lightning_cudagraph.timing.layers import LayerTimings as LayerTimings
 from lightning_cudagraph.timing.profiler import Profiler as Profiler
+from lightning_cudagraph.timing.stages import StageSummary as StageSummary
+from lightning_cudagraph.timing.summary import RunSummary as RunSummary
 from lightning_cudagraph.timing.timers import EventTimer as EventTimer
 from lightning_cudagraph.timing.timers import TimerRegistry as TimerRegistry
 

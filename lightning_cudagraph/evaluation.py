@@ -34,7 +34,7 @@ from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.recomputed import Recomputed, recomputed_apart
 from lightning_cudagraph.capture.stand_ins import replace_method
-from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
+from lightning_cudagraph.capture.steps import Phase, Place, Step
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.host_rules import (
@@ -52,6 +52,7 @@ from lightning_cudagraph.metrics.states import StepMetrics
 from lightning_cudagraph.profilers import unprofiled
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.support import ALONE, TELL_LIGHTNING, Stage, check_evaluation
+from lightning_cudagraph.timing.stages import StageSummary
 
 __all__ = ["GraphedEvaluation"]
 
@@ -153,16 +154,20 @@ class GraphedEvaluation:
         )
 
     @property
-    def counts(self) -> StepCounts:
+    def stage_name(self) -> str:
+        """The stage as the trainer's methods are called."""
+        return "validate" if self._stage == "validation" else self._stage
+
+    @property
+    def stage(self) -> StageSummary:
         """What became of the batches so far."""
-        return self._engine.counts
+        return StageSummary.of(self._engine.counts, self._verifier.checked)
 
     @property
     def notes(self) -> list[str]:
         """What the user should know of the checks."""
-        verified = f"{self._verifier.checked} replay(s) of evaluation verified against eager steps"
         said = [*self._verifier.notes, *self._engine.notes, *self._metrics.notes]
-        return [verified, *(f"evaluation: {note}" for note in said)]
+        return [f"evaluation: {note}" for note in said]
 
     def start(self) -> None:
         """An evaluation begins: take the seat, and look at everything that may have changed since."""

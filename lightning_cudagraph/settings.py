@@ -27,3 +27,4 @@ class Settings:
     harmless: frozenset[str] = frozenset()
     streams: Streams = 1
     compile: bool = False
+    measures_plain_steps: bool = False

@@ -38,6 +38,8 @@ from lightning_cudagraph.graphed_step.record import Arguments, StepRecorder, Ste
 from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES, StepReplicas, Switches
 from lightning_cudagraph.graphed_step.surroundings import PlainLoop
 from lightning_cudagraph.optim.steps import OptimizerSteps
+from lightning_cudagraph.timing.stages import StageSummary
+from lightning_cudagraph.timing.summary import RunSummary
 
 __all__ = ["ARGUMENTS", "StepRun", "StepSettings", "backend_for"]
 
@@ -148,12 +150,19 @@ class StepRun:
         self._owns_gradients = replicas.own_gradients(self._recorder.parameters().values())
 
     @property
+    def summary(self) -> RunSummary:
+        """What became of the calls."""
+        checked = sum(lane.verifier.checked for lane in self._lanes.values())
+        return RunSummary(
+            backend=self.backend.description,
+            calls=StageSummary.of(self.counts, checked),
+            notes=tuple(self.notes),
+        )
+
+    @property
     def notes(self) -> list[str]:
         """What the user should know."""
-        verifiers = [lane.verifier for lane in self._lanes.values()]
-        checked = sum(verifier.checked for verifier in verifiers)
-        notes = [f"{checked} replay(s) verified against eager steps"]
-        notes += [note for verifier in verifiers for note in verifier.notes]
+        notes = [note for lane in self._lanes.values() for note in lane.verifier.notes]
         notes += [note for lane in self._lanes.values() for note in lane.engine.notes]
         off = notes_of_captures(self.backend.device)
         return list(dict.fromkeys([*notes, *self._optimizers.notes, *off]))

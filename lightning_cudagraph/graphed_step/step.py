@@ -21,7 +21,6 @@ from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.checks.verification import NO_CHECKS, Verification
 from lightning_cudagraph.capture.nccl import check_nccl
 from lightning_cudagraph.capture.sentry import is_capturing
-from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.streams.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.capture.unfit import refuse_nameless
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
@@ -33,9 +32,7 @@ from lightning_cudagraph.graphed_step.processes import StepProcesses, are_severa
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import ARGUMENTS, StepRun, StepSettings, backend_for
 from lightning_cudagraph.graphed_step.surroundings import surroundings_of
-from lightning_cudagraph.timing.pace import StepPace
-from lightning_cudagraph.timing.report import fit_report
-from lightning_cudagraph.timing.windows import WindowSummary
+from lightning_cudagraph.timing.summary import RunSummary
 
 __all__ = ["GraphedStep"]
 
@@ -182,13 +179,13 @@ class GraphedStep(Generic[P, R]):
         self._run: StepRun | None = None
         self._processes: StepProcesses | None = None  # those of the run, or of one to come
         self._refused: str | None = None  # why all calls are eager
-        self._counts = StepCounts()  # of the time before `close`, as the report
-        self._report = "lightning_cudagraph: no call yet"
+        self._summary = RunSummary()  # of the time before `close`
         self._join()  # a process may fail before its first call
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the function and what belongs to it, so that copies and pickles work at any time."""
         emptied: dict[str, Any] = {
+            "_summary": self.summary,
             "_function": None,
             "_modules": {},
             "_optimizers": {},
@@ -199,17 +196,9 @@ class GraphedStep(Generic[P, R]):
         return {**self.__dict__, **emptied}
 
     @property
-    def counts(self) -> StepCounts:
-        """What became of the calls."""
-        return self._counts if self._run is None else self._run.counts
-
-    @property
-    def report(self) -> str:
-        """What became of the calls, in words."""
-        if self._run is None:
-            return self._report
-        description, notes = self._run.backend.description, self._run.notes
-        return fit_report(description, self.counts, StepPace(), WindowSummary([]), notes)
+    def summary(self) -> RunSummary:
+        """What became of the calls, at any time; `str` of it is the report."""
+        return self._summary if self._run is None else self._run.summary
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function: eagerly, or by replay.
@@ -231,7 +220,7 @@ class GraphedStep(Generic[P, R]):
                 self._fail(error)
                 raise
             self._go_alone(error.reason)
-            self._report = f"lightning_cudagraph: all calls eager. {error.reason}"
+            self._summary = RunSummary(refused=f"all calls eager. {error.reason}")
         except BaseException as error:
             self._fail(error)
             raise
@@ -251,7 +240,7 @@ class GraphedStep(Generic[P, R]):
         The next call begins anew, with warm-up.
         """
         if self._run is not None:
-            self._counts, self._report = self.counts, self.report
+            self._summary = self._run.summary
         run, self._run = self._run, None
         processes, self._processes = self._processes, None
         with ExitStack() as stack:  # graphs first

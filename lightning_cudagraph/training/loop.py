@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,7 +39,10 @@ from lightning_cudagraph.replicas import Replicas
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.timing.layers import untimed_notes
 from lightning_cudagraph.timing.rank_times import SharedRun
+from lightning_cudagraph.timing.stages import StageSummary
+from lightning_cudagraph.timing.summary import RunSummary
 from lightning_cudagraph.training.advance import QuickAdvance
+from lightning_cudagraph.training.baseline import plain_steps
 from lightning_cudagraph.training.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.training.compiled_step import compile_step, is_step_compiled, logging_uncompiled
 from lightning_cudagraph.training.eager_steps import EagerSteps
@@ -154,6 +158,7 @@ class GraphedTraining:
             around_replays=around_replays(trainer),
             on_capture=self._captured,
             agreement=agreement,
+            plain_steps=plain_steps(trainer, backend, settings),
         )
         self._eager = EagerSteps(trainer, module, self._recorder.logs, self._replicas, self._times)
         self._hand_over = HandOver(
@@ -298,35 +303,36 @@ class GraphedTraining:
         """Graphs of evaluation come now, which may write where those of training keep gradients."""
         self._engine.leave()
 
+    @property
+    def stage(self) -> StageSummary:
+        """What became of the steps so far."""
+        return StageSummary.of(self.counts, self._verifier.checked, self._times.pace)
+
     def finish(
-        self,
-        description: str,
-        evaluation: StepCounts | None = None,
-        notes: Sequence[str] = (),
-        exception: BaseException | None = None,
-    ) -> str:
-        """Read what is left to read, and write the report.
+        self, summary: RunSummary, notes: Sequence[str] = (), exception: BaseException | None = None
+    ) -> RunSummary:
+        """Read what is left to read.
 
         Args:
-            description: what the graphs ran on.
-            evaluation: what became of the batches of validation, if they had graphs.
-            notes: what the user should know of these.
+            summary: of the run so far.
+            notes: what the user should know besides.
             exception: what has ended the run, if it has not come to its end. Then nothing is read.
 
         Returns:
-            The report.
+            The summary of the whole run.
         """
-        notes = [*self._notes(), *notes]
+        said = [*self._notes(), *notes]
         # A device that has failed, or hangs, would not answer.
         if self._part.scaler is not None and exception is None:
             skipped = int(self._part.scaler.skipped_steps)
-            notes.append(f"{skipped} step(s) skipped, because a gradient overflowed")
-        step, ended = step_number(self._trainer), ended_by(self._trainer, exception)
-        return self._times.report(description, self.counts, notes, evaluation, step, ended)
+            said.append(f"{skipped} step(s) skipped, because a gradient overflowed")
+        ended = ended_by(self._trainer, exception)
+        finished = self._times.finish(replace(summary, notes=tuple(said), ended=ended))
+        self._times.show(str(finished), step_number(self._trainer))
+        return finished
 
     def _notes(self) -> list[str]:
-        notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
-        notes += [*self._verifier.notes, *self._engine.notes, *self.notes, *self._metrics.notes]
+        notes = [*self._verifier.notes, *self._engine.notes, *self.notes, *self._metrics.notes]
         untimed = self._recorder.untimed
         if self._settings.timings is not None and is_step_compiled(self._module):
             untimed = untimed | {"layers": "the step is compiled as a whole"}
@@ -376,7 +382,7 @@ class GraphedTraining:
             # The closure is what is captured, wherever the optimizer calls it.
             with self._part.arithmetic(optimizer, capturing=False):
                 result = self._eager_step(optimizer, closure, model, **kwargs)
-            self._times.pace.tick(self._steps.phase)
+            self._times.pace.tick(self._steps.phase, self._steps.plain)
             if self._steps.phase is Phase.CAPTURED:  # only now it has ended
                 is_next_due = self._clock.is_due(self._steps_before() + 1)
                 self._clock.ended(None, step_number(self._trainer), is_next_due)
@@ -391,7 +397,7 @@ class GraphedTraining:
         outputs = self._steps.take(
             closure, body, lambda: returned.append(self._run(optimizer, closure, model, kwargs))
         )
-        self._times.pace.tick(self._steps.phase)
+        self._times.pace.tick(self._steps.phase, self._steps.plain)
         return returned[0] if outputs is None else outputs
 
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:

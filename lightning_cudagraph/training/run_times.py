@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.processes.peers import own_store
-from lightning_cudagraph.capture.steps import Place, StepCounts
+from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE, TIMES
 from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.profilers import delay_notes
@@ -34,8 +35,9 @@ from lightning_cudagraph.timing.marks import StepMarks
 from lightning_cudagraph.timing.pace import StepPace
 from lightning_cudagraph.timing.rank_tables import ranks_lines, ranks_text
 from lightning_cudagraph.timing.rank_times import RankTable, RankTimes, SharedRun
-from lightning_cudagraph.timing.report import eager_report, fit_report
+from lightning_cudagraph.timing.report import eager_report, layer_lines, time_lines
 from lightning_cudagraph.timing.sinks import Sink
+from lightning_cudagraph.timing.summary import RunSummary
 from lightning_cudagraph.timing.tensorboard import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.trace import TraceWriter
 from lightning_cudagraph.timing.whole_steps import WholeSteps
@@ -216,45 +218,35 @@ class RunTimes:
         """
         self._tensorboard.add_event(text, step_number)
 
-    def report(
-        self,
-        description: str,
-        counts: StepCounts,
-        notes: list[str],
-        evaluation: StepCounts | None,
-        step_number: int,
-        ended: str = "",
-    ) -> str:
-        """Read what is left to read, and write the report.
+    def finish(self, summary: RunSummary) -> RunSummary:
+        """Read what is left to read.
 
         Args:
-            description: what the graphs ran on.
-            counts: what became of the steps.
-            notes: what the user should know besides.
-            evaluation: what became of the batches of validation, if they had graphs.
-            step_number: the last step as the trainer's loggers count it.
-            ended: the exception that has ended the run, and where. Then nothing is waited for.
+            summary: of the run; if an exception has ended it, nothing is waited for.
+
+        Returns:
+            The same with the times.
         """
-        ranks = self._finish(ended)
+        ranks = self._finish(summary.ended)
         graph, eager = self._dashboard.window.summary(), self.eager.summary()
-        if self._every_n_steps:
-            notes = [*notes, *delay_notes(self._trainer)]
-        notes = [*notes, *self._notes()]
+        notes = [*(delay_notes(self._trainer) if self._every_n_steps else []), *self._notes()]
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
-        text = fit_report(
-            description,
-            counts,
-            self.pace,
-            graph,
-            notes,
-            evaluation,
-            eager,
-            ranks,
-            event_host_us,
-            ended,
+        return replace(
+            summary,
+            times=tuple(time_lines(graph, eager, ranks, event_host_us)),
+            layers=tuple(layer_lines(graph, eager)),
+            notes=(*summary.notes, *notes),
+            tensorboard_dir=_tensorboard_dir(self._trainer),
         )
-        self._tensorboard.add_text("cudagraph/report", text, step_number)
-        return text
+
+    def show(self, report: str, step_number: int) -> None:
+        """Show the report in TensorBoard.
+
+        Args:
+            report: the text.
+            step_number: the last step as the trainer's loggers count it.
+        """
+        self._tensorboard.add_text("cudagraph/report", report, step_number)
 
     def eager_report(self, untimed: Mapping[str, str], step_number: int, ended: str = "") -> str:
         """Read what is left to read, and write the report of a run without graphs.
@@ -338,6 +330,12 @@ class _TracePath:
                 self._folder = self._store.get(_FOLDER).decode()
         name = "layer_trace.json" if self._rank == 0 else f"layer_trace_rank{self._rank}.json"
         return Path(self._folder) / name
+
+
+def _tensorboard_dir(trainer: pl.Trainer) -> str | None:
+    """The folder of the first `TensorBoardLogger`, if there is one."""
+    found = (logger.log_dir for logger in trainer.loggers if isinstance(logger, TensorBoardLogger))
+    return next((os.fspath(folder) for folder in found), None)
 
 
 def _folder(trainer: pl.Trainer) -> str:
