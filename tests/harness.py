@@ -118,9 +118,9 @@ class Trace:
 
     @property
     def counts(self) -> Any:
-        """What the callback did with the steps."""
+        """What the callback did with the training steps."""
         assert self.callback is not None
-        return self.callback.counts
+        return self.callback.summary.fit
 
     def portable(self, tree: Any) -> Any:
         """A tree of saved values in which the run's own folder has a name that all runs share."""

@@ -23,9 +23,11 @@ from lightning_cudagraph import (
     CUDAGraphCallback,
     LayerTimings,
     LayerTimingsMonitor,
+    RunSummary,
+    StageSummary,
+    Verification,
 )
 from lightning_cudagraph.capture.stand_ins import StandIn
-from lightning_cudagraph.capture.steps import StepCounts
 from tests.harness import Net, differences, loader
 from tests.rows import Row, row
 
@@ -102,7 +104,14 @@ _DIFFER = {
     "_root_dir",
     "_save_dir",
 }
-_OURS = (CUDAGraphCallback, StepCounts, LayerTimings, LayerTimingsMonitor)
+_OURS = (
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+    RunSummary,
+    StageSummary,
+    Verification,
+)
 
 
 def _walk(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:

@@ -341,7 +341,7 @@ def _changed(
     prefix = "layer_forward_ms/"
     tags = [tag for tag in found.Tags()["scalars"] if tag.startswith(prefix)]
     last = {tag.removeprefix(prefix): steps(found, tag)[-1] for tag in tags}
-    return last, str(graph.report if graphed else monitor.report)
+    return last, str(graph.summary if graphed else monitor.report)
 
 
 @pytest.mark.spread(2)

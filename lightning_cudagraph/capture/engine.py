@@ -62,7 +62,6 @@ class StepEngine(Generic[T]):
         agreement: with the other processes of the run, or None if there are none.
         streams: on how many streams the steps are captured, or ``"auto"`` for the fastest of a few.
         counts: what became of steps before, to go on from; None for nothing.
-        plain_steps: warm-up steps that nothing watches, beyond the others.
 
     Attributes:
         counts: what became of the steps so far.
@@ -87,7 +86,6 @@ class StepEngine(Generic[T]):
         agreement: Agreement | None = None,
         streams: Streams = 1,
         counts: StepCounts | None = None,
-        plain_steps: int = 0,
     ) -> None:
         self.counts = counts = StepCounts() if counts is None else counts
         self._backend = backend
@@ -101,7 +99,7 @@ class StepEngine(Generic[T]):
         self._patches = ExitStack()
         self._has_begun = False
         self._without_graphs: list[str] = []
-        self._warm_ups = warm_ups = WarmUps(warmup_steps, plain_steps)
+        self._warm_ups = warm_ups = WarmUps(warmup_steps)
         self._copies = copies = GradientCopies()
         graphs: GraphsBySignature[T] = GraphsBySignature(backend.device.type, max_signatures)
         self._graphs = graphs
@@ -334,14 +332,6 @@ class StepEngine(Generic[T]):
         return Phase.EAGER, None
 
     def _warm_up(self, step: Step[T], signature: Signature) -> tuple[Phase, None]:
-        plain_left = self._warm_ups.plain_left(signature, step.place)
-        if plain_left and step.run_plain is not None:
-            self._carried.take_out()
-            with self._backend.on_side_stream():
-                step.run_plain(plain_left == 1)
-            self._warm_ups.plain_done()
-            self.counts.warmed_up += 1
-            return Phase.WARMING, None
         if first := self._warm_ups.is_new(signature):
             if not self._graphs and not self.counts.variety:
                 self.counts.variety = self._warm_ups.variety(signature)

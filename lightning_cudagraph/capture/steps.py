@@ -116,7 +116,6 @@ class Step(Generic[T]):
         unlike_others: why it does not do what others in its place do, so that it has to run eagerly; or
             nothing.
         run_last: does it eagerly at the end of the warm-up; None for `run`.
-        run_plain: does it eagerly where nothing watches; told whether it is the last such step.
     """
 
     batch: Any
@@ -141,7 +140,6 @@ class Step(Generic[T]):
     mend: Callable[[], None] = lambda: None
     unlike_others: str = ""
     run_last: Callable[[], object] | None = None
-    run_plain: Callable[[bool], object] | None = None
 
     def all_state(self, written: Iterable[Tensor]) -> dict[str, Tensor]:
         """All that it changes: by name what is known, and whatever else a capture saw it write."""

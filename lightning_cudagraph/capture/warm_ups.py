@@ -19,14 +19,10 @@ class WarmUps:
 
     Args:
         steps: ordinary training steps on the side stream before a capture.
-        plain_steps: more of them, which nothing watches, before the last one of the first kind of step
-            that comes to it.
     """
 
-    def __init__(self, steps: int, plain_steps: int = 0) -> None:
+    def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._plain_left = plain_steps
-        self._plain: tuple[Signature, Place] | None = None
         self._left: dict[Signature, dict[Place, int]] = {}
 
     def left(self, signature: Signature, place: Place) -> int:
@@ -36,16 +32,6 @@ class WarmUps:
     def is_at_its_end(self, signature: Signature, place: Place) -> bool:
         """Whether the next step can be the last one before a capture, and is not the first one."""
         return self.left(signature, place) <= min(1, self._steps - 1)
-
-    def plain_left(self, signature: Signature, place: Place) -> int:
-        """How many steps that nothing watches come now, before the last one."""
-        if self._plain_left and self._plain is None and self.is_at_its_end(signature, place):
-            self._plain = signature, place
-        return self._plain_left if self._plain == (signature, place) else 0
-
-    def plain_done(self) -> None:
-        """One of those went through."""
-        self._plain_left -= 1
 
     def is_new(self, signature: Signature) -> bool:
         """Whether no step was done on such a batch."""
@@ -75,4 +61,3 @@ class WarmUps:
     def forget(self) -> None:
         """Every warm-up begins anew."""
         self._left.clear()
-        self._plain_left = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from lightning_cudagraph.capture.checks.verification import Verification
@@ -63,7 +63,7 @@ def check_shared_arguments(
             owner, "streams", streams, f"{expected} within `AutoStreams(memory_bytes=...)`"
         )
     if isinstance(harmless, str) or not (
-        isinstance(harmless, Sequence) and all(isinstance(name, str) for name in harmless)
+        isinstance(harmless, Collection) and all(isinstance(name, str) for name in harmless)
     ):
         raise wrong_argument(
             owner, "harmless", harmless, 'a list of names, such as `["counter", "print"]`'

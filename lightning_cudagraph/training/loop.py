@@ -38,11 +38,12 @@ from lightning_cudagraph.profilers import around_replays, profiler_notes, progre
 from lightning_cudagraph.replicas import Replicas
 from lightning_cudagraph.settings import Settings
 from lightning_cudagraph.timing.layers import untimed_notes
+from lightning_cudagraph.timing.pace import Plain
 from lightning_cudagraph.timing.rank_times import SharedRun
 from lightning_cudagraph.timing.stages import StageSummary
 from lightning_cudagraph.timing.summary import RunSummary
 from lightning_cudagraph.training.advance import QuickAdvance
-from lightning_cudagraph.training.baseline import plain_steps
+from lightning_cudagraph.training.baseline import PlainSteps
 from lightning_cudagraph.training.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.training.compiled_step import compile_step, is_step_compiled, logging_uncompiled
 from lightning_cudagraph.training.eager_steps import EagerSteps
@@ -158,8 +159,8 @@ class GraphedTraining:
             around_replays=around_replays(trainer),
             on_capture=self._captured,
             agreement=agreement,
-            plain_steps=plain_steps(trainer, backend, settings),
         )
+        self._plain = PlainSteps(trainer, backend, settings)
         self._eager = EagerSteps(trainer, module, self._recorder.logs, self._replicas, self._times)
         self._hand_over = HandOver(
             trainer, self._optimization, self._guards, self._hooks, self._metrics, self._times
@@ -378,11 +379,14 @@ class GraphedTraining:
                 self._engine.counts.note_eager(reason)
             with self._backend.on_side_stream():
                 return self._run(optimizer, closure, model, kwargs)
+        plain = self._plain.next(self._engine.counts, closure.batch)
+        if plain is not Plain.NOT and not self._engine.given_up:
+            return self._plainly(plain, optimizer, closure, model, kwargs)
         if self._part.behind is not None:
             # The closure is what is captured, wherever the optimizer calls it.
             with self._part.arithmetic(optimizer, capturing=False):
                 result = self._eager_step(optimizer, closure, model, **kwargs)
-            self._times.pace.tick(self._steps.phase, self._steps.plain)
+            self._times.pace.tick(self._steps.phase)
             if self._steps.phase is Phase.CAPTURED:  # only now it has ended
                 is_next_due = self._clock.is_due(self._steps_before() + 1)
                 self._clock.ended(None, step_number(self._trainer), is_next_due)
@@ -397,8 +401,29 @@ class GraphedTraining:
         outputs = self._steps.take(
             closure, body, lambda: returned.append(self._run(optimizer, closure, model, kwargs))
         )
-        self._times.pace.tick(self._steps.phase, self._steps.plain)
+        self._times.pace.tick(self._steps.phase)
         return returned[0] if outputs is None else outputs
+
+    def _plainly(
+        self,
+        plain: Plain,
+        optimizer: Optimizer,
+        closure: GraphClosure,
+        model: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A step that nothing watches, to be measured."""
+        self._steps.is_in_step = True
+        try:
+            with self._backend.on_side_stream():
+                result = self._run(optimizer, closure, model, kwargs)
+        finally:
+            self._steps.is_in_step = False
+        if plain is Plain.LAST:
+            self._backend.synchronize()
+        self._engine.counts.warmed_up += 1
+        self._times.pace.tick(Phase.WARMING, plain)
+        return result
 
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
         """In the place of `Closure.__call__`."""

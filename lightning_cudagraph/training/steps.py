@@ -15,10 +15,9 @@ from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.graph import Cut
 from lightning_cudagraph.capture.recomputed import detach_recomputed
-from lightning_cudagraph.capture.steps import Phase, Place, Step
+from lightning_cudagraph.capture.steps import Phase, Step
 from lightning_cudagraph.metrics.states import StepMetrics
 from lightning_cudagraph.replicas import Replicas
-from lightning_cudagraph.timing.pace import Plain
 from lightning_cudagraph.training.closures import GraphClosure, GraphedOptimization
 from lightning_cudagraph.training.eager_steps import EagerSteps
 from lightning_cudagraph.training.hand_over import HandOver
@@ -55,7 +54,6 @@ class TrainingSteps:
 
     Attributes:
         phase: of the step before.
-        plain: whether that ran as without this package, to be measured.
     """
 
     def __init__(
@@ -95,7 +93,6 @@ class TrainingSteps:
         self._hand_over = hand_over
         self._is_timed = is_timed
         self.phase = Phase.EAGER
-        self.plain = Plain.NOT
         self.is_in_step = False
 
     def take(self, closure: GraphClosure, body: StepBody, run: Callable[[], object]) -> Tensor | None:
@@ -121,7 +118,6 @@ class TrainingSteps:
 
         step = self._step(closure, body, run, self._clock.is_due(steps_before))
         checked = self._verifier.checked
-        self.plain = Plain.NOT
         self.is_in_step = True
         try:
             self.phase, outputs = self._engine.step(step, refresh)
@@ -142,9 +138,7 @@ class TrainingSteps:
         if self.phase is Phase.WARMING:
             logs.warmed_up(body.place, closure.batch)
             # The last of them is timed: like the others, it begins on a device with nothing left to do.
-            # Plain ones are measured together, since each may begin while the device is busy.
-            if self.plain is not Plain.ONE:
-                self._backend.synchronize()
+            self._backend.synchronize()
             if closure._result is not None and closure._result.closure_loss is None:
                 self._engine.unsupported(self._recorder.returned_none())
         return None
@@ -183,12 +177,7 @@ class TrainingSteps:
             upcoming=lambda outputs: self._clock.upcoming(outputs.marks),
             copying=self._clock.copying,
             run_last=(lambda: self._eager.run_marked(run, place)) if self._is_timed else None,
-            run_plain=lambda is_last: self._run_plain(run, place, is_last),
         )
-
-    def _run_plain(self, run: Callable[[], object], place: Place, is_last: bool) -> None:
-        self._eager.run(run, place)
-        self.plain = Plain.LAST if is_last else Plain.ONE
 
     @contextmanager
     def _learning(self) -> Iterator[None]:

@@ -106,9 +106,9 @@ def the_slowest_is_named(here: Here) -> None:
     tracks = [event.get("cat") for event in trace_file["traceEvents"]]
     assert tracks.count("communication") >= 4
     if here.rank > 0:
-        assert "is slowest" not in str(callback.report)
+        assert "is slowest" not in str(callback.summary)
         return
-    for name, report in (("graph", callback.report), ("eager", timings.report)):
+    for name, report in (("graph", str(callback.summary)), ("eager", timings.report)):
         said = str(report)
         assert "ranks     rank 1 is slowest: " in said, said
         assert "it waits least for others" in said, said
@@ -142,7 +142,7 @@ def a_late_host_is_named(here: Here) -> None:
         callback = CUDAGraphCallback(timings=LayerTimings(window_steps=8))
         late = {"callbacks": (SleepsOnOne(),), "accumulate_grad_batches": batches}
         train_shown(here, name, callback, max_epochs=3 * batches, limit_val_batches=0, **late)
-        said = str(callback.report)
+        said = str(callback.summary)
         if here.rank > 0:
             assert "waits for others to come to the step" not in said, said
             continue
