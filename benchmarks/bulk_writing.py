@@ -18,9 +18,9 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from lightning_cudagraph.timing.records import ReadingRecords
-from lightning_cudagraph.timing.spans import FORWARD_TAG, STEP_TAG, Reading, Span, SpanLayout
-from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords
+from lightning_cudagraph.timing.readings.spans import FORWARD_TAG, STEP_TAG, Reading, Span, SpanLayout
 
 __all__ = ["compare_writers", "measure"]
 

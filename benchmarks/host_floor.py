@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, environment, fits_in_turn, pinned
 from benchmarks.trainers import quiet_trainer
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.logs.logged_step import LoggedStep
-from lightning_cudagraph.logs.recorder import Logs
+from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
+from lightning_cudagraph.trainer.logs.recorder import Logs
 
 LOGGED_VALUES = (0, 1, 3, 10)
 PLAIN = "plain"

@@ -25,8 +25,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.fits import ON_GPU, synchronize
-from lightning_cudagraph.capture.backend import CudaBackend
-from lightning_cudagraph.capture.emulator import EmulatorBackend
+from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.emulator import EmulatorBackend
 
 __all__ = [
     "CAPTURE",

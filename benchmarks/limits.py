@@ -22,7 +22,7 @@ from benchmarks.by_hand import GraphedByHand
 from benchmarks.fits import pinned, synchronize
 from benchmarks.kineto import CAPTURE, MARK, Profiled, Trace
 from benchmarks.models import Workload
-from lightning_cudagraph.capture.writes import storage_id, written_by
+from lightning_cudagraph.tensors.writes import storage_id, written_by
 
 __all__ = ["Limits", "Op", "OpLog", "limits_of", "longest_chain_us", "measure_limits"]
 

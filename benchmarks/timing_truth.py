@@ -35,7 +35,13 @@ from benchmarks.kineto import Captured, Launch, Profiled, Replayed, Trace, annot
 from benchmarks.models import MODELS, WIDE_MLP, Workload, leaf_names
 from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading, SpanLayout
+from lightning_cudagraph.timing.readings.spans import (
+    BACKWARD_TAG,
+    FORWARD_TAG,
+    STEP_TAG,
+    Reading,
+    SpanLayout,
+)
 
 WORKLOADS = (WIDE_MLP, *MODELS[1:])
 WITHIN_SHARE, WITHIN_US = 0.05, 3.0

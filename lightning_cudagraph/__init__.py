@@ -7,8 +7,8 @@ from lightning_cudagraph.compat.installed import check_installed as _check_insta
 _check_installed()  # before anything of theirs is imported
 
 from lightning_cudagraph.callback import CUDAGraphCallback as CUDAGraphCallback
-from lightning_cudagraph.capture.checks.verification import Verification as Verification
-from lightning_cudagraph.capture.streams.stream_choice import AutoStreams as AutoStreams
+from lightning_cudagraph.capture.stream_choice import AutoStreams as AutoStreams
+from lightning_cudagraph.checks.verify.verification import Verification as Verification
 from lightning_cudagraph.errors import BatchError as BatchError
 from lightning_cudagraph.errors import CaptureError as CaptureError
 from lightning_cudagraph.errors import ConfigurationError as ConfigurationError
@@ -20,13 +20,13 @@ from lightning_cudagraph.errors import TimerError as TimerError
 from lightning_cudagraph.errors import UnsupportedError as UnsupportedError
 from lightning_cudagraph.errors import VerificationError as VerificationError
 from lightning_cudagraph.graphed_step.step import GraphedStep as GraphedStep
-from lightning_cudagraph.layer_timings import LayerTimingsMonitor as LayerTimingsMonitor
-from lightning_cudagraph.manual import ManualOptimization as _ManualOptimization  # noqa: F401
-from lightning_cudagraph.timing.layers import LayerTimings as LayerTimings
-from lightning_cudagraph.timing.profiler import Profiler as Profiler
-from lightning_cudagraph.timing.stages import StageSummary as StageSummary
-from lightning_cudagraph.timing.summary import RunSummary as RunSummary
-from lightning_cudagraph.timing.timers import EventTimer as EventTimer
-from lightning_cudagraph.timing.timers import TimerRegistry as TimerRegistry
+from lightning_cudagraph.timing.events.profiler import Profiler as Profiler
+from lightning_cudagraph.timing.events.timers import EventTimer as EventTimer
+from lightning_cudagraph.timing.events.timers import TimerRegistry as TimerRegistry
+from lightning_cudagraph.timing.layers.layers import LayerTimings as LayerTimings
+from lightning_cudagraph.timing.output.stages import StageSummary as StageSummary
+from lightning_cudagraph.timing.output.summary import RunSummary as RunSummary
+from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor as LayerTimingsMonitor
+from lightning_cudagraph.trainer.manual import ManualOptimization as _ManualOptimization  # noqa: F401
 
 __version__ = _version("lightning_cudagraph")

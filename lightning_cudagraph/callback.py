@@ -15,20 +15,20 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_cudagraph.arguments import check_arguments, check_company
-from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.checks.verification import NO_CHECKS, Verification
-from lightning_cudagraph.capture.nccl import check_nccl
-from lightning_cudagraph.capture.streams.stream_choice import AskedStreams, streams_for
+from lightning_cudagraph.capture.stream_choice import AskedStreams, streams_for
+from lightning_cudagraph.checks.verify.verification import NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, TRAINING
 from lightning_cudagraph.compat.installed import gpu_without_cuda
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.compat.tested import newer_than_tested
-from lightning_cudagraph.distributed import Distributed, wrapped_on_side_stream
+from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import HookError, UnsupportedError
-from lightning_cudagraph.evaluation import GraphedEvaluation
-from lightning_cudagraph.settings import Scope, Settings
-from lightning_cudagraph.support import (
+from lightning_cudagraph.processes.nccl import check_nccl
+from lightning_cudagraph.timing.layers.layers import LayerTimings
+from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.trainer.config.arguments import check_arguments, check_company
+from lightning_cudagraph.trainer.config.settings import Scope, Settings
+from lightning_cudagraph.trainer.config.support import (
     DEFAULT_WARMUP_STEPS,
     BackendName,
     Stage,
@@ -36,9 +36,9 @@ from lightning_cudagraph.support import (
     check_where_evaluated,
     make_backend,
 )
-from lightning_cudagraph.timing.layers import LayerTimings
-from lightning_cudagraph.timing.summary import RunSummary
-from lightning_cudagraph.training.loop import GraphedTraining
+from lightning_cudagraph.trainer.distributed import Distributed, wrapped_on_side_stream
+from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
+from lightning_cudagraph.trainer.training.loop import GraphedTraining
 
 __all__ = ["CUDAGraphCallback"]
 

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_iter, tree_map
 
 from benchmarks.models import WORKLOADS, Workload
-from lightning_cudagraph.capture.streams import accesses
+from lightning_cudagraph.device.streams import accesses
 from tests.declared import Declared
 
 __all__ = [

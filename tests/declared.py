@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_iter
 
-from lightning_cudagraph.capture.emulator import _Recorder
-from lightning_cudagraph.capture.own_modes import OwnDispatchMode
-from lightning_cudagraph.capture.streams.accesses import _all_of, access_of, made_by, only_looks, pieces
-from lightning_cudagraph.capture.writes import storage_id, written_by
+from lightning_cudagraph.device.emulator import _Recorder
+from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
+from lightning_cudagraph.device.streams.accesses import _all_of, access_of, made_by, only_looks, pieces
+from lightning_cudagraph.tensors.writes import storage_id, written_by
 
 # Barriers for a capture on several streams; what they write matters to others.
 _CHECKED_ALL_THE_SAME = ("aten::_cudnn", "aten::_thnn_fused", "aten::linalg", "aten::_fft")

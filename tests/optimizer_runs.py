@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.backend import Backend
+from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer

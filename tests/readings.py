@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_cudagraph.timing.spans import (
+from lightning_cudagraph.timing.readings.spans import (
     BACKWARD_TAG,
     FORWARD_TAG,
     STEP_TAG,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lightning_cudagraph.capture.streams.dataflow import Flow, HeldMemory, Placed, Span
+from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed, Span
 
 _OLDER = 3  # tensors that are there before the program
 _SIZE = 8  # of each of them, in words

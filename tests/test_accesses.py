@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_cudagraph.capture import writes
-from lightning_cudagraph.capture.streams import accesses
-from lightning_cudagraph.capture.streams.accesses import access_of, made_by, only_looks
-from lightning_cudagraph.capture.writes import written_by
+from lightning_cudagraph.device.streams import accesses
+from lightning_cudagraph.device.streams.accesses import access_of, made_by, only_looks
+from lightning_cudagraph.tensors import writes
+from lightning_cudagraph.tensors.writes import written_by
 from tests.checked import (
     LOSSES,
     MODELS,

@@ -23,7 +23,7 @@ from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.compat import lightning_source
 from lightning_cudagraph.compat.features import SHORT_WAY
 from lightning_cudagraph.compat.tables import notes
-from lightning_cudagraph.training.advance import QuickAdvance
+from lightning_cudagraph.trainer.training.advance import QuickAdvance
 from tests import harness
 from tests.harness import Net, differences, loader, make
 

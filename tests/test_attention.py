@@ -21,8 +21,8 @@ from lightning_cudagraph import (
     LayerTimings,
     LayerTimingsMonitor,
 )
-from lightning_cudagraph.capture import own_modes
-from lightning_cudagraph.capture.own_modes import OwnFunctionMode
+from lightning_cudagraph.device.sentry import own_modes
+from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from tests.harness import Net, Trace, assert_same, fused_adamw, loader, make, train
 
 # of Lightning, which counts the frozen modules

@@ -10,10 +10,10 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_cudagraph import CUDAGraphCallback, RunSummary
 from lightning_cudagraph.capture.steps import Phase
-from lightning_cudagraph.timing import pace as pace_module
-from lightning_cudagraph.timing.pace import Plain, StepPace
-from lightning_cudagraph.training import baseline
-from lightning_cudagraph.training.loop import GraphedTraining
+from lightning_cudagraph.timing.readings import pace as pace_module
+from lightning_cudagraph.timing.readings.pace import Plain, StepPace
+from lightning_cudagraph.trainer.training.loop import GraphedTraining
+from lightning_cudagraph.trainer.training.times import baseline
 from tests.harness import Net, Trace, assert_same, loader, make, train
 
 BATCHES = 40

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph import BatchError, CaptureError, GraphedStep
-from lightning_cudagraph.capture.batch import Signature, flatten_batch
-from lightning_cudagraph.capture.static import StaticBatch
+from lightning_cudagraph.tensors.batch import Signature, flatten_batch
+from lightning_cudagraph.tensors.static import StaticBatch
 
 CPU = torch.device("cpu")
 

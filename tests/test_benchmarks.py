@@ -14,7 +14,7 @@ from benchmarks.kineto import CAPTURE, MARK, Trace
 from benchmarks.layer_timings import BASELINE, VARIANTS, measure, table
 from benchmarks.models import MODELS, Workload, leaf_names
 from benchmarks.timing_truth import Alone, Truth, Watched, alone, compare, details, summary, watch
-from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 
 Event = dict[str, Any]
 KERNELS_US = (10.0, 30.0, 25.0, 5.0, 40.0)

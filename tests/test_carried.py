@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.capture.carried import CarriedTensors
+from lightning_cudagraph.checks.carried import CarriedTensors
 from tests.harness import Net, assert_same, differences, loader, make, train
 from tests.rows import became, refused, row
 
@@ -197,7 +197,7 @@ def test_an_attribute_that_would_not_be_copied_in(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison means something: buffers that nobody fills are seen."""
-    monkeypatch.setattr("lightning_cudagraph.capture.carried._copy", lambda into, values: None)
+    monkeypatch.setattr("lightning_cudagraph.checks.carried._copy", lambda into, values: None)
     graph = train(make(SetOnTheHost), tmp_path / "b", CUDAGraphCallback(), accelerator=accelerator)
     monkeypatch.undo()
     plain = train(make(SetOnTheHost), tmp_path / "a", accelerator=accelerator)

@@ -13,13 +13,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.capture.backend import CudaBackend
-from lightning_cudagraph.capture.checks.verify import Verifier
-from lightning_cudagraph.capture.emulator import EmulatedGraph, EmulatorBackend, HostEvent
 from lightning_cudagraph.capture.takes import Take
-from lightning_cudagraph.timing.spans import Reading
-from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
-from lightning_cudagraph.training.run_times import RunTimes
+from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.emulator import EmulatedGraph, EmulatorBackend, HostEvent
+from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.trainer.training.times.run_times import RunTimes
 from tests.harness import Net, Trace, assert_same, loader, make, train
 
 INNER = ("step_ms/forward", "layer_forward_ms/head", "layer_backward_ms/features.0")

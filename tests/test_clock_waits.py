@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_cudagraph.timing.clock import FitClock
-from lightning_cudagraph.timing.lead_in import LeadIn
-from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.events.clock import FitClock
+from lightning_cudagraph.timing.readings.lead_in import LeadIn
+from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 
 
 class Device:

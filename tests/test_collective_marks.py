@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cudagraph.capture.backend import Backend, CudaBackend
-from lightning_cudagraph.capture.emulator import EmulatorBackend, HostEvent
-from lightning_cudagraph.timing.collective_marks import Collectives
-from lightning_cudagraph.timing.marks import StepMarks
-from lightning_cudagraph.timing.spans import Reading, SpanLayout
-from lightning_cudagraph.timing.timeline import slices_of
+from lightning_cudagraph.device.backend import Backend, CudaBackend
+from lightning_cudagraph.device.emulator import EmulatorBackend, HostEvent
+from lightning_cudagraph.timing.events.collective_marks import Collectives
+from lightning_cudagraph.timing.events.marks import StepMarks
+from lightning_cudagraph.timing.readings.spans import Reading, SpanLayout
+from lightning_cudagraph.timing.readings.timeline import slices_of
 
 pytestmark = [
     # This group's processes are one, and each test makes its own.

@@ -30,8 +30,8 @@ from lightning_cudagraph import (
     UnsupportedError,
     Verification,
 )
-from lightning_cudagraph.capture import compiled, inductor
-from lightning_cudagraph.capture.inductor import without_its_graphs
+from lightning_cudagraph.device.sentry import compiled, inductor
+from lightning_cudagraph.device.sentry.inductor import without_its_graphs
 from tests.harness import Net, Trace, assert_same, loader, make, train
 from tests.loops import device_of
 

@@ -27,7 +27,7 @@ from lightning_cudagraph import (
     StageSummary,
     Verification,
 )
-from lightning_cudagraph.capture.stand_ins import StandIn
+from lightning_cudagraph.compat.method_patches import StandIn
 from tests.harness import Net, differences, loader
 from tests.rows import Row, row
 

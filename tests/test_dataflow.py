@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_cudagraph.capture.streams.dataflow import Flow, HeldMemory, Placed
+from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
 from tests.simulated import NAMES, SCRATCH, Instruction, RefusedError, Scheduled, random_program
 
 pytestmark = pytest.mark.usefixtures("hypothesis_leaves_no_clock")

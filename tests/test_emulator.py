@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph import CaptureError
-from lightning_cudagraph.capture.emulator import EmulatorBackend, HostEvent
+from lightning_cudagraph.device.emulator import EmulatorBackend, HostEvent
 
 
 @pytest.fixture

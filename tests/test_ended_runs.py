@@ -21,7 +21,7 @@ from lightning_cudagraph import (
     LayerTimings,
     LayerTimingsMonitor,
 )
-from lightning_cudagraph.timing.clock import FitClock
+from lightning_cudagraph.timing.events.clock import FitClock
 from tests.harness import Net, loader, make
 from tests.test_clean import ENDINGS
 from tests.test_timings import events

@@ -17,7 +17,7 @@ from lightning_cudagraph import (
     CUDAGraphCallback,
     RunSummary,
 )
-from lightning_cudagraph.capture.checks.guards import Guards
+from lightning_cudagraph.checks.guards.guards import Guards
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
 O = torch.optim  # noqa: E741

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import lightning_cudagraph
 from lightning_cudagraph import errors
-from lightning_cudagraph.capture.streams.branches import SentBackError
+from lightning_cudagraph.device.streams.branches import SentBackError
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 # Sent from a capture on several streams to the one on one stream that follows it: no user meets it.

@@ -37,8 +37,8 @@ from lightning_cudagraph import (
     UnsupportedError,
     VerificationError,
 )
-from lightning_cudagraph.capture.refusals import meaning_of
-from lightning_cudagraph.evaluation import GraphedEvaluation
+from lightning_cudagraph.device.refusals import meaning_of
+from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from tests.harness import Net, Trace, differences, loader, make, train
 from tests.rows import row
 from tests.test_clean import THEIR_OWN, code_of_libraries

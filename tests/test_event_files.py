@@ -22,11 +22,11 @@ from tensorboard.data import server_ingester
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import grpc_util
 
-from lightning_cudagraph.timing.metrics import MetricNames, MetricsWriter
-from lightning_cudagraph.timing.records import ReadingRecords, ScalarRecords, n_bytes
-from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
-from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
-from lightning_cudagraph.timing.tensorboard.logger_writer import LoggerWriter
+from lightning_cudagraph.timing.output.metrics import MetricNames, MetricsWriter
+from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.output.tensorboard.logger_writer import LoggerWriter
+from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords, ScalarRecords, n_bytes
+from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 
 PARTS = ("forward", "backward", "clipping", "optimizer")
 
@@ -276,8 +276,10 @@ def test_a_disk_that_is_full_is_said_once(tmp_path: Path) -> None:
 
 
 def test_a_long_run_has_fewer_points_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_cudagraph.timing.tensorboard.writer._BYTES_BEFORE_THINNING", 40_000)
-    monkeypatch.setattr("lightning_cudagraph.timing.tensorboard.writer._READINGS_PER_FLUSH", 64)
+    monkeypatch.setattr(
+        "lightning_cudagraph.timing.output.tensorboard.writer._BYTES_BEFORE_THINNING", 40_000
+    )
+    monkeypatch.setattr("lightning_cudagraph.timing.output.tensorboard.writer._READINGS_PER_FLUSH", 64)
     logger = TensorBoardLogger(tmp_path)
     whole, part = layout_of("a", "b"), layout_of("a", "b", optimizer=False)
     writer = TensorBoardWriter([logger], window_steps=500)

@@ -30,10 +30,10 @@ from lightning_cudagraph import (
     TimerError,
     TimerRegistry,
 )
-from lightning_cudagraph.capture.backend import CudaBackend
-from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.timing import timers
-from lightning_cudagraph.timing.timed_blocks import Timing
+from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.timing.events import timers
+from lightning_cudagraph.timing.events.timed_blocks import Timing
 from tests.captures import Work
 from tests.harness import Net, loader, make, train
 

@@ -13,12 +13,12 @@ import pytest
 from matplotlib import pyplot, rcParams
 from matplotlib.colors import to_rgb
 
-from lightning_cudagraph.timing import figures
-from lightning_cudagraph.timing.dashboard import Dashboard
-from lightning_cudagraph.timing.figures import layer_bars, step_timeline
-from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
-from lightning_cudagraph.timing.tensorboard.charts import _slowest
-from lightning_cudagraph.timing.windows import WindowSummary
+from lightning_cudagraph.timing.output import figures
+from lightning_cudagraph.timing.output.dashboard import Dashboard
+from lightning_cudagraph.timing.output.figures import layer_bars, step_timeline
+from lightning_cudagraph.timing.output.tensorboard.charts import _slowest
+from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.readings.windows import WindowSummary
 from tests.readings import gpt_readings
 
 

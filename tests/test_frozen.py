@@ -34,10 +34,10 @@ from lightning_cudagraph import (
     CUDAGraphCallback,
     UnsupportedError,
 )
-from lightning_cudagraph.capture.audit.effects import Effects
-from lightning_cudagraph.capture.audit.frozen import StepAudit
-from lightning_cudagraph.capture.audit.mentions import MentionedNames
-from lightning_cudagraph.capture.audit.walker import Root, Scope, Walk
+from lightning_cudagraph.checks.audit.effects import Effects
+from lightning_cudagraph.checks.audit.frozen import StepAudit
+from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
 from tests.harness import Net, assert_same, differences, make, train
 
 log = logging.getLogger(__name__)
@@ -562,7 +562,9 @@ def test_without_the_audit_it_would_train_wrong(
         yield StepAudit(MentionedNames())
 
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
-    monkeypatch.setattr("lightning_cudagraph.training.recording.frozen_python_audit", no_audit)
+    monkeypatch.setattr(
+        "lightning_cudagraph.trainer.training.captured_step.recording.frozen_python_audit", no_audit
+    )
     monkeypatch.setattr(Effects, "refused", lambda *args: nullcontext())
     callback = CUDAGraphCallback(verify=None)
     graph = train(make(cls), tmp_path / "graph", callback, accelerator=accelerator)

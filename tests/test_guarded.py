@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.capture.checks.guards import Guards
+from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.errors import CaptureError
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 

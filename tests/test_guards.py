@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.capture.checks import layouts
-from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.capture.checks.switches import global_switches
-from lightning_cudagraph.capture.mends import HostMemory
-from lightning_cudagraph.training.hooks import undisturbed
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.guards.switches import global_switches
+from lightning_cudagraph.device.sentry.mends import HostMemory
+from lightning_cudagraph.tensors import layouts
+from lightning_cudagraph.trainer.training.hooks.user_hooks import undisturbed
 from tests.harness import Net, assert_same, make, train
 
 NAN = float("nan")

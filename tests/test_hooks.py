@@ -20,7 +20,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, HookError, UnsupportedError
 from lightning_cudagraph.capture.takes import Take
-from lightning_cudagraph.support import make_backend
+from lightning_cudagraph.trainer.config.support import make_backend
 from tests.harness import Net, assert_same, differences, make, train
 from tests.rows import refused, row
 

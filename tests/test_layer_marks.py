@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_cudagraph import CUDAGraphError
-from lightning_cudagraph.capture.emulator import EmulatorBackend, HostEvent
 from lightning_cudagraph.compat.features import TIMES
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.timing.layers import untimed_notes
-from lightning_cudagraph.timing.marks import StepMarks
-from lightning_cudagraph.timing.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
+from lightning_cudagraph.device.emulator import EmulatorBackend, HostEvent
+from lightning_cudagraph.timing.events.marks import StepMarks
+from lightning_cudagraph.timing.layers.layers import untimed_notes
+from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
 
 
 class Op(nn.Module):

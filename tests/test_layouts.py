@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_cudagraph.timing.clock import FitClock
-from lightning_cudagraph.timing.records import ReadingRecords, n_bytes
-from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
-from lightning_cudagraph.timing.tensorboard.charts import StepBand
-from lightning_cudagraph.timing.whole_steps import StepJoiner
+from lightning_cudagraph.timing.events.clock import FitClock
+from lightning_cudagraph.timing.output.tensorboard.charts import StepBand
+from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords, n_bytes
+from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.readings.whole_steps import StepJoiner
 
 
 def test_steps_that_are_all_different() -> None:

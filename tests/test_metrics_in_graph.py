@@ -20,11 +20,11 @@ from torchmetrics.text import Perplexity
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, Running
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, VerificationError
-from lightning_cudagraph.capture.backend import CudaBackend
-from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.capture.state import StaticState
-from lightning_cudagraph.logs.logged_step import LoggedStep
-from lightning_cudagraph.metrics.reads import MetricReads, metric_reads
+from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.tensors.state import StaticState
+from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
+from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
 pytestmark = pytest.mark.declared

@@ -25,9 +25,9 @@ from lightning_cudagraph import (
     LayerTimings,
     LayerTimingsMonitor,
 )
-from lightning_cudagraph.timing.marks import StepMarks
-from lightning_cudagraph.timing.spans import Reading
-from lightning_cudagraph.timing.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.events.marks import StepMarks
+from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.readings.spans import Reading
 from tests.harness import Net, assert_same, loader, make, train
 from tests.test_clock import events, steps
 from tests.test_layer_timings import TwoNets, run

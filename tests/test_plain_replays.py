@@ -31,8 +31,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.compat import lightning_source
-from lightning_cudagraph.logs.logged_step import LoggedStep
-from lightning_cudagraph.logs.recorder import Logs
+from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
+from lightning_cudagraph.trainer.logs.recorder import Logs
 from tests.harness import Net, Trace, assert_same, differences, make, train
 
 BATCHES = 14

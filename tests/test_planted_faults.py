@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
-from lightning_cudagraph.capture.audit.frozen import StepAudit
-from lightning_cudagraph.capture.audit.mentions import MentionedNames
-from lightning_cudagraph.capture.checks.guards import Guards
+from lightning_cudagraph.checks.audit.frozen import StepAudit
+from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.traced import Stage
-from lightning_cudagraph.training import recording
+from lightning_cudagraph.trainer.training.captured_step import recording
 from tests.harness import Net, assert_same, differences, make, train
 from tests.optimizers import ReadsBack
 

@@ -24,19 +24,19 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 import lightning_cudagraph
 from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep, LayerTimings
-from lightning_cudagraph.capture.backend import CudaBackend
-from lightning_cudagraph.capture.nccl import check_nccl
-from lightning_cudagraph.capture.processes.ddp import check_wrapper
 from lightning_cudagraph.compat import features
 from lightning_cudagraph.compat.features import Feature
-from lightning_cudagraph.compat.names import PrivateName, accepts, members
+from lightning_cudagraph.compat.private_names import PrivateName, accepts, members
 from lightning_cudagraph.compat.tables import TABLE, notes_of_captures
-from lightning_cudagraph.distributed import Distributed
-from lightning_cudagraph.manual import FabricLoop, ManualOptimization
-from lightning_cudagraph.metrics import fixed_counts
+from lightning_cudagraph.device.backend import CudaBackend
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
-from lightning_cudagraph.shards import check_shards
+from lightning_cudagraph.processes.ddp import check_wrapper
+from lightning_cudagraph.processes.nccl import check_nccl
+from lightning_cudagraph.processes.shards import check_shards
+from lightning_cudagraph.trainer.distributed import Distributed
+from lightning_cudagraph.trainer.manual import FabricLoop, ManualOptimization
+from lightning_cudagraph.trainer.metrics import fixed_counts
 from tests import harness
 from tests.harness import Net, assert_same, make, train
 
@@ -149,7 +149,7 @@ def test_refused_before_the_first_step(
     if feature in (features.REPLICAS, features.COLLECTIVES):
         request.getfixturevalue("group")
     _lose(monkeypatch, name)
-    monkeypatch.setattr("lightning_cudagraph.shards.sharded_modules", lambda model: [model])
+    monkeypatch.setattr("lightning_cudagraph.processes.shards.sharded_modules", lambda model: [model])
     trainer: Any = SimpleNamespace(world_size=2, strategy=None)
     cuda = torch.device("cuda")
     ways: dict[Feature, list[Any]] = {
@@ -264,10 +264,10 @@ from torch.utils.data import dataloader
 package = types.ModuleType("lightning_cudagraph")
 package.__path__ = [sys.argv[1]]
 sys.modules["lightning_cudagraph"] = package
-from lightning_cudagraph.compat.lightning_names import LIGHTNING
-from lightning_cudagraph.compat.names import found
-from lightning_cudagraph.compat.torch_names import TORCH
-from lightning_cudagraph.compat.torchmetrics_names import TORCHMETRICS
+from lightning_cudagraph.compat.names.lightning_names import LIGHTNING
+from lightning_cudagraph.compat.private_names import found
+from lightning_cudagraph.compat.names.torch_names import TORCH
+from lightning_cudagraph.compat.names.torchmetrics_names import TORCHMETRICS
 deleted = 0
 # torch itself asks for it as it makes a module
 own = ("torch.overrides._get_current_function_mode_stack",)

@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, Profiler, TimerError
-from lightning_cudagraph.capture.emulator import EmulatedGraph, EmulatorBackend, HostEvent
-from lightning_cudagraph.timing import profiler as profiler_module
+from lightning_cudagraph.device.emulator import EmulatedGraph, EmulatorBackend, HostEvent
+from lightning_cudagraph.timing.events import profiler as profiler_module
 from tests.captures import Work
 from tests.harness import Net, assert_same, make, train
 

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_cudagraph.capture import writes
-from lightning_cudagraph.capture.backend import Backend, CudaBackend
-from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.capture.streams.branches import SentBackError
-from lightning_cudagraph.capture.streams.dataflow import Flow, HeldMemory
+from lightning_cudagraph.device.backend import Backend, CudaBackend
+from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.streams.branches import SentBackError
+from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory
+from lightning_cudagraph.tensors import writes
 
 Op = tuple[str, int, int, int]
 Make = Callable[[int], Backend]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cudagraph import BatchError, ConfigurationError, CUDAGraphCallback, UnsupportedError
-from lightning_cudagraph.support import check_run
+from lightning_cudagraph.trainer.config.support import check_run
 from tests.harness import Net, assert_same, loader, make, train
 from tests.rows import refused
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_cudagraph import RunSummary, StageSummary
-from lightning_cudagraph.timing.report import eager_report, layer_lines, time_lines
-from lightning_cudagraph.timing.spans import Reading
-from lightning_cudagraph.timing.windows import WindowSummary
+from lightning_cudagraph.timing.output.report import eager_report, layer_lines, time_lines
+from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.timing.readings.windows import WindowSummary
 from tests.readings import gpt_readings
 from tests.test_tables import flat
 

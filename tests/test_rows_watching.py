@@ -34,7 +34,7 @@ from lightning.pytorch.callbacks import (
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.capture.sentry import Sentry
+from lightning_cudagraph.device.sentry.sentry import Sentry
 from tests.harness import FULL_BATCHES, Net, Trace, assert_same, loader, make, train
 from tests.rows import became, refused, row
 

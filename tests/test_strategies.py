@@ -11,7 +11,13 @@ import pytest
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.strategies import STRATEGIES, UNKNOWN, Row, refuse_strategy, row_of
+from lightning_cudagraph.trainer.config.strategies import (
+    STRATEGIES,
+    UNKNOWN,
+    Row,
+    refuse_strategy,
+    row_of,
+)
 
 PAGE = Path(__file__).parents[1] / "docs" / "strategies.md"
 REGISTRIES: list[Any] = [STRATEGY_REGISTRY, of_trainer.StrategyRegistry]

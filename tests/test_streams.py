@@ -24,14 +24,14 @@ from lightning_cudagraph import (
     LayerTimings,
     Verification,
 )
-from lightning_cudagraph.capture.emulator import EmulatorBackend
-from lightning_cudagraph.capture.streams import stream_choice
-from lightning_cudagraph.capture.streams.dataflow import Flow
-from lightning_cudagraph.capture.streams.stream_choice import (
+from lightning_cudagraph.capture import stream_choice
+from lightning_cudagraph.capture.stream_choice import (
     AskedStreams,
     AutoStreams,
     StreamChoice,
 )
+from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.streams.dataflow import Flow
 from lightning_cudagraph.errors import ConfigurationError, VerificationError
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 

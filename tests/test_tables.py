@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
-from lightning_cudagraph.timing.tables import layer_table, layers_of, parts_table, window_text
-from lightning_cudagraph.timing.texts import places, shortened, table
-from lightning_cudagraph.timing.windows import WindowSummary
+from lightning_cudagraph.timing.output.tables import layer_table, layers_of, parts_table, window_text
+from lightning_cudagraph.timing.output.texts import places, shortened, table
+from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.readings.windows import WindowSummary
 from tests.readings import gpt_readings, without_optimizer
 
 

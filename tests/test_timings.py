@@ -19,9 +19,9 @@ from lightning_cudagraph import (
     RunSummary,
     Verification,
 )
-from lightning_cudagraph.timing.layers import select_layers
-from lightning_cudagraph.timing.pace import StepPace
-from lightning_cudagraph.training import run_times
+from lightning_cudagraph.timing.layers.layers import select_layers
+from lightning_cudagraph.timing.readings.pace import StepPace
+from lightning_cudagraph.trainer.training.times import run_times
 from tests.harness import Net, make, train
 
 LAYERS = ["features", "features.0", "features.1", "features.2", "features.3", "head"]

@@ -24,7 +24,8 @@ from lightning_cudagraph import (
     Verification,
     VerificationError,
 )
-from lightning_cudagraph.capture import gradients, sentry
+from lightning_cudagraph.device.sentry import sentry
+from lightning_cudagraph.graphed_step import gradients
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.loops import device_of
 

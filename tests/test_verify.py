@@ -20,14 +20,14 @@ from lightning_cudagraph import (
     Verification,
     VerificationError,
 )
-from lightning_cudagraph.capture.backend import CudaBackend
-from lightning_cudagraph.capture.batch import OF_THE_HOST
-from lightning_cudagraph.capture.checks import verify
-from lightning_cudagraph.capture.checks.compare import distance, names_that_differ, rounding
-from lightning_cudagraph.capture.checks.verify import Verifier
-from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.graph import CapturedStep
+from lightning_cudagraph.checks.verify import verify
+from lightning_cudagraph.checks.verify.compare import distance, names_that_differ, rounding
+from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.emulator import EmulatorBackend
 from lightning_cudagraph.optim.traced import Stage
+from lightning_cudagraph.tensors.batch import OF_THE_HOST
 from tests.harness import Net, assert_same, differences, fused_adamw, make, train
 
 # What the numbers of a check say by themselves; names come from elsewhere (tests/test_walker.py).

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
-from lightning_cudagraph.capture.audit.host_lines import line_that_sets, nearest_line
-from lightning_cudagraph.capture.audit.walker import Root, Scope, Walk
-from lightning_cudagraph.capture.checks import versions
-from lightning_cudagraph.capture.checks.tape import OpTape
-from lightning_cudagraph.capture.checks.versions import Versions
 from lightning_cudagraph.capture.standing import StandingGraphs
+from lightning_cudagraph.checks.audit import versions
+from lightning_cudagraph.checks.audit.host_lines import line_that_sets, nearest_line
+from lightning_cudagraph.checks.audit.versions import Versions
+from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
+from lightning_cudagraph.checks.verify.tape import OpTape
 from tests.harness import Net, assert_same, differences, make, train
 
 

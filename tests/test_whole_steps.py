@@ -9,11 +9,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
-from lightning_cudagraph.timing.tables import parts_table
-from lightning_cudagraph.timing.timeline import slices_of
-from lightning_cudagraph.timing.whole_steps import StepJoiner, WholeSteps
-from lightning_cudagraph.timing.windows import ReadingWindow
+from lightning_cudagraph.timing.output.tables import parts_table
+from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.readings.timeline import slices_of
+from lightning_cudagraph.timing.readings.whole_steps import StepJoiner, WholeSteps
+from lightning_cudagraph.timing.readings.windows import ReadingWindow
 from tests.harness import Net, loader, make, train
 from tests.perfetto import import_trace
 

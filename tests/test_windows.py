@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_cudagraph.timing.spans import Reading, Span, SpanLayout
-from lightning_cudagraph.timing.windows import ReadingWindow, WindowSummary
+from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSummary
 from tests.readings import gpt_readings, without_optimizer
 
 LAYER = "layer_forward_ms/a"

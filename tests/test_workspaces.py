@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cudagraph.capture.streams import side_streams
-from lightning_cudagraph.capture.streams.side_streams import (
+from lightning_cudagraph.device.streams import side_streams
+from lightning_cudagraph.device.streams.side_streams import (
     SideStream,
     event_stream,
     keep_all_workspaces,

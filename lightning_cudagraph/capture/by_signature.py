@@ -6,10 +6,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Place, Step
+from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.static import StaticBatch
 
 __all__ = ["NOT_YET", "GraphsBySignature", "NotYet"]
 

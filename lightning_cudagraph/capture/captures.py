@@ -9,23 +9,23 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import Signature, flatten_batch
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
-from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.capture.compiled import CompiledCode
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
-from lightning_cudagraph.capture.holds import GradientCopies, Holds
-from lightning_cudagraph.capture.processes.agreement import Agreement, of_ranks
-from lightning_cudagraph.capture.refusals import clear_frames
 from lightning_cudagraph.capture.standing import StandingGraphs
-from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step, StepCounts
-from lightning_cudagraph.capture.streams.branches import SentBackError
-from lightning_cudagraph.capture.streams.stream_choice import StreamChoice
-from lightning_cudagraph.capture.writes import storage_id
+from lightning_cudagraph.capture.stream_choice import StreamChoice
+from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.refusals import clear_frames
+from lightning_cudagraph.device.sentry.compiled import CompiledCode
+from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError, UnsupportedError
+from lightning_cudagraph.processes.agreement import Agreement, of_ranks
+from lightning_cudagraph.tensors.batch import Signature, flatten_batch
+from lightning_cudagraph.tensors.holds import GradientCopies, Holds
+from lightning_cudagraph.tensors.static import StaticBatch
+from lightning_cudagraph.tensors.writes import storage_id
 
 __all__ = ["Captures"]
 

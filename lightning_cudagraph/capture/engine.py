@@ -9,25 +9,25 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.captures import Captures
-from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.capture.checks.verify import Verifier
-from lightning_cudagraph.capture.compiled import CompiledCode
-from lightning_cudagraph.capture.holds import GradientCopies
-from lightning_cudagraph.capture.inductor import without_its_graphs
 from lightning_cudagraph.capture.plans import Plans
-from lightning_cudagraph.capture.processes.agreement import Agreement, Intent
 from lightning_cudagraph.capture.replays import Replays
 from lightning_cudagraph.capture.standing import StandingGraphs
-from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
-from lightning_cudagraph.capture.streams.stream_choice import StreamChoice, Streams
+from lightning_cudagraph.capture.stream_choice import StreamChoice, Streams
 from lightning_cudagraph.capture.warm_ups import WarmUps
+from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.sentry.compiled import CompiledCode
+from lightning_cudagraph.device.sentry.inductor import without_its_graphs
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.processes.agreement import Agreement, Intent
+from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.holds import GradientCopies
+from lightning_cudagraph.tensors.static import StaticBatch
 
 __all__ = ["StepEngine"]
 

@@ -10,14 +10,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.checks.tape import OpTape
-from lightning_cudagraph.capture.compiled import CompiledCode
-from lightning_cudagraph.capture.holds import Gradients, HandedOut, Holds, adopt, gradients_of
-from lightning_cudagraph.capture.local import local
-from lightning_cudagraph.capture.static import StaticBatch
 from lightning_cudagraph.capture.takes import Take, Turn
-from lightning_cudagraph.capture.writes import storage_id
+from lightning_cudagraph.checks.verify.tape import OpTape
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.sentry.compiled import CompiledCode
+from lightning_cudagraph.tensors.holds import Gradients, HandedOut, Holds, adopt, gradients_of
+from lightning_cudagraph.tensors.local import local
+from lightning_cudagraph.tensors.static import StaticBatch
+from lightning_cudagraph.tensors.writes import storage_id
 
 __all__ = ["CapturedStep", "Cut", "outside_inference_mode"]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
-from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.holds import GradientCopies
-from lightning_cudagraph.capture.processes.agreement import Agreement, Intent, of_ranks
 from lightning_cudagraph.capture.standing import StandingGraphs
 from lightning_cudagraph.capture.steps import Step
 from lightning_cudagraph.capture.warm_ups import WarmUps
+from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
+from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.holds import GradientCopies
 
 __all__ = ["Plan", "Plans"]
 

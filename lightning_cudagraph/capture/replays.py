@@ -8,17 +8,17 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
-from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.checks.tape import TapeDifference
-from lightning_cudagraph.capture.checks.verify import Verifier
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.holds import GradientCopies
-from lightning_cudagraph.capture.processes.agreement import Agreement
 from lightning_cudagraph.capture.standing import StandingGraphs
 from lightning_cudagraph.capture.steps import Step, StepCounts
+from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.verify.tape import TapeDifference
+from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
+from lightning_cudagraph.processes.agreement import Agreement
+from lightning_cudagraph.tensors.holds import GradientCopies
 
 __all__ = ["Replays"]
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
-from lightning_cudagraph.capture.backend import Backend
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
-from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.capture.holds import GradientCopies
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.capture.warm_ups import WarmUps
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.tensors.holds import GradientCopies
 
 __all__ = ["StandingGraphs"]
 

@@ -11,10 +11,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.batch import flatten_batch
 from lightning_cudagraph.capture.graph import Cut
-from lightning_cudagraph.capture.local import local
-from lightning_cudagraph.capture.writes import storage_id, whole
+from lightning_cudagraph.tensors.batch import flatten_batch
+from lightning_cudagraph.tensors.local import local
+from lightning_cudagraph.tensors.writes import storage_id, whole
 
 __all__ = ["MAKES_GRADIENTS", "Phase", "Place", "Step", "StepCounts"]
 

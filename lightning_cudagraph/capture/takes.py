@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.backend import Graph
-from lightning_cudagraph.capture.holds import Gradients, HandedOut, adopt, gradients_of
+from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.errors import HookError
+from lightning_cudagraph.tensors.holds import Gradients, HandedOut, adopt, gradients_of
 
 __all__ = ["Take", "Turn"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_cudagraph.capture.batch import Signature
 from lightning_cudagraph.capture.steps import Place
+from lightning_cudagraph.tensors.batch import Signature
 
 __all__ = ["WarmUps"]
 

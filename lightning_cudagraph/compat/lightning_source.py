@@ -17,7 +17,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from lightning_cudagraph.compat.lightning_names import (
+from lightning_cudagraph.compat.loop_probe import digest_of_turns
+from lightning_cudagraph.compat.names.lightning_names import (
     _AutomaticOptimization,
     _FitLoop,
     _LoggerConnector,
@@ -25,7 +26,6 @@ from lightning_cudagraph.compat.lightning_names import (
     _Progress,
     _TrainingEpochLoop,
 )
-from lightning_cudagraph.compat.loop_probe import digest_of_turns
 
 __all__ = ["digest", "digest_of_names", "is_known"]
 

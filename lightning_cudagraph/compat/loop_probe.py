@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from lightning_cudagraph.compat.lightning_names import _FitLoop, _LoggerConnector
+from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _LoggerConnector
 
 __all__ = ["digest_of_turns", "turns"]
 

@@ -10,12 +10,12 @@ from lightning_cudagraph.compat.features import (
     HELD_GRADIENTS,
     Feature,
 )
-from lightning_cudagraph.compat.lightning_names import LIGHTNING
-from lightning_cudagraph.compat.names import PrivateName, trouble_with
-from lightning_cudagraph.compat.python_names import PYTHON
-from lightning_cudagraph.compat.tensorboard_names import TENSORBOARD
-from lightning_cudagraph.compat.torch_names import TORCH
-from lightning_cudagraph.compat.torchmetrics_names import TORCHMETRICS
+from lightning_cudagraph.compat.names.lightning_names import LIGHTNING
+from lightning_cudagraph.compat.names.python_names import PYTHON
+from lightning_cudagraph.compat.names.tensorboard_names import TENSORBOARD
+from lightning_cudagraph.compat.names.torch_names import TORCH
+from lightning_cudagraph.compat.names.torchmetrics_names import TORCHMETRICS
+from lightning_cudagraph.compat.private_names import PrivateName, trouble_with
 from lightning_cudagraph.errors import CUDAGraphError
 
 __all__ = ["TABLE", "available", "notes", "notes_of_captures", "require"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from lightning_cudagraph.capture.checks.verification import Verification
-from lightning_cudagraph.capture.streams.stream_choice import MAX_STREAMS, are_streams
+from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, are_streams
+from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.errors import ConfigurationError
 
 __all__ = ["check_shared_arguments", "wrong_argument"]

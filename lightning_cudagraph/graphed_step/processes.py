@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_cudagraph.capture.own_modes import OwnDispatchMode
-from lightning_cudagraph.capture.processes.agreement import Intent
-from lightning_cudagraph.capture.processes.at_exit import AtExit
-from lightning_cudagraph.capture.processes.peers import Peers, Vote
-from lightning_cudagraph.capture.sentry import forbid, user_location
+from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
+from lightning_cudagraph.device.sentry.sentry import forbid, user_location
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.processes.agreement import Intent
+from lightning_cudagraph.processes.at_exit import AtExit
+from lightning_cudagraph.processes.peers import Peers, Vote
 
 __all__ = [
     "CollectiveRules",

@@ -15,17 +15,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.audit.frozen import frozen_python_audit
-from lightning_cudagraph.capture.audit.host_calls import HostRules
-from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.batch import compared_outputs, map_leaves, refuse_odd_outputs
-from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.capture.gradients import GradientHabits
+from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
+from lightning_cudagraph.checks.audit.host_calls import HostRules
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.surroundings import PlainLoop
 from lightning_cudagraph.optim.steps import OptimizerSteps
+from lightning_cudagraph.tensors.batch import compared_outputs, map_leaves, refuse_odd_outputs
 
 __all__ = ["Arguments", "StepRecorder", "StepResult", "copied"]
 

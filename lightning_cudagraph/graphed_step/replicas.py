@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cudagraph.capture.processes.ddp import DDPState, check_wrapper, hooks_of
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.processes.ddp import DDPState, check_wrapper, hooks_of
 
 __all__ = ["OWN_ATTRIBUTES", "StepReplicas", "Switches"]
 

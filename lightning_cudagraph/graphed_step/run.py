@@ -18,28 +18,28 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_cudagraph.capture.backend import Backend, CudaBackend
-from lightning_cudagraph.capture.batch import Signature, flatten_batch
-from lightning_cudagraph.capture.carried import CarriedTensors
-from lightning_cudagraph.capture.checks.guards import Guards
-from lightning_cudagraph.capture.checks.verification import Verification
-from lightning_cudagraph.capture.checks.verify import Verifier
-from lightning_cudagraph.capture.emulator import EmulatorBackend
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.gradients import GradientHabits
-from lightning_cudagraph.capture.processes.agreement import Intent
 from lightning_cudagraph.capture.steps import Place, Step, StepCounts
-from lightning_cudagraph.capture.streams.stream_choice import Streams
-from lightning_cudagraph.capture.unfit import refuse_unfit_modules
+from lightning_cudagraph.capture.stream_choice import Streams
+from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.unfit import refuse_unfit_modules
+from lightning_cudagraph.checks.verify.verification import Verification
+from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.compat.tables import notes_of_captures
+from lightning_cudagraph.device.backend import Backend, CudaBackend
+from lightning_cudagraph.device.emulator import EmulatorBackend
 from lightning_cudagraph.errors import BatchError, UnsupportedError
+from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
 from lightning_cudagraph.graphed_step.record import Arguments, StepRecorder, StepResult, copied
 from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES, StepReplicas, Switches
 from lightning_cudagraph.graphed_step.surroundings import PlainLoop
 from lightning_cudagraph.optim.steps import OptimizerSteps
-from lightning_cudagraph.timing.stages import StageSummary
-from lightning_cudagraph.timing.summary import RunSummary
+from lightning_cudagraph.processes.agreement import Intent
+from lightning_cudagraph.tensors.batch import Signature, flatten_batch
+from lightning_cudagraph.timing.output.stages import StageSummary
+from lightning_cudagraph.timing.output.summary import RunSummary
 
 __all__ = ["ARGUMENTS", "StepRun", "StepSettings", "backend_for"]
 

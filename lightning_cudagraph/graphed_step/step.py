@@ -17,22 +17,22 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_cudagraph.capture.backend import Backend
-from lightning_cudagraph.capture.checks.verification import NO_CHECKS, Verification
-from lightning_cudagraph.capture.nccl import check_nccl
-from lightning_cudagraph.capture.sentry import is_capturing
-from lightning_cudagraph.capture.streams.stream_choice import AskedStreams, streams_for
-from lightning_cudagraph.capture.unfit import refuse_nameless
+from lightning_cudagraph.capture.stream_choice import AskedStreams, streams_for
+from lightning_cudagraph.checks.unfit import refuse_nameless
+from lightning_cudagraph.checks.verify.verification import NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
+from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.compat.torch_names import tree_iter
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, wrong_argument
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import ARGUMENTS, StepRun, StepSettings, backend_for
 from lightning_cudagraph.graphed_step.surroundings import surroundings_of
-from lightning_cudagraph.timing.summary import RunSummary
+from lightning_cudagraph.processes.nccl import check_nccl
+from lightning_cudagraph.timing.output.summary import RunSummary
 
 __all__ = ["GraphedStep"]
 

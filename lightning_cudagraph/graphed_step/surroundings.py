@@ -17,8 +17,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_cudagraph.capture.audit.host_calls import HostRules
-from lightning_cudagraph.capture.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.audit.host_calls import HostRules
+from lightning_cudagraph.checks.audit.mentions import MentionedNames
 
 __all__ = ["SURROUNDINGS", "PlainLoop", "surroundings_of"]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cudagraph.capture.audit.walker import Root, Scope, Walk
+from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
 from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = [

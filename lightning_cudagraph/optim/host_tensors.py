@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cudagraph.compat.torch_names import _disable_current_modes
+from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 
 __all__ = ["Alike", "HostTensors", "out_of_sight"]
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cudagraph.capture.compiled import is_left_out
-from lightning_cudagraph.capture.local import address_of
-from lightning_cudagraph.capture.stand_ins import OwnHook
 from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
+from lightning_cudagraph.compat.method_patches import OwnHook
 from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.device.sentry.compiled import is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_compiled, refuse_changes
 from lightning_cudagraph.optim.forms import (
@@ -37,6 +36,7 @@ from lightning_cudagraph.optim.host_program import HostProgram
 from lightning_cudagraph.optim.host_tensors import HostTensors
 from lightning_cudagraph.optim.scalar_ops import TensorScalarMode
 from lightning_cudagraph.optim.traced import Stage, TracedStep
+from lightning_cudagraph.tensors.local import address_of
 
 __all__ = ["EagerOptimizer", "PreparedOptimizer"]
 

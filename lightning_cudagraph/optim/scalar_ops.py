@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.capture.own_modes import OwnFunctionMode
-from lightning_cudagraph.compat.torch_names import tree_iter
+from lightning_cudagraph.compat.names.torch_names import tree_iter
+from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 
 __all__ = ["Staged", "TensorScalarMode", "with_tensors"]
 

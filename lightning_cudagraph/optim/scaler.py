@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_cudagraph.capture.host_work import work_under_capture
 from lightning_cudagraph.compat.features import FP16
+from lightning_cudagraph.compat.names.torch_names import _refresh_per_optimizer_state
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.compat.torch_names import _refresh_per_optimizer_state
+from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.optim.compiled import is_compiled
 
 __all__ = ["PreparedScaler"]

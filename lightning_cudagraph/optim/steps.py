@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_cudagraph.capture.compiled import is_held, is_left_out
+from lightning_cudagraph.device.sentry.compiled import is_held, is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_in_compiled_code
 from lightning_cudagraph.optim.forms import HostSide, moving_values

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cudagraph.capture.host_work import work_under_capture
-from lightning_cudagraph.capture.own_modes import OwnFunctionMode
-from lightning_cudagraph.compat.torch_names import tree_iter, tree_map
+from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map
+from lightning_cudagraph.device.host_work import work_under_capture
+from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.optim.host_program import HostProgram, HostScalar
 from lightning_cudagraph.optim.host_tensors import Alike, HostTensors, out_of_sight

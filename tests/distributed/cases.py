@@ -48,13 +48,13 @@ from lightning_cudagraph import (
     UnsupportedError,
     Verification,
 )
-from lightning_cudagraph.capture.checks.tape import OpTape
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.processes import failures
-from lightning_cudagraph.capture.processes.shared_page import SharedPage
-from lightning_cudagraph.capture.streams.branches import SentBackError
-from lightning_cudagraph.capture.streams.dataflow import Flow
+from lightning_cudagraph.checks.verify.tape import OpTape
+from lightning_cudagraph.device.streams.branches import SentBackError
+from lightning_cudagraph.device.streams.dataflow import Flow
 from lightning_cudagraph.errors import PeerError, VerificationError
+from lightning_cudagraph.processes import failures
+from lightning_cudagraph.processes.shared_page import SharedPage
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same, loader, make, train
 
 BUCKETS = {"bucket_cap_mb": 0.0005}

@@ -23,8 +23,8 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.capture.processes import peers
-from lightning_cudagraph.capture.processes.peers import Peers
+from lightning_cudagraph.processes import peers
+from lightning_cudagraph.processes.peers import Peers
 from tests.distributed.cases import _fit_of_all
 from tests.harness import Net, Trace, assert_same, loader, make, train
 

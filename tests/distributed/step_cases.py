@@ -30,12 +30,12 @@ from lightning_cudagraph import (
     UnsupportedError,
     Verification,
 )
-from lightning_cudagraph.capture.nccl import check_nccl
-from lightning_cudagraph.capture.processes import peers
-from lightning_cudagraph.capture.sentry import is_capturing
+from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, PeerError
 from lightning_cudagraph.graphed_step import step as step_module
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
+from lightning_cudagraph.processes import peers
+from lightning_cudagraph.processes.nccl import check_nccl
 from tests.distributed.cases import WARM_UP, Here, _no_page
 from tests.harness import differences, loader
 from tests.loops import Net

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cudagraph.capture.processes import failures as module
-from lightning_cudagraph.capture.processes.failures import Failures
 from lightning_cudagraph.errors import PeerError
+from lightning_cudagraph.processes import failures as module
+from lightning_cudagraph.processes.failures import Failures
 
 GPU = torch.device("cuda", 0)  # which nothing here touches
 LIMIT_S = 30.0

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cudagraph.capture.processes.shared_page import machine
+from lightning_cudagraph.processes.shared_page import machine
 from tests.distributed.launch import ROOT, free_port
 
 TIMEOUT_S = 240.0
@@ -79,7 +79,7 @@ def test_two_machines_train_as_without_the_callback(
 
 @pytest.mark.long  # they share a page in test_together.py
 def test_processes_of_one_machine_have_one_name_for_it() -> None:
-    code = "from lightning_cudagraph.capture.processes.shared_page import machine; print(machine())"
+    code = "from lightning_cudagraph.processes.shared_page import machine; print(machine())"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
     assert said.stdout.decode().strip() == machine()
 

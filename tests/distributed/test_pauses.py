@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cudagraph.capture.processes import failures
-from lightning_cudagraph.capture.processes.peers import Peers, Vote
-from lightning_cudagraph.capture.processes.shared_page import VALUE_BITS, SharedPage
 from lightning_cudagraph.errors import PeerError
+from lightning_cudagraph.processes import failures
+from lightning_cudagraph.processes.peers import Peers, Vote
+from lightning_cudagraph.processes.shared_page import VALUE_BITS, SharedPage
 
 LIMIT_S = 30.0
 

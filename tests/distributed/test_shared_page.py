@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cudagraph.capture.processes.shared_page import VALUE_BITS, SharedPage
+from lightning_cudagraph.processes.shared_page import VALUE_BITS, SharedPage
 from tests.distributed.forks import ROOT
 
 EXCHANGES = 2_000
@@ -96,7 +96,7 @@ def test_who_leaves_takes_back_what_it_has_said() -> None:
 
 HOLDS_ITS_LOCK = """
 import os, sys, time
-from lightning_cudagraph.capture.processes.shared_page import SharedPage
+from lightning_cudagraph.processes.shared_page import SharedPage
 page = SharedPage(sys.argv[1], 1, 2)
 if os.fork() == 0:
     time.sleep(60)

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cudagraph.capture.processes.at_exit import uncaught_error
 from lightning_cudagraph.graphed_step.processes import StepProcesses
+from lightning_cudagraph.processes.at_exit import uncaught_error
 from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
 
 SAME = (

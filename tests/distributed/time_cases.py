@@ -20,7 +20,7 @@ from lightning_cudagraph import (
     LayerTimings,
     LayerTimingsMonitor,
 )
-from lightning_cudagraph.timing.spans import EXPOSED_TAG
+from lightning_cudagraph.timing.readings.spans import EXPOSED_TAG
 from tests.distributed.cases import Here
 from tests.harness import Net, Trace, assert_same, loader
 

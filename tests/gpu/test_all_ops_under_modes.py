@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from lightning_cudagraph import CaptureError
-from lightning_cudagraph.capture import hidden_reads, sentry
-from lightning_cudagraph.capture.backend import CudaBackend
-from lightning_cudagraph.capture.mends import Constants, HostMemory
+from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.sentry import hidden_reads, sentry
+from lightning_cudagraph.device.sentry.mends import Constants, HostMemory
 from tests.checked import samples_of_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a thousand samples, not one of them ours

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.capture.backend import CudaBackend
-from lightning_cudagraph.capture.streams.branches import Branches
-from lightning_cudagraph.capture.streams.dataflow import Flow, Kept
+from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.streams.branches import Branches
+from lightning_cudagraph.device.streams.dataflow import Flow, Kept
 from tests.harness import differences
 
 _DEVICE = torch.device("cuda", 0)

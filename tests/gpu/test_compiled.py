@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback
-from lightning_cudagraph.capture.backend import CudaBackend
-from lightning_cudagraph.capture.mends import Constants, HostMemory, MendingSentry
-from lightning_cudagraph.capture.sentry import HostReads
+from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.sentry.mends import Constants, HostMemory, MendingSentry
+from lightning_cudagraph.device.sentry.sentry import HostReads
 from tests.harness import Net, Trace, assert_same, loader, make, train
 from tests.test_compiled import *  # noqa: F403
 from tests.test_compiled import fit

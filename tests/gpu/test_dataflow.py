@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep
-from lightning_cudagraph.capture.streams.accesses import access_of
+from lightning_cudagraph.device.streams.accesses import access_of
 from tests.harness import Net, assert_same, differences, loader, make, train
 
 _REPLAYS = 5000

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.capture import writes
+from lightning_cudagraph.tensors import writes
 from tests.harness import Net, Trace, assert_same, differences, make, train
 
 

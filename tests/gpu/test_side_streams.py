@@ -15,7 +15,7 @@ from lightning.fabric.accelerators.cuda import _clear_cuda_memory
 from torch import nn
 
 from lightning_cudagraph import GraphedStep
-from lightning_cudagraph.capture.backend import CudaBackend
+from lightning_cudagraph.device.backend import CudaBackend
 
 # Products of these sizes are split on an H200, and their partial sums go to the workspace.
 _BATCH, _WIDTH, _DEPTH = 128, 256, 6
@@ -82,7 +82,7 @@ def test_streams_are_used_again_when_their_graphs_are_gone() -> None:
 
 _MANY_POOLS = """
 import torch
-from lightning_cudagraph.capture.streams.side_streams import SideStream
+from lightning_cudagraph.device.streams.side_streams import SideStream
 taken = [torch.cuda.MemPool() for _ in range(300)]  # their numbers are counted by reference
 kept = []
 for index in range(80):  # more than torch has streams
@@ -115,7 +115,7 @@ def test_with_expandable_segments() -> None:
 
 _OTHERS_MULTIPLY = """
 import torch
-from lightning_cudagraph.capture.streams.side_streams import SideStream
+from lightning_cudagraph.device.streams.side_streams import SideStream
 streams = [torch.cuda.Stream() for _ in range(32)]
 assert len({stream.cuda_stream for stream in streams}) == 32
 operand = torch.ones(16, 16, device="cuda")
@@ -181,7 +181,7 @@ assert len(inside) == 4 and min(inside.values()) >= 1, inside
 
 _WHERE_WITHOUT_LT = """
 import torch
-from lightning_cudagraph.capture.streams import side_streams
+from lightning_cudagraph.device.streams import side_streams
 from tests.gpu.test_side_streams import large_blocks
 
 def matmul(operand, pool):
@@ -246,7 +246,7 @@ def train_critics(graphed: bool) -> list[torch.Tensor]:
 
 _CRITICS = """
 import torch
-from lightning_cudagraph.capture.streams import stream_choice
+from lightning_cudagraph.capture import stream_choice
 from tests.gpu.test_side_streams import train_critics
 stream_choice._LEAST_GAIN = stream_choice._WORTH_TWICE = -10  # the more streams, the better
 torch.testing.assert_close(train_critics(True), train_critics(False), rtol=0, atol=0)

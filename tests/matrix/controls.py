@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from lightning_cudagraph.capture.audit.frozen import StepAudit
-from lightning_cudagraph.capture.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.audit.frozen import StepAudit
+from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from tests.matrix.judge import Case
 from tests.matrix.runs import UNCHECKED
 
@@ -59,7 +59,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "guards, of a plain loop": Control(_NO_GUARDS, Case("attribute", "between two calls", "step")),
     "audit": Control(
-        {"lightning_cudagraph.training.recording.frozen_python_audit": _no_audit},
+        {"lightning_cudagraph.trainer.training.captured_step.recording.frozen_python_audit": _no_audit},
         Case("counter: attribute", setting=UNCHECKED),
     ),
     "walk": Control(_NO_WALK, Case("deque", _NEW, setting=UNCHECKED)),

@@ -1,1 +1,0 @@
-"""The processes of a run: their votes, their errors, and their collectives."""

@@ -1,0 +1,157 @@
+"""Effects of steps on Python objects, found in warm-up steps, which are real ones.
+
+An object that a warm-up step has left other than it found it is changed by each step, and a replay
+would not change it. If code that is captured has changed it, the step is refused, and the object is put
+back to what it was before the capture. What other code changes goes on in replays too: that of hooks
+which run on the host, and of methods that Lightning calls around the step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cudagraph.checks.audit.frozen import effect_error
+from lightning_cudagraph.checks.audit.host_lines import is_set_elsewhere, line_that_sets, nearest_line
+from lightning_cudagraph.checks.audit.host_objects import (
+    VALUES,
+    is_users_module,
+)
+from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.audit.parts import Moved
+from lightning_cudagraph.checks.audit.walker import Walk
+from lightning_cudagraph.device.sentry.own_modes import not_compiled
+from lightning_cudagraph.device.sentry.sentry import is_users
+from lightning_cudagraph.errors import StaleGraphError
+
+__all__ = ["OF_OPTIMIZER", "Effects"]
+
+# The beginning of what is said of an optimizer: a step without it can be captured.
+OF_OPTIMIZER = "the optimizer"
+
+
+class Effects:
+    """The effects of the steps of one run on objects of the user's.
+
+    Args:
+        walk: over what they can change, given what they mention.
+        harmless: paths at which anything may change.
+        is_carried: whether it is a module whose attributes can be carried over from step to step.
+    """
+
+    def __init__(
+        self,
+        walk: Callable[[MentionedNames], Walk],
+        harmless: frozenset[str],
+        is_carried: Callable[[Any], bool],
+    ) -> None:
+        self._is_carried = is_carried
+        self._walk = walk
+        self._harmless = harmless
+        self._mentioned = MentionedNames()
+        self._found: list[Moved] = []
+
+    def forget(self) -> None:
+        """Forget what was found. Only the last warm-up step counts: what is lazy is made before it."""
+        self._found = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a warm-up step: find what it changes.
+
+        Only the last one counts: what is made lazily is made before it.
+        """
+        walk = self._walk(self._mentioned)
+        with _code_noted(self._mentioned):
+            yield
+        self._found = [moved for moved in walk.changes() if self._is_effect(moved)]
+
+    @contextmanager
+    def refused(self, captured: Callable[[], MentionedNames]) -> Iterator[None]:
+        """Around a capture: refuse a step with effects, and undo them.
+
+        Args:
+            captured: what the code that was captured mentions.
+
+        Raises:
+            CaptureError: naming the first effect, with the user's line.
+        """
+        lasting = [moved for moved in self._found if moved.node.write is None]
+        self._refuse(lasting, self._mentioned.users_code)
+        before = [(moved.node, moved.node.read()) for moved in self._found]
+        try:
+            yield
+            self._refuse(self._found, captured().users_code)
+        except BaseException:
+            for node, parts in before:
+                node.put_back(parts)
+            raise
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Around a step that is done once more, for a check: undo what it changes.
+
+        Raises:
+            StaleGraphError: if the step has an effect that it did not have in warm-up.
+        """
+        walk = self._walk(self._mentioned)
+        found: list[Moved] = []
+        try:
+            yield
+        finally:
+            found += [moved for moved in walk.changes() if self._is_effect(moved)]
+            for moved in found:
+                moved.node.put_back(moved.node.parts)
+        if found:
+            line = line_that_sets(found[0], self._mentioned.users_code)
+            error = effect_error(found[0], line)
+            raise StaleGraphError(error.reason.rstrip("."), error.remedy)
+
+    def _refuse(self, found: Sequence[Moved], captured: Sequence[CodeType]) -> None:
+        for moved in found:
+            if is_set_elsewhere(moved, captured, self._mentioned.users_code):
+                continue  # that code runs on the host in replays too
+            error = effect_error(moved, line_that_sets(moved, captured) or nearest_line(moved, captured))
+            error.in_optimizer = moved.of.startswith(OF_OPTIMIZER)
+            raise error
+
+    def _is_effect(self, moved: Moved) -> bool:
+        if moved.is_under(self._harmless):
+            return False
+        # A tensor in an attribute of a module: such attributes are carried over from step to step in the
+        # graph, or refused by the capture.
+        return not (_is_of_tensors(moved.now) and self._is_carried(moved.holder))
+
+
+def _is_of_tensors(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(_is_of_tensors(part) or type(part) in VALUES for part in value)
+    return isinstance(value, Tensor)
+
+
+@contextmanager
+def _code_noted(mentioned: MentionedNames) -> Iterator[None]:
+    """Note the code of the user's that runs in this thread, and what it mentions."""
+    if sys.getprofile() is not None:  # a profiler of the user's
+        yield
+        return
+    seen: dict[int, Any] = {id(code): code for code in mentioned.users_code}
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and id(code) not in seen:
+            seen[id(code)] = code  # keeps it, so that no number comes twice
+            if is_users(code, frame.f_globals) and is_users_module(str(frame.f_globals.get("__name__"))):
+                mentioned.note(frame)
+
+    not_compiled(note, with_what_it_calls=True)
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

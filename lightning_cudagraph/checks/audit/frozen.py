@@ -1,0 +1,218 @@
+"""Python that a capture would freeze or lose.
+
+Host code in a captured step runs once, at the capture, and never again. A value that it read stays
+what it was; an attribute that it set is not set again; a random number that it drew is drawn for
+good; a line that it printed is not printed again. What is called is seen by a hook of the interpreter
+(`host_calls.py`), what was changed is seen by comparing (`walker.py`), and the index of the batch
+cannot be looked at.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_cudagraph.checks.audit.host_calls import HostCalls, HostRules, allowance, frozen_read
+from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, nearest_line
+from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
+from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.audit.parts import Moved
+from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
+from lightning_cudagraph.device.sentry.noted import Noted, noted_refusals, refused
+from lightning_cudagraph.device.sentry.sentry import Location, user_location
+from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.tensors.local import address_of
+
+__all__ = ["FrozenIndex", "StepAudit", "effect_error", "frozen_python_audit"]
+
+_HOST_HOOK = (
+    "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
+    " result to the step in a registered buffer, written with `copy_` or `fill_`"
+)
+
+
+def _refuse(name: str) -> Any:
+    def used(self: FrozenIndex, *args: Any) -> Any:
+        raise refused(frozen_read(self._name, user_location()))
+
+    used.__name__ = name
+    return used
+
+
+class FrozenIndex:
+    """Stands for an integer, and may be handed on, but not looked at.
+
+    Not a subclass of `int`: C code, such as that of torch, would read its value without asking.
+
+    Args:
+        name: what the user knows it as.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return int
+
+    __hash__ = object.__hash__
+
+
+_OPERATIONS = """
+    abs add and bool ceil divmod eq float floor floordiv format ge gt index int invert le lshift lt
+    mod mul ne neg or pos pow radd rand rdivmod repr rfloordiv rlshift rmod rmul ror round rpow
+    rrshift rshift rsub rtruediv rxor str sub truediv trunc xor
+"""
+for _name in _OPERATIONS.split():
+    setattr(FrozenIndex, f"__{_name}__", _refuse(f"__{_name}__"))
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class StepAudit:
+    """An audit under way.
+
+    Attributes:
+        mentioned: what the step mentions, filled by the time that the audit is left.
+        check: raises if something has changed so far.
+        after_backward: what comes now is after the backward pass.
+    """
+
+    mentioned: MentionedNames
+    check: Callable[[], None] = _nothing
+    after_backward: bool = False
+
+    def end_backward(self) -> None:
+        """Tell apart what has changed so far, and what changes from now on."""
+        self.check()
+        self.after_backward = True
+
+
+@contextmanager
+def frozen_python_audit(
+    model: nn.Module,
+    trainer: Any,
+    device: torch.device,
+    rules: HostRules,
+    others: Mapping[str, Any] | None = None,
+) -> Iterator[StepAudit]:
+    """Refuse a step that leaves traces on the host which a replay would not leave.
+
+    If it is refused, or fails otherwise, all objects that are watched are put back as they were.
+
+    Args:
+        model: the model whose modules are watched.
+        trainer: what trains it; its own switches and numbers are watched, and nothing below. Or None.
+        device: where the step runs; the generator of that device is the graph's own.
+        rules: what the framework's names mean, and what the user says is harmless.
+        others: objects of the user's that the step is handed, by name; watched with all they hold.
+
+    Yields:
+        The audit, which wants to be told when the backward pass has ended.
+
+    Raises:
+        CaptureError: naming what would be frozen or lost, with the user's line.
+    """
+    storages = {
+        name: (tensor, tensor.detach(), address_of(tensor))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    state = Walk(scope=_scope(rules, device))
+    calls = HostCalls(rules, state, lambda: audit.after_backward)
+    noted = Noted()
+
+    def check() -> None:
+        error = noted.first  # the user's code has caught it, and gone on
+        moved = (change for change in state.changes() if not change.is_under(rules.harmless))
+        if error is None and (change := next(moved, None)) is not None:
+            where = calls.where(change) or nearest_line(change, calls.mentioned.users_code)
+            error = effect_error(change, where)
+        for name, (tensor, _, address) in storages.items():
+            if error is None and address_of(tensor) != address and name not in rules.harmless:
+                where = calls.line_of("data")
+                error = CaptureError(
+                    f"The training step gives `{name}` another storage (`.data = ...`){_at(where)},"
+                    " which a replay would not do.",
+                    "Write into it: `copy_`, `mul_`, under `torch.no_grad()`.",
+                )
+        if error is not None:
+            error.in_optimizer = audit.after_backward
+            raise error
+
+    audit = StepAudit(calls.mentioned, check)
+    try:
+        state.add(*_roots(model, trainer, rules, others or {}))
+        with noted_refusals() as noted, calls:
+            yield audit
+        check()
+    except BaseException:
+        state.put_back()
+        for tensor, as_it_was, address in storages.values():
+            if address_of(tensor) != address:
+                tensor.data = as_it_was
+        raise
+    finally:
+        state.release()
+
+
+def _scope(rules: HostRules, device: torch.device) -> Scope:
+    def modules(found: nn.Module, path: str, of: str) -> Iterator[Root]:
+        for name, module in found.named_modules(prefix=path):
+            if not rules.stays_on_host(module):
+                of = f"`{name}`" if name else f"the `{type(module).__qualname__}`"
+                yield Root(module, "", of, is_entered=True)
+
+    # On a CPU, torch's generators draw afresh in every replay.
+    stops = (*rules.stops, *((torch.Generator,) if device.type == "cpu" else ()))
+    return Scope(stops, modules=modules, in_capture=True, harmless=rules.harmless)
+
+
+def _roots(
+    model: nn.Module, trainer: Any, rules: HostRules, others: Mapping[str, Any]
+) -> Iterable[Root]:
+    """Where to look for what a step changes."""
+    yield Root(torch.default_generator, "torch.default_generator", "")
+    yield Root(random.getstate.__self__, "random", "")  # type: ignore[attr-defined]
+    yield Root(NUMPYS_OWN, "numpy.random", "")
+    yield Root(model, "", "")
+    if trainer is not None:  # its own numbers, switches and texts, and no more
+        values = vars(trainer)
+        names = frozenset(name for name, value in values.items() if type(value) in VALUES)
+        yield Root(Namespace(values), "", f"the `{type(trainer).__qualname__}`", reads=names)
+    for name, value in others.items():
+        kind = type(value)
+        if is_users_class(kind) and attributes_of(value) is not None:
+            yield Root(value, "", f"the `{kind.__qualname__}`")
+        else:
+            yield Root(value, name, "the step")
+
+
+def _at(where: Location | None) -> str:
+    return f" at {where}" if where else ""
+
+
+def effect_error(change: Moved, where: Location | None) -> CaptureError:
+    """The error for something that a step has changed on the host."""
+    named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
+    if change.draws:
+        return CaptureError(
+            f"The training step draws from {named}, on the host{_at(where)}: every replay would use the"
+            " numbers of this one step.",
+            "Draw on the device (`torch.rand(..., device=x.device)`), or in the dataloader."
+            + allowance(change.name),
+        )
+    return CaptureError(
+        f"The training step sets or changes {named}{_at(where)}, which a replay would not do: it would"
+        " keep what this one step left there.",
+        f"{_HOST_HOOK}. To keep what the step computes, return it, and take it from the outputs in"
+        " `on_train_batch_end`." + allowance(change.name),
+    )

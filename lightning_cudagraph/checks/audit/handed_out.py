@@ -1,0 +1,95 @@
+"""What the framework's own getters hand to the user's code in a step.
+
+Learning rates, schedulers, callbacks and dataloaders are objects of the framework's, in which nobody
+sees the user's code read. The getters that return them are seen: what they return is a place to look
+from, along the names that the user's code mentions (`walker.py`), and a number that a property returns
+is read again before every replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cudagraph.checks.audit.host_objects import VALUES, lineage, namespace_of
+from lightning_cudagraph.checks.audit.mentions import MentionedNames
+
+__all__ = ["is_of_optimizers", "note_handed_out"]
+
+_NUMBERS = (int, float, bool)
+_NO_OBJECTS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
+
+
+def note_handed_out(
+    frame: FrameType, value: Any, mentioned: MentionedNames, leaves_out: Callable[[Any], bool]
+) -> None:
+    """Note what a function of the framework returns to the user's code.
+
+    Args:
+        frame: that of the function, as it returns.
+        value: what it returns.
+        mentioned: is added to.
+        leaves_out: whether an object is not to be looked into.
+    """
+    code = frame.f_code
+    receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    kind = type(receiver)
+    name = code.co_name
+    if name == "__getattr__":
+        name = str(frame.f_locals.get(code.co_varnames[1]))
+    label = f"`{name}` of the `{kind.__qualname__}`"
+    if issubclass(kind, nn.Module) and str(frame.f_globals.get("__name__")).startswith("torch."):
+        return  # its call: the output of the model
+    is_number = type(value) in _NUMBERS
+    if not is_number and (type(value) in VALUES or not _is_object(value) or leaves_out(value)):
+        return
+    getter = _getter(kind, code)
+    # What a property of a module of Lightning's returns does not move, or is known to.
+    if getter is not None and not issubclass(kind, nn.Module):
+        read = partial(getter, receiver)
+        known = mentioned.reads.get(label)
+        if isinstance(known, partial) and known.args and known.args[0] is not receiver:
+            label = f"{label} ({len(mentioned.reads)})"
+        mentioned.reads[label] = read
+    if not is_number and all(value is not root for root, _, _ in mentioned.roots):
+        mentioned.roots.append((value, name, f"the `{kind.__qualname__}`"))
+
+
+def is_of_optimizers(value: Any) -> bool:
+    """Whether it is an optimizer, several of them, or param groups."""
+    if isinstance(value, (list, tuple)):
+        return any(map(is_of_optimizers, value))
+    return isinstance(value, Optimizer) or (type(value) is dict and "params" in value)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether there is something to find in it; tensors of the step are not to be kept."""
+    if issubclass(type(value), _NO_OBJECTS):
+        return False
+    return not _holds_tensors(value, 2)
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    members: Any = ()
+    if isinstance(value, dict):
+        members = dict.values(value)
+    elif type(value) in (list, tuple):
+        members = value
+    return any(
+        isinstance(member, Tensor) or (depth > 1 and _holds_tensors(member, depth - 1))
+        for member in members
+    )
+
+
+def _getter(kind: type, code: CodeType) -> Callable[[Any], Any] | None:
+    """The getter of a property with this code."""
+    for base in lineage(kind):
+        found = namespace_of(base).get(code.co_name)
+        if type(found) is property and getattr(found.fget, "__code__", None) is code:
+            return found.fget
+    return None

@@ -1,0 +1,449 @@
+"""What the code of a step calls and mentions on the host, seen by the interpreter's profiling hook.
+
+A call whose result moves from step to step, or whose effect a replay would not repeat, is refused before
+it happens, if it is the user's code that asks for it. It lies outside of Python's memory (the clock, a
+file, a terminal), where the walk that compares objects sees nothing. The hook sees the thread of the
+training loop, in which backward passes run too.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import date, datetime
+from enum import Enum
+from random import Random
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+
+from lightning_cudagraph.checks.audit.handed_out import is_of_optimizers, note_handed_out
+from lightning_cudagraph.checks.audit.host_draws import is_iterator
+from lightning_cudagraph.checks.audit.host_lines import first_line, line_that_sets, stores
+from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.audit.parts import Moved
+from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
+from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
+from lightning_cudagraph.device.sentry.noted import refused
+from lightning_cudagraph.device.sentry.sentry import Location, is_users, user_frame
+from lightning_cudagraph.errors import CaptureError
+
+__all__ = ["HostCalls", "HostRules", "allowance", "frozen_read"]
+
+_AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step."
+_BEFORE = (
+    "Read it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
+    " result to the step in a registered buffer, written with `copy_` or `fill_`; or pass it with the"
+    " batch, as a tensor."
+)
+
+_NEXT = "__next__"
+_CLOCKS: dict[Any, str] = {
+    **{
+        getattr(time, name): f"time.{name}()"
+        for clock in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+        for name in (clock, f"{clock}_ns")
+    },
+    datetime.now: "datetime.now()",
+    datetime.utcnow: "datetime.utcnow()",
+    date.today: "date.today()",
+}
+_READS_IN_C: dict[Any, str] = {os.urandom: "os.urandom()", input: "input()"}
+_EFFECTS_IN_C: dict[Any, str] = {
+    print: "print",
+    open: "open",
+    warnings.warn: "warnings.warn",
+    os.system: "os.system",
+    os.write: "os.write",
+}
+_READS_OF_FILES = frozenset({"read", "readline", "readlines", "readinto"})
+_WRITES_TO_FILES = frozenset({"write", "writelines"})
+# Methods that change a built-in container.
+_CHANGES = frozenset(
+    (
+        *("append", "appendleft", "extend", "extendleft", "insert", "add", "update", "setdefault"),
+        *("pop", "popleft", "popitem", "remove", "discard", "clear", "sort", "reverse", "rotate"),
+        *("difference_update", "intersection_update", "symmetric_difference_update", "move_to_end"),
+    )
+)
+_READS: dict[CodeType, str] = {torch.load.__code__: "torch.load"}
+if _NEXT in vars(_BaseDataLoaderIter):  # else captures are refused
+    _READS[vars(_BaseDataLoaderIter)[_NEXT].__code__] = "next(DataLoader)"
+_EFFECTS: dict[CodeType, str] = {
+    logging.Logger._log.__code__: "logging",  # called for enabled levels only
+    subprocess.Popen.__init__.__code__: "subprocess",
+    torch.save.__code__: "torch.save",
+}
+# Packages that print and write for their callers.
+_RECORDERS = frozenset(
+    (
+        *("wandb", "comet_ml", "mlflow", "clearml", "aim", "neptune", "swanlab", "dvclive"),
+        *("tensorboardX", "tensorboard", "loguru"),
+    )
+)
+_WRITERS = _RECORDERS | {"numpy", "tqdm", "rich"}
+_RECORDING = ("add_", "log", "write", "save", "track", "report_", "append", "upload", "record")
+_STDLIB_DIR = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_SITE = "-packages" + os.sep
+_CAPTURING = __name__.partition("audit")[0]
+
+
+class _Whose(Enum):
+    """Whose code it is."""
+
+    USERS = "the user's"
+    FRAMEWORKS = "of torch, Lightning, or this package"
+    PASSES_ON = "Python's, or a writer's, that does what its caller asks for"
+
+
+_FRAMEWORKS = _Whose.FRAMEWORKS
+
+
+@dataclass(frozen=True)
+class HostRules:
+    """What the names of a training framework mean to the audit.
+
+    Attributes:
+        moving: getters of values that move from step to step, with the names the user knows them by.
+        seldom: getters of values that move seldom, with their names and a way to read them.
+        effects: functions that print or write, with the names the user knows them by.
+        passing_on: files whose functions only pass calls on.
+        records: whether an object writes records, as a logger does.
+        stays_on_host: whether a module is only called on the host, such as a metric.
+        harmless: names that may be frozen or not repeated, because the user says so.
+        hands_out: whether an object of the framework's has getters for what moves seldom.
+        refused: functions of which a replay would do nothing, with their names and what to do instead.
+        other_in_captures: functions written in C that say another thing in a capture; the same of them.
+        stops: classes of objects that the framework changes in every step, and that are not looked into.
+    """
+
+    moving: Mapping[CodeType, str] = field(default_factory=dict)
+    seldom: Mapping[CodeType, tuple[str, Callable[[], Any]]] = field(default_factory=dict)
+    effects: Mapping[CodeType, str] = field(default_factory=dict)
+    passing_on: frozenset[str] = frozenset()
+    records: Callable[[Any], bool] = lambda value: False
+    stays_on_host: Callable[[Any], bool] = lambda module: False
+    harmless: frozenset[str] = frozenset()
+    hands_out: Callable[[Any], bool] = lambda value: False
+    refused: Mapping[CodeType, tuple[str, str]] = field(default_factory=dict)
+    other_in_captures: Mapping[Any, tuple[str, str]] = field(default_factory=dict)
+    stops: tuple[type, ...] = ()
+
+
+def allowance(name: str) -> str:
+    """How the user can allow what was refused, as the end of a remedy."""
+    return f' If nothing depends on it, allow it: `CUDAGraphCallback(harmless=["{name}"])`.'
+
+
+def frozen_read(name: str, where: Location | None) -> CaptureError:
+    """The error for a value that would stay what it is in the captured step."""
+    return CaptureError(
+        f"A CUDA graph cannot hold a read of `{name}`, which would stay what it is in this step: found"
+        f" {_at(where)}.",
+        _BEFORE + allowance(_short(name)),
+    )
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("self.").removeprefix("trainer.")
+
+
+def _at(where: Location | None) -> str:
+    return f"at {where}" if where else "in code called by torch, with no line of yours in it"
+
+
+class HostCalls:
+    """Watches calls while a step runs.
+
+    Args:
+        rules: what the names of the framework mean.
+        state: is told of the user's globals and closures before the code that mentions them runs.
+        after_backward: whether the backward pass has ended. From then on, the learning rates that the
+            code of the step finds are on the device.
+
+    Attributes:
+        mentioned: what the step mentions.
+    """
+
+    def __init__(
+        self,
+        rules: HostRules,
+        state: Walk,
+        after_backward: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._after_backward = after_backward
+        self._rules = rules
+        self._state = state
+        # By identity: the code objects of compiled frames do not hash.
+        self._moving = {id(code): name for code, name in {**_READS, **rules.moving}.items()}
+        self._seldom = {id(code): value for code, value in rules.seldom.items()}
+        self._refused = {id(code): value for code, value in rules.refused.items()}
+        self._effects = {id(code): name for code, name in {**_EFFECTS, **rules.effects}.items()}
+        self._before: Any = None
+        self._seen: dict[int, CodeType] = {}  # keeps the code objects, so that no number comes twice
+        self._whose: dict[str, _Whose] = {}  # by file
+        self._touched: dict[int, Location] = {}
+        self._allowed_code: set[int] = set()
+        self._globals: set[tuple[int, str]] = set()
+        self.mentioned = MentionedNames()
+
+    def __enter__(self) -> HostCalls:
+        self._before = sys.getprofile()
+        if self._before is not None and not callable(self._before):
+            self._before.disable()  # a profiler written in C (cProfile) cannot be set again as it was
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        taken_away = sys.getprofile() != self._note
+        sys.setprofile(None)
+        if callable(self._before):
+            sys.setprofile(self._before)
+        elif self._before is not None:
+            self._before.enable()
+        if taken_away and error is None:
+            raise CaptureError(
+                "The training step switches on a profiler of the interpreter (`cProfile`,"
+                " `sys.setprofile`), in whose place stood what looks for host code in the step.",
+                "Leave it out of the step, or start it before `fit`.",
+            )
+
+    def where(self, change: Moved) -> Location | None:
+        """The user's line that made a change: seen, or else found in the code that ran."""
+        return self._touched.get(id(change.holder)) or line_that_sets(change, self.mentioned.users_code)
+
+    def line_of(self, name: str) -> Location | None:
+        """The first line of the user's code that sets an attribute of some name."""
+        return first_line(name, False, self.mentioned.users_code)
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        # Called for every call in the step: what the framework asks for itself is soon let go, and
+        # whose a file is, is looked up without another call.
+        if event == "call":
+            code = frame.f_code
+            if id(code) not in self._seen:
+                self._seen[id(code)] = code
+                self._first_sight(frame)
+            caller = frame.f_back
+            if (
+                caller is not None
+                and (self._whose.get(caller.f_code.co_filename) or self._whose_code(caller))
+                is not _FRAMEWORKS
+            ):
+                self._python_call(frame, caller)
+        elif event == "return":
+            caller = frame.f_back
+            if (
+                argument is not None
+                and caller is not None
+                and (self._whose.get(caller.f_code.co_filename) or self._whose_code(caller))
+                is not _FRAMEWORKS
+            ):
+                self._return(frame, caller, argument)
+        elif (
+            event == "c_call"
+            and (self._whose.get(frame.f_code.co_filename) or self._whose_code(frame)) is not _FRAMEWORKS
+        ):
+            self._c_call(frame, argument)
+
+    def _python_call(self, frame: FrameType, caller: FrameType) -> None:
+        code = frame.f_code
+        key = id(code)
+        asker = self._asker(caller)
+        if asker is None:
+            return
+        if key in self._moving:
+            self._refuse_read(self._moving[key], asker)
+        elif key in self._seldom:
+            name, read = self._seldom[key]
+            if name not in self._rules.harmless:
+                self.mentioned.reads[f"`{name}`"] = read
+        elif key in self._refused:
+            name, remedy = self._refused[key]
+            if not self._allows(name):
+                self._refuse(
+                    CaptureError(
+                        f"A CUDA graph cannot hold a use of `{name}`, which a replay would not repeat:"
+                        f" found {_at(user_frame(asker))}.",
+                        remedy + allowance(name),
+                    )
+                )
+        elif key in self._effects:
+            self._refuse_effect(self._effects[key], asker, frame, is_python=True)
+        elif code.co_name.startswith(_RECORDING):
+            self._record_call(frame, asker)
+
+    def _return(self, frame: FrameType, caller: FrameType, value: Any) -> None:
+        code = frame.f_code
+        if self._whose_code(caller) is _Whose.FRAMEWORKS or not code.co_argcount:
+            return
+        if self._whose_code(frame) is not _Whose.FRAMEWORKS or self._asker(caller) is None:
+            return
+        if id(code) in self._moving or id(code) in self._seldom or code.co_name in self._rules.harmless:
+            return
+        if self._rules.hands_out(frame.f_locals.get(code.co_varnames[0])):
+            behind = self._after_backward()
+            note_handed_out(
+                frame, value, self.mentioned, lambda found: behind and is_of_optimizers(found)
+            )
+
+    def _record_call(self, frame: FrameType, asker: FrameType) -> None:
+        """A call of a method named as those are that write records."""
+        code = frame.f_code
+        receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if code.co_name in _WRITES_TO_FILES and issubclass(type(receiver), io.IOBase):
+            self._refuse_effect(_name_of_file(receiver, code.co_name), asker, frame, is_python=True)
+        package = str(frame.f_globals.get("__name__", ""))
+        if self._rules.records(receiver) or (
+            package.partition(".")[0] in _RECORDERS or package.startswith("torch.utils.tensorboard")
+        ):
+            of = type(receiver).__qualname__ if receiver is not None else package.partition(".")[0]
+            self._refuse_effect(f"{of}.{code.co_name}", asker, frame, is_python=True)
+
+    def _c_call(self, frame: FrameType, function: Any) -> None:
+        receiver = getattr(function, "__self__", None)
+        name = function.__name__
+        if name in _CHANGES or isinstance(receiver, Random):
+            if id(receiver) not in self._touched and self._state.watches(receiver):
+                self._touch(receiver, frame)
+        elif function in _CLOCKS:
+            if self._users(frame):  # Python's library looks at clocks for reasons of its own
+                self._refuse_read(_CLOCKS[function], frame)
+        elif function in _READS_IN_C:
+            if (asker := self._asker(frame)) is not None:
+                self._refuse_read(_READS_IN_C[function], asker)
+        elif function in self._rules.other_in_captures:
+            if (asker := self._asker(frame)) is not None:
+                self._refuse_other(*self._rules.other_in_captures[function], asker)
+        elif function in _EFFECTS_IN_C:
+            if (asker := self._asker(frame)) is not None:
+                self._refuse_effect(_EFFECTS_IN_C[function], asker, frame)
+        elif name in _WRITES_TO_FILES or name in _READS_OF_FILES:
+            is_file = issubclass(type(receiver), io.IOBase) and (
+                not issubclass(type(receiver), (io.StringIO, io.BytesIO))
+                or receiver in (sys.stdout, sys.stderr)
+            )
+            if is_file and (asker := self._asker(frame)) is not None:
+                label = _name_of_file(receiver, name)
+                if name in _WRITES_TO_FILES:
+                    self._refuse_effect(label, asker, frame)
+                else:
+                    self._refuse_read(label, asker)
+
+    def _touch(self, receiver: Any, frame: FrameType) -> None:
+        if (where := user_frame(self._asker(frame))) is not None:
+            self._touched[id(receiver)] = where
+
+    def _refuse_read(self, name: str, asker: FrameType) -> None:
+        if not self._allows(name):
+            self._refuse(frozen_read(name, user_frame(asker)))
+
+    def _refuse_other(self, name: str, remedy: str, asker: FrameType) -> None:
+        if not self._allows(name):
+            self._refuse(
+                CaptureError(
+                    f"`{name}` would say another thing in the captured step than without it: found"
+                    f" {_at(user_frame(asker))}.",
+                    remedy + allowance(name),
+                )
+            )
+
+    def _refuse_effect(
+        self, name: str, asker: FrameType, inside: FrameType, is_python: bool = False
+    ) -> None:
+        if self._allows(name):
+            if is_python:  # with all that it does in turn: a message to `logging` is written to a file
+                self._allowed_code.add(id(inside.f_code))
+            return
+        frame: FrameType | None = inside
+        while self._allowed_code and frame is not None:
+            if id(frame.f_code) in self._allowed_code:
+                return
+            frame = frame.f_back
+        self._refuse(
+            CaptureError(
+                f"A CUDA graph cannot hold a use of `{name}`, which a replay would not repeat: found"
+                f" {_at(user_frame(asker))}.",
+                _AFTERWARDS + allowance(name),
+            )
+        )
+
+    def _allows(self, name: str) -> bool:
+        return bool({name, _short(name), name.removesuffix("()")} & self._rules.harmless)
+
+    def _refuse(self, error: CaptureError) -> None:
+        raise refused(error)
+
+    def _whose_code(self, frame: FrameType) -> _Whose:
+        file = frame.f_code.co_filename
+        if file.startswith("<"):  # code of several modules can be called so
+            return _Whose.USERS if is_users(frame.f_code, frame.f_globals) else _Whose.PASSES_ON
+        whose = self._whose.get(file)
+        if whose is None:
+            if (
+                file in self._rules.passing_on
+                or (file.startswith(_STDLIB_DIR) and _SITE not in file)
+                or file.partition(_SITE)[2].partition(os.sep)[0] in _WRITERS
+            ):
+                whose = _Whose.PASSES_ON
+            else:
+                whose = _Whose.USERS if user_frame(frame) is not None else _Whose.FRAMEWORKS
+            self._whose[file] = whose
+        return whose
+
+    def _users(self, frame: FrameType) -> bool:
+        return self._whose_code(frame) is _Whose.USERS
+
+    def _asker(self, frame: FrameType | None) -> FrameType | None:
+        """Who asked for a call, past all that pass it on; None if not the user's code."""
+        while frame is not None and self._whose_code(frame) is _Whose.PASSES_ON:
+            frame = frame.f_back
+        return frame if frame is not None and self._users(frame) else None
+
+    def _first_sight(self, frame: FrameType) -> None:
+        """Note what a piece of code mentions, before it runs for the first time."""
+        code = frame.f_code
+        if str(frame.f_globals.get("__name__", "")).startswith(_CAPTURING):
+            return  # what captures the step is no part of it
+        if not self._users(frame):
+            self.mentioned.names.update(code.co_names)
+            return
+        known = len(self.mentioned.user_globals), len(self.mentioned.closures)
+        self.mentioned.note(frame)
+        for namespace, name in self.mentioned.user_globals[known[0] :]:
+            if (id(namespace), name) not in self._globals:
+                self._globals.add((id(namespace), name))
+                of = f"`{namespace.get('__name__', 'a module')}`"
+                self._state.add(Root(Namespace(namespace), "", of, reads=frozenset({name})))
+        if len(self.mentioned.closures) > known[1]:
+            self._watch_closure(frame)
+
+    def _watch_closure(self, frame: FrameType) -> None:
+        """The variables of a function that was made before the step, in the function around it."""
+        code = frame.f_code
+        values = {name: frame.f_locals[name] for name in code.co_freevars if name in frame.f_locals}
+        of = f"the closure of `{code.co_name}`"
+        sets = any(name in code.co_freevars for name, _ in stores(code))
+        if sets or any(map(is_iterator, values.values())):
+            # The frame knows the values, and not the cells; the functions with this code do.
+            for function in gc.get_referrers(code):
+                if isinstance(function, FunctionType) and function.__closure__:
+                    for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
+                        if name in values and cell.cell_contents is values[name]:
+                            self._state.add(Root(cell, name, of))
+        self._state.add(*(Root(value, name, of) for name, value in values.items()))
+
+
+def _name_of_file(file: Any, method: str) -> str:
+    if file is sys.stdout or file is sys.stderr:
+        return f"sys.{'stdout' if file is sys.stdout else 'stderr'}.{method}"
+    return f"file.{method}"

@@ -1,0 +1,111 @@
+"""What the host draws from: random generators, and iterators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from lightning_cudagraph.checks.audit.host_objects import cached_by_class
+from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+
+__all__ = ["HeldIterator", "generator_state", "is_iterator"]
+
+_State = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def generator_state(value: Any) -> _State | None:
+    """How the state of a random generator of the host is read and written; None for anything else.
+
+    What is read can be compared with `==`.
+    """
+    kind = type(value)
+    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
+        return value.getstate, value.setstate
+    if issubclass(kind, np.random.RandomState):
+        # Not the tuple: its numbers would be copied into Python one by one.
+        return _packed(lambda: value.get_state(legacy=False), value.set_state)
+    bits = value.bit_generator if issubclass(kind, np.random.Generator) else value
+    if issubclass(type(bits), np.random.BitGenerator):
+        return _packed(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if issubclass(kind, torch.Generator) and value.device.type == "cpu":
+        return _packed(value.get_state, value.set_state)
+    return None
+
+
+class _Packed:
+    """A state, with bytes of it that can be compared."""
+
+    def __init__(self, state: Any, image: Any) -> None:
+        self.state = state
+        self._image = image
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Packed) and bool(self._image == other._image)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _packed(read: Callable[[], Any], write: Callable[[Any], None]) -> _State:
+    def packed() -> _Packed:
+        state = read()
+        return _Packed(state, _image(state))
+
+    return packed, lambda packed: write(packed.state)
+
+
+def _image(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _image(value) for name, value in state.items()}
+    if isinstance(state, torch.Tensor):
+        state = state.numpy()  # compared on the host: a capture is under way
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+@cached_by_class
+def _is_iterator_type(kind: Any) -> bool:
+    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether this is an iterator or generator of Python itself, whose place cannot be put back."""
+    kind: Any = type(value)
+    return _is_iterator_type(kind)
+
+
+class HeldIterator:
+    """Stands in the place of an iterator during a capture, and may not be drawn from.
+
+    Args:
+        iterator: what it stands for.
+        name: what the user knows it as.
+        of: what holds it, in words.
+    """
+
+    __slots__ = ("_iterator", "_name", "_of")
+
+    def __init__(self, iterator: Any, name: str, of: str) -> None:
+        self._iterator = iterator
+        self._name = name
+        self._of = of
+
+    def give_back(self) -> Any:
+        """The iterator itself."""
+        return self._iterator
+
+    def __iter__(self) -> HeldIterator:
+        return self
+
+    def __next__(self, *args: Any) -> NoReturn:
+        forbid(
+            f"a draw from the iterator `{self._name}` of {self._of}, which a replay would not repeat",
+            "Draw in `on_train_batch_start`, and hand the result to the step in a registered buffer,"
+            " written with `copy_` or `fill_`; or draw in the dataloader. If it may stay what it is,"
+            f' allow it: `CUDAGraphCallback(harmless=["{self._name}"])`.',
+            user_location(),
+        )
+
+    send = throw = close = __next__

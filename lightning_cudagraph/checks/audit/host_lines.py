@@ -1,0 +1,111 @@
+"""Which line of the user's code sets an attribute, found in the code itself."""
+
+from __future__ import annotations
+
+import dis
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+from lightning_cudagraph.checks.audit.parts import Moved
+from lightning_cudagraph.device.sentry.sentry import Location, location_in
+
+__all__ = ["NUMPYS_OWN", "first_line", "is_set_elsewhere", "line_that_sets", "nearest_line", "stores"]
+
+# Behind the functions of `numpy.random`.
+NUMPYS_OWN: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
+_ITEM = "[]"
+_NOWHERE = 3
+_PACKAGES = "-packages" + os.sep
+
+
+def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
+    """The first line that sets the attribute, or else changes an item of it, or else mentions it.
+
+    Args:
+        change: what was changed.
+        codes: the user's code that has run, in the order of its first runs.
+
+    Returns:
+        The line, or None if there is none.
+    """
+    return first_line(_name_of(change), change.draws, _own([*codes]))
+
+
+def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
+    """Without that of installed packages, if there is other: its lines have asked for what these set."""
+    return [code for code in codes if _PACKAGES not in code.co_filename] or codes
+
+
+def _name_of(change: Moved) -> str:
+    return "random" if change.holder is NUMPYS_OWN else change.attribute
+
+
+def first_line(name: str, draws: bool, codes: Iterable[CodeType]) -> Location | None:
+    """The first line that sets a name, or else changes an item of it, or else mentions it.
+
+    Args:
+        name: the name.
+        draws: it is a random generator, which is drawn from and not set.
+        codes: the user's code that has run, in the order of its first runs.
+    """
+    found = [*_lines(name, draws, codes)]
+    return location_in(*min(found, key=lambda line: line[0])[1:]) if found else None
+
+
+def is_set_elsewhere(change: Moved, codes: Iterable[CodeType], others: Iterable[CodeType]) -> bool:
+    """True if other code sets, changes or mentions an attribute rather than `codes` does."""
+    of = _name_of(change), change.draws
+    here = min((rank for rank, _, _ in _lines(*of, codes)), default=_NOWHERE)
+    return min((rank for rank, _, _ in _lines(*of, others)), default=_NOWHERE) < here
+
+
+def _lines(name: str, draws: bool, codes: Iterable[CodeType]) -> Iterator[tuple[int, CodeType, int]]:
+    """The lines that set the attribute (0), change an item of it (1), or mention it (2)."""
+    for code in codes:
+        sets = set(stores(code))
+        for mentioned, line in _names(code):
+            if mentioned == name:
+                is_set = (name, line) in sets and not draws
+                yield 0 if is_set else 1 if (_ITEM, line) in sets else 2, code, line
+
+
+def nearest_line(change: Moved, codes: Sequence[CodeType]) -> Location | None:
+    """The first line that mentions the nearest name in the path of a change, or that of the step."""
+    codes = _own(codes)
+    path = re.sub(r"\[.*?\]", "", change.name).split(".")
+    for end in range(len(path) - 1, 0, -1):
+        if (line := first_line(path[end - 1], change.draws, codes)) is not None:
+            return line
+    return location_in(codes[0], codes[0].co_firstlineno) if codes else None
+
+
+def stores(code: CodeType) -> Iterator[tuple[str, int]]:
+    """The names that code sets or deletes, other than its own variables, with lines; `[]` for items."""
+    for instruction, line in _instructions(code):
+        if instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
+            yield _ITEM, line
+        elif instruction.opname.startswith(("STORE_", "DELETE_")) and _is_name(instruction):
+            yield instruction.argval, line
+
+
+def _names(code: CodeType) -> Iterator[tuple[str, int]]:
+    for instruction, line in _instructions(code):
+        if _is_name(instruction):
+            yield instruction.argval, line
+
+
+def _is_name(instruction: dis.Instruction) -> bool:
+    # Not a variable of its own, and not a text.
+    is_other = instruction.opname.startswith(("STORE_FAST", "DELETE_FAST", "LOAD_CONST"))
+    return isinstance(instruction.argval, str) and not is_other
+
+
+def _instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:
+    lines = {at: line for start, end, line in code.co_lines() if line for at in range(start, end)}
+    for instruction in dis.get_instructions(code):
+        yield instruction, lines.get(instruction.offset, code.co_firstlineno)

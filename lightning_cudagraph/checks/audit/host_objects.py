@@ -1,0 +1,127 @@
+"""Which classes are the user's, and how objects are read without running code of theirs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import UserDict, UserList
+from collections.abc import Callable
+from functools import cache, wraps
+from types import GetSetDescriptorType, MemberDescriptorType, SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lightning_cudagraph.device.sentry.sentry import is_user_code
+
+__all__ = [
+    "PLAIN_OF_PYTHON",
+    "UNSET",
+    "VALUES",
+    "attributes_of",
+    "cached_by_class",
+    "is_users_class",
+    "is_users_module",
+    "lineage",
+    "namespace_of",
+    "slot_value",
+    "slots_of",
+]
+
+UNSET = object()
+
+# Of these, an equal one is as good as the same one.
+VALUES = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+)
+# Installed beside the user's own packages, and none of theirs. torch compiles with Triton and SymPy.
+_NOT_USERS = (
+    "numpy",
+    "triton",
+    "sympy",
+    "tensorboard",
+    "tensorboardX",
+    "wandb",
+    "comet_ml",
+    "mlflow",
+    "clearml",
+    "aim",
+)
+_FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
+# Objects of Python's own that users keep state in.
+PLAIN_OF_PYTHON = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
+
+
+def slot_value(slot: Any, holder: Any) -> Any:
+    """What is in a slot of an object; `UNSET` if nothing is."""
+    try:
+        return slot.__get__(holder)
+    except AttributeError:
+        return UNSET
+
+
+def namespace_of(cls: type) -> Any:
+    """The attributes of a class itself, whatever its metaclass."""
+    return type.__dict__["__dict__"].__get__(cls)
+
+
+def lineage(cls: type) -> tuple[type, ...]:
+    """The classes in which attributes are looked up, whatever the metaclass."""
+    return type.__dict__["__mro__"].__get__(cls)  # type: ignore[no-any-return]
+
+
+def cached_by_class(asked: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Cache the answer for a class as long as the class lives.
+
+    A class holds the closures of its functions, and these may hold a whole run.
+
+    Args:
+        asked: the question; it depends on the class alone.
+    """
+    answers: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+    @wraps(asked)
+    def cached(cls: Any) -> bool:
+        if (answer := answers.get(cls)) is None:
+            answer = answers[cls] = asked(cls)
+        return answer
+
+    return cached
+
+
+@cache
+def is_users_module(module: str) -> bool:
+    """True if a module of this name comes from neither Python's library, torch nor Lightning."""
+    top = module.partition(".")[0]
+    if top in _NOT_USERS or top in _FRAMEWORKS:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    # Without a file: of a prompt or a notebook, or of code that was run under some name.
+    return is_user_code(file) if file else module == "__main__" or module not in sys.modules
+
+
+def is_users_class(cls: type) -> bool:
+    """Whether a class comes from neither Python's library, torch nor Lightning."""
+    module = namespace_of(cls).get("__module__")
+    return isinstance(module, str) and is_users_module(module)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes, or None if it has none."""
+    for base in lineage(type(value)):
+        slot = namespace_of(base).get("__dict__")
+        if type(slot) in (GetSetDescriptorType, MemberDescriptorType):  # the latter of SimpleNamespace
+            return slot.__get__(value)  # type: ignore[no-any-return]
+    return None
+
+
+def slots_of(cls: type) -> dict[str, Any]:
+    """The slots of objects of a class."""
+    return {
+        name: slot
+        for base in lineage(cls)
+        if is_users_class(base)
+        for name, slot in namespace_of(base).items()
+        if type(slot) is MemberDescriptorType
+    }

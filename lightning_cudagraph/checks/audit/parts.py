@@ -1,0 +1,512 @@
+"""The parts of one Python object: how they are read, compared and put back, whatever its class.
+
+What is read is memory: no property, `__getattr__` or `__eq__` of the user's runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from io import BytesIO, StringIO
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_cudagraph.checks.audit.host_draws import generator_state, is_iterator
+from lightning_cudagraph.checks.audit.host_objects import (
+    UNSET,
+    VALUES,
+    attributes_of,
+    namespace_of,
+    slot_value,
+    slots_of,
+)
+
+__all__ = [
+    "PRIVATE",
+    "PROXIES",
+    "READ_WHOLE",
+    "How",
+    "Item",
+    "Moved",
+    "Node",
+    "in_words",
+    "joined",
+    "node_of",
+    "same",
+]
+
+# Among names that are left out: all that begin with an underscore.
+PRIVATE = "_*"
+
+# Nothing else of them is looked at.
+READ_WHOLE = (StringIO, BytesIO, torch.Generator, logging.Logger)
+PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+_SEQUENCES: tuple[Any, ...] = (list, deque, tuple)
+_SETS: tuple[Any, ...] = (set, frozenset)
+_SHOWN = VALUES - {bytes}
+_MAX_SHOWN = 60
+_MAX_DEPTH = 6  # of equal containers in one another
+
+Parts = dict[Any, Any]  # by their labels
+
+
+class Item(NamedTuple):
+    """The label of an item; those of attributes are texts."""
+
+    key: Any
+
+
+class How(NamedTuple):
+    """How an object is looked at.
+
+    Attributes:
+        is_attributes: it is the dictionary of the attributes of another one.
+        in_tuple: it was found in a tuple, in which no other object can be put in its place.
+        draws: of a random generator of the host the state is looked at, and not the seed.
+    """
+
+    is_attributes: bool = False
+    in_tuple: bool = False
+    draws: bool = False
+
+
+HOW = How()
+
+
+class _Inside(NamedTuple):
+    """The label of what has no name: a field of an extension type, an entry of a cache."""
+
+    position: Any
+
+
+class _ById:
+    """A key that is no plain value, known by its identity, without its own `__hash__` and `__eq__`."""
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def __hash__(self) -> int:
+        return id(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.key is self.key
+
+
+@dataclass(eq=False)
+class Node:
+    """One object with its parts.
+
+    Attributes:
+        holder: what the collector is asked for the referents of; None for what is read otherwise.
+        owner: what the user knows it as: the object that has the attributes, or the object itself.
+        path: its own.
+        of: what the path starts at, in words.
+        read: its parts.
+        write: puts them back; None if they cannot be.
+        parts: what they were.
+        ignored: labels of parts that are not compared.
+        reads: names of parts that the step has read, if it has read the object.
+        is_read: the step can have read the object: all names in its path are mentioned.
+        draws: it is a random generator.
+        is_large: it is compared only where there is time.
+    """
+
+    holder: Any
+    owner: Any
+    path: str
+    of: str
+    read: Callable[[], Parts]
+    write: Callable[[Parts], object] | None = None
+    ignored: frozenset[Any] = frozenset()
+    reads: frozenset[str] = frozenset()
+    is_read: bool = False
+    draws: bool = False
+    is_large: bool = False
+
+    def __post_init__(self) -> None:
+        self.parts = self.read()
+
+    def ignores(self, label: Any) -> bool:
+        """True for a part that is not compared."""
+        is_private = PRIVATE in self.ignored and isinstance(label, str) and label.startswith("_")
+        return is_private or label in self.ignored
+
+    def was_read(self, label: Any) -> bool:
+        """True if the step can have read a part: it mentions the name of an attribute."""
+        return self.is_read and (not isinstance(label, str) or not label or label in self.reads)
+
+    def changes(self) -> Iterator[Moved]:
+        """The parts that are not what they were."""
+        now = self.read()
+        if now.keys() == self.parts.keys() and [*now] != [*self.parts] and not self.ignored:
+            yield Moved(self, None, UNSET, UNSET)
+        for label in {**self.parts, **now}:
+            was, part = self.parts.get(label, UNSET), now.get(label, UNSET)
+            is_same = was == part if self.draws else same(was, part)
+            if not is_same and not self.ignores(label):
+                yield Moved(self, label, was, part)
+
+    def others(self) -> Iterator[str]:
+        """The paths of parts that are other objects than they were, which can change by themselves."""
+        for label, part in self.read().items():
+            if part is not self.parts.get(label) and not self.ignores(label) and not _is_value(part):
+                yield joined(self.path, label)
+
+    def put_back(self, parts: Parts) -> None:
+        """Bring the parts that are compared back to what they were, if they are not."""
+        if self.write is None:
+            return
+        now = self.read()
+        left = {label: part for label, part in now.items() if self.ignores(label)}
+        parts = {n: left.get(n, part) for n, part in parts.items() if n in left or not self.ignores(n)}
+        parts |= left
+        if [*now] != [*parts] or any(not _is_one(part, now[label]) for label, part in parts.items()):
+            self.write(parts)
+
+
+class Moved(NamedTuple):
+    """A part of an object that is not what it was.
+
+    Attributes:
+        node: the object.
+        label: of the part; None if the parts are in another order.
+        was: what it was; `UNSET` if there was nothing.
+        now: what it is; `UNSET` if there is nothing.
+    """
+
+    node: Node
+    label: Any
+    was: Any
+    now: Any
+
+    @property
+    def path(self) -> str:
+        """That of the part, as the user would write it."""
+        return self.node.path if self.label is None else joined(self.node.path, self.label)
+
+    @property
+    def name(self) -> str:
+        """The name for users: of an item, the path of its container."""
+        is_item = type(self.label) is Item and not _is_table(self.node.path)
+        return self.node.path if is_item else self.path
+
+    @property
+    def of(self) -> str:
+        """The start of the path, in words; empty for a generator of the whole process."""
+        return self.node.of
+
+    @property
+    def holder(self) -> Any:
+        """The object that holds the part."""
+        return self.node.owner
+
+    @property
+    def draws(self) -> bool:
+        """True for a random generator that was drawn from."""
+        return self.node.draws
+
+    @property
+    def is_read(self) -> bool:
+        """True if the step can have read it, by the names that it mentions."""
+        return self.node.was_read(self.label)
+
+    @property
+    def attribute(self) -> str:
+        """The last name in the path, without indices."""
+        return re.sub(r"\[.*?\]", "", self.name).rpartition(".")[2]
+
+    def is_under(self, names: Collection[str]) -> bool:
+        """True if its path is one of these, or lies under one."""
+        return any(self.path == at or self.path.startswith((f"{at}.", f"{at}[")) for at in names)
+
+    @property
+    def words(self) -> str:
+        """The change in words, with both values where they are numbers or texts."""
+        is_new = self.was is UNSET and self.now is not UNSET
+        verb = "was set" if is_new else "changed"
+        return f"`{self.path}` of {self.of} {verb}{in_words(self.was, self.now)}"
+
+
+def same(was: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
+    """Compare two parts: the same object, or an equal value of the same type."""
+    if was is now:
+        return True
+    kind = type(was)
+    if kind is not type(now) or not depth:
+        return False
+    if kind in VALUES:
+        return bool(was == now or (was != was and now != now))
+    inner = depth - 1
+    if kind in (tuple, list):
+        return len(was) == len(now) and all(map(same, was, now, (inner for _ in was)))
+    if kind is dict:
+        return same([*was], [*now], inner) and same([*was.values()], [*now.values()], inner)
+    if kind in _SETS:
+        return all(type(member) in VALUES for member in (*was, *now)) and bool(was == now)
+    if kind is MethodType:
+        return was.__self__ is now.__self__ and was.__func__ is now.__func__
+    if kind.__module__ == "numpy" and hasattr(kind, "dtype"):
+        is_alike = was.dtype == now.dtype and was.shape == now.shape
+        return bool(is_alike and not was.dtype.hasobject and was.tobytes() == now.tobytes())
+    return False
+
+
+def _is_one(was: Any, now: Any) -> bool:
+    """Compare two parts by identity, and immutable values by what they say."""
+    return was is now or (_is_value(was) and same(was, now))
+
+
+def _is_value(part: Any) -> bool:
+    if type(part) is tuple:
+        return all(map(_is_value, part))
+    return type(part) in VALUES or type(part) is MethodType
+
+
+def in_words(was: Any, now: Any) -> str:
+    """Both values of a part, as the end of a sentence; empty unless they are numbers or texts."""
+    if type(now) not in _SHOWN or (was is not UNSET and type(was) not in _SHOWN):
+        return ""
+    since = "" if was is UNSET else f" from {str(was)[:_MAX_SHOWN]}"
+    return f"{since} to {str(now)[:_MAX_SHOWN]}"
+
+
+# Where modules keep their attributes that are parameters, buffers or modules.
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _is_table(path: str) -> bool:
+    return path.rpartition(".")[2] in _TABLES
+
+
+def joined(path: str, label: Any) -> str:
+    """The path of a part."""
+    if _is_table(path) and type(label) is Item:  # as the user would write it
+        path, label = path.rpartition(".")[0], label.key
+    if type(label) is Item:
+        return f"{path}[{label.key!r}]" if type(label.key) in VALUES else path
+    if type(label) is _Inside:
+        return path
+    return f"{path}.{label}" if path and label else path or label
+
+
+# ---- how the parts of objects are read and written
+
+
+def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs: Any) -> Node:
+    """The object with its parts, by what it is.
+
+    Args:
+        value: the object, or the dictionary of its attributes.
+        owner: the object.
+        path: its path.
+        of: what that starts at.
+        how: it is looked at.
+        **kwargs: other fields of the node.
+    """
+    kind = type(value)
+    holder: Any = value
+    read: Callable[[], Parts]
+    write: Callable[[Parts], object] | None = None
+    if how.is_attributes:
+        read, write = (lambda: dict(value)), (lambda parts: _write_attributes(value, parts))
+    elif issubclass(kind, type):
+        holder = gc.get_referents(namespace_of(value))[0]  # the dictionary behind the proxy
+        read, write = (lambda: _of_class(value)), (lambda parts: _write_class(value, parts))
+    elif how.draws and (state := generator_state(value)) is not None:
+        holder = None
+        kwargs["draws"] = True
+        read, write = (lambda: {"": state[0]()}), (lambda parts: state[1](parts[""]))
+    elif (hidden := _hidden(value)) is not None:
+        holder = None
+        read = lambda: {"": hidden()}  # noqa: E731
+        if is_iterator(value) and not how.in_tuple:
+            write = _nothing  # in a capture, an object stands in its place that refuses to be drawn from
+    elif kind is FunctionType:
+        read = lambda: _of_function(value)  # noqa: E731
+    elif kind is CellType:
+        read, write = (lambda: _of_cell(value)), (lambda parts: _write_cell(value, parts))
+    elif issubclass(kind, dict):
+        read, write = (lambda: _items(value)), (lambda parts: _write_items(value, parts))
+    elif (base := next((b for b in _SEQUENCES if issubclass(kind, b)), None)) is not None:
+        read = lambda: _members(value, base)  # noqa: E731
+        write = None if base is tuple else (lambda parts: _write_members(value, base, parts))
+    elif (base := next((b for b in _SETS if issubclass(kind, b)), None)) is not None:
+        read = lambda: _of_set(value, base)  # noqa: E731
+        write = None if base is frozenset else (lambda parts: _write_members(value, base, parts))
+    elif slots := slots_of(kind):
+        read, write = (lambda: _slots(value, slots)), (lambda parts: _write_slots(value, slots, parts))
+    elif issubclass(kind, np.ndarray) and value.dtype.hasobject:
+        holder, read = None, lambda: _members(value.ravel().tolist(), list)
+    elif (data := _bytes_of(value)) is not None:
+        holder, read = None, lambda: {"": _bytes_of(value)}
+        kwargs["is_large"] = len(data) > _QUICK_BYTES
+        write = lambda parts: _write_bytes(value, parts[""])  # noqa: E731
+    else:
+        read = lambda: _referents(value)  # noqa: E731
+    node = Node(holder, owner, path, of, read, write, **kwargs)
+    node.is_large |= len(node.parts) > _QUICK_MEMBERS
+    return node
+
+
+# Larger objects and buffers are compared only after a pause, not before each replay.
+_QUICK_MEMBERS = 4096
+_QUICK_BYTES = 1 << 16
+
+
+def _nothing(parts: Parts) -> None:
+    pass
+
+
+def _write_attributes(attributes: dict[str, Any], parts: Parts) -> None:
+    if [*attributes] != [*parts]:  # the order of buffers is that of checkpoints
+        attributes.clear()
+    attributes.update(parts)
+
+
+def _of_class(cls: type) -> Parts:
+    return {n: part for n, part in namespace_of(cls).items() if not n.startswith(("__", "_abc_"))}
+
+
+def _write_class(cls: type, parts: Parts) -> None:
+    now = _of_class(cls)
+    for name in now.keys() - parts.keys():
+        type.__delattr__(cls, name)
+    for name, value in parts.items():
+        if now.get(name) is not value:
+            type.__setattr__(cls, name, value)
+
+
+def _base_of_dict(value: dict[Any, Any]) -> Any:
+    """The class whose methods read it: the order of an OrderedDict is kept apart from its items."""
+    return OrderedDict if issubclass(type(value), OrderedDict) else dict
+
+
+def _items(value: dict[Any, Any]) -> Parts:
+    items = _base_of_dict(value).items(value)
+    return {Item(k if type(k) in VALUES else _ById(k)): part for k, part in items}
+
+
+def _write_items(value: dict[Any, Any], parts: Parts) -> None:
+    base = _base_of_dict(value)
+    base.clear(value)
+    for label, part in parts.items():
+        key = label.key
+        base.__setitem__(value, key.key if type(key) is _ById else key, part)
+
+
+def _members(value: Any, base: Any) -> Parts:
+    # A weak reference that is dead says nothing: libraries that keep some drop them now and then.
+    members = (part for part in base.__iter__(value) if not _is_dead(part))
+    return {Item(index): part for index, part in enumerate(members)}
+
+
+def _is_dead(part: Any) -> bool:
+    return type(part) is weakref.ReferenceType and part() is None
+
+
+def _of_set(value: Any, base: Any) -> Parts:
+    return {_Inside(k if type(k) in VALUES else _ById(k)): k for k in base.__iter__(value)}
+
+
+def _write_members(value: Any, base: Any, parts: Parts) -> None:
+    base.clear(value)
+    (base.update if base is set else base.extend)(value, parts.values())
+
+
+def _slots(value: Any, slots: dict[str, Any]) -> Parts:
+    found = {name: slot_value(slot, value) for name, slot in slots.items()}
+    return {name: part for name, part in found.items() if part is not UNSET} | {"__class__": type(value)}
+
+
+def _write_slots(value: Any, slots: dict[str, Any], parts: Parts) -> None:
+    for name in _slots(value, slots).keys() - parts.keys():
+        slots[name].__delete__(value)
+    for name, part in parts.items():
+        if name in slots:
+            slots[name].__set__(value, part)
+
+
+def _of_function(value: FunctionType) -> Parts:
+    cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+    defaults = (*(value.__defaults__ or ()), value.__kwdefaults__)
+    return {
+        **dict(cells),
+        "__code__": value.__code__,
+        **{_Inside(index): part for index, part in enumerate(defaults)},
+    }
+
+
+def _of_cell(cell: CellType) -> Parts:
+    try:
+        return {"": cell.cell_contents}
+    except ValueError:  # it is empty
+        return {}
+
+
+def _write_cell(cell: CellType, parts: Parts) -> None:
+    if parts:
+        cell.cell_contents = parts[""]
+    else:
+        del cell.cell_contents
+
+
+def _referents(value: Any) -> Parts:
+    """The referents of an object beside its attributes, which can lie in it or in their dictionary."""
+    attributes = attributes_of(value)
+    known = {id(attributes), id(type(value))}
+    if attributes is not None:
+        known |= {id(part) for part in attributes.values()}
+    found = (part for part in gc.get_referents(value) if id(part) not in known)
+    return {"__class__": type(value), "__dict__": attributes} | {
+        _Inside(index): part for index, part in enumerate(found)
+    }
+
+
+def _hidden(value: Any) -> Callable[[], Any] | None:
+    """How to read what neither the collector nor a buffer shows."""
+    kind = type(value)
+    if kind in PROXIES:
+        return lambda: value.__dir__.__self__
+    if issubclass(kind, weakref.ReferenceType):
+        return lambda: weakref.ReferenceType.__call__(value)
+    if kind is ContextVar:
+        return lambda: value.get(UNSET)
+    if issubclass(kind, (StringIO, BytesIO)):
+        return lambda: kind.getvalue(value)
+    if issubclass(kind, torch.Generator):
+        return lambda: value.initial_seed()
+    if issubclass(kind, logging.Logger):
+        return lambda: (value.getEffectiveLevel(), value.disabled, value.manager.disable)
+    if kind.__module__ == "_thread" and hasattr(kind, "locked"):
+        return lambda: kind.locked(value)
+    if is_iterator(value):  # of Python itself, so that nothing of the user's runs
+        own = vars(kind)
+        if "__repr__" in own and kind.__module__ == "itertools":
+            return lambda: repr(value)  # `count(5)`
+        if "__reduce__" in own and kind.__module__ == "builtins":
+            return lambda: value.__reduce__()  # what a copy would go on with
+    return None
+
+
+def _bytes_of(value: Any) -> bytes | None:
+    """The contents of a buffer, which is not held: held, it could not be made larger."""
+    try:
+        with memoryview(value) as view:
+            return view.tobytes()
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
+def _write_bytes(value: Any, data: bytes) -> None:
+    with memoryview(value) as view, view.cast("B") as flat:
+        if not view.readonly and len(flat) == len(data):
+            flat[:] = data

@@ -1,0 +1,519 @@
+"""A generic walk over Python objects: what they hold, compared without knowing their classes.
+
+The garbage collector knows the referents of every object that can hold others: attributes, items,
+slots, variables of closures and of suspended generators, entries of caches, fields of extension types.
+The buffer protocol shows the bytes of those that hold numbers. So a value is found wherever it is kept,
+with no line here about the class that keeps it. Iterators, context variables, weak references, locks
+and files in memory hide something from both, and are read by their own means (`parts.py`).
+
+Not entered: modules of Python, library functions and classes, tensors (a graph reads their memory), and
+objects of a framework that change in every step by themselves, such as a trainer. Of these, and of the
+layers of libraries, only what lies under names that the step mentions is looked at.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import operator
+import sys
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from io import FileIO, TextIOWrapper
+from itertools import accumulate, chain
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    TracebackType,
+    WrapperDescriptorType,
+)
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from lightning_cudagraph.checks.audit.host_draws import HeldIterator, generator_state, is_iterator
+from lightning_cudagraph.checks.audit.host_objects import (
+    PLAIN_OF_PYTHON,
+    VALUES,
+    attributes_of,
+    is_users_class,
+    lineage,
+    namespace_of,
+    slot_value,
+    slots_of,
+)
+from lightning_cudagraph.checks.audit.parts import (
+    PROXIES,
+    READ_WHOLE,
+    How,
+    Item,
+    Moved,
+    Node,
+    joined,
+    node_of,
+)
+from lightning_cudagraph.checks.audit.versions import Versions
+from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
+from lightning_cudagraph.device.sentry.sentry import is_users
+from lightning_cudagraph.tensors.layouts import Layouts, layout_of
+
+__all__ = ["Namespace", "Root", "Scope", "Walk"]
+
+# They change in every step by themselves; records and files are refused where they are written.
+_STOPS = (
+    Optimizer,
+    LRScheduler,
+    DataLoader,
+    _BaseDataLoaderIter,
+    DistributedDataParallel,
+    logging.Handler,
+    FileIO,
+    TextIOWrapper,
+)
+# Objects that are looked into. Where there are more, the rest is left to checks against eager steps.
+_MAX_OBJECTS = 20_000
+
+_CLOSED = (
+    *(CodeType, TracebackType, property),
+    *(MethodWrapperType, WrapperDescriptorType),
+)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque, FunctionType, MethodType, CellType, partial)
+# Compared by identity; what is in them is looked into by itself.
+_OWN = ("__class__", "__dict__")
+
+
+class Namespace:
+    """A dictionary of names, such as the globals of a module, of which only some are looked at."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+
+
+@dataclass(slots=True, eq=False)
+class Root:
+    """Where a walk begins, or goes on.
+
+    Attributes:
+        value: the object.
+        path: its name; empty for an object whose attributes are named by themselves.
+        of: what the path starts at, in words.
+        left_out: names of attributes, or of items of a dictionary, that are not looked at.
+        is_entered: it is looked into even if objects of its class are not.
+        reads: names that the step mentions for its attributes; None for those of the scope.
+        is_read: the step can have read it, by the names that it mentions.
+        by_name: only attributes that the step can have read are looked at, here and below.
+        in_tuple: it was found in a tuple.
+    """
+
+    value: Any
+    path: str
+    of: str
+    left_out: frozenset[str] = frozenset()
+    is_entered: bool = False
+    reads: frozenset[str] | None = None
+    is_read: bool = True
+    by_name: bool = False
+    in_tuple: bool = False
+
+
+def _no_roots(module: nn.Module, path: str, of: str) -> Iterable[Root]:
+    return ()
+
+
+def _nothing(value: dict[Any, Any]) -> frozenset[str]:
+    return frozenset()
+
+
+class Scope(NamedTuple):
+    """What belongs to a walk, and what does not.
+
+    Attributes:
+        stops: more classes of objects that are not entered, but by name.
+        ignored: parts that are not compared: what their paths start at, and the paths.
+        reads: names that the step mentions.
+        modules: the roots of a module that is come upon.
+        omitted: items that are left out of a dictionary that is looked at by name.
+        in_capture: containers and objects of the user's classes are entered, and none of libraries,
+            which fill caches; draws from generators of the host are changes; and iterators cannot be
+            drawn from while the walk lives, because others stand in their places.
+        harmless: paths of iterators that can be.
+    """
+
+    stops: tuple[type, ...] = ()
+    ignored: Collection[tuple[str, str]] = ()
+    reads: frozenset[str] = frozenset()
+    modules: Callable[[nn.Module, str, str], Iterable[Root]] = _no_roots
+    omitted: Callable[[dict[Any, Any]], frozenset[str]] = _nothing
+    in_capture: bool = False
+    harmless: frozenset[str] = frozenset()
+
+
+_EVERYTHING = Scope()
+
+
+def _is_globals(value: dict[Any, Any]) -> bool:
+    """Whether it is the namespace of a module."""
+    module = sys.modules.get(str(dict.get(value, "__name__")))
+    return module is not None and vars(module) is value
+
+
+class Walk:
+    """What can be reached from some roots, as it is when they are added.
+
+    Args:
+        roots: where it begins.
+        scope: what belongs to it.
+
+    Attributes:
+        is_whole: everything that was found was looked into.
+        hidden: modules that were come upon, by path.
+    """
+
+    def __init__(self, roots: Iterable[Root] = (), scope: Scope = _EVERYTHING) -> None:
+        self._scope = scope
+        self._stops = (*_STOPS, *scope.stops)
+        self._roots = [*roots]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._seen: dict[int, Any] = {}  # keeps them alive, so that no number comes twice
+        self._nodes: list[Node] = []
+        self._owners: dict[int, Any] = {}
+        self._picked: list[Node] = []
+        self._tensors: list[Node] = []
+        # What the step can have read comes first, so that it is known as such by whatever path.
+        self._queue: deque[Root] = deque()
+        self._unread: deque[Root] = deque()
+        self.hidden: dict[str, nn.Module] = {}
+        self.add(*self._roots)
+
+    def add(self, *roots: Root) -> None:
+        """Look at more."""
+        self._enqueue(roots)
+        while (queue := self._queue or self._unread) and len(self._seen) < _MAX_OBJECTS:
+            root = queue.popleft()
+            if id(root.value) not in self._seen and (root.is_entered or self._enters(root)):
+                self._seen[id(root.value)] = root.value
+                self._look_into(root)
+        self.is_whole = not self._queue and not self._unread
+        self._queue.clear()
+        self._unread.clear()
+
+    def _enqueue_one(self, root: Root) -> None:
+        (self._queue if root.is_read else self._unread).append(root)
+
+    def _enqueue(self, roots: Iterable[Root]) -> None:
+        for root in roots:
+            self._enqueue_one(root)
+
+    def watches(self, holder: Any) -> bool:
+        """Whether this very object is one of those that are compared."""
+        return self._owners.get(id(holder), self) is holder
+
+    def changes(self, everything: bool = True) -> list[Moved]:
+        """The parts that are not what they were.
+
+        Args:
+            everything: look at large objects and buffers too.
+        """
+        return [moved for node in self._nodes_to_look_at(everything) for moved in self._of(node)]
+
+    def _nodes_to_look_at(self, everything: bool) -> list[Node]:
+        nodes = (*self._nodes, *self._picked, *self._tensors)
+        return [node for node in nodes if everything or not node.is_large]
+
+    def _of(self, node: Node) -> Iterator[Moved]:
+        ignored = self._scope.ignored
+        return (moved for moved in node.changes() if (moved.of, moved.path) not in ignored)
+
+    def put_back(self) -> None:
+        """Bring everything back to what it was."""
+        for node in self._nodes_to_look_at(everything=True):
+            node.put_back(node.parts)
+
+    def release(self) -> None:
+        """Put the iterators back in their places."""
+        for node in (*self._nodes, *self._picked):
+            self._exchange(node, lambda v: type(v) is HeldIterator, lambda v, _: v.give_back())
+
+    # ---- before each replay: in C, all in one go
+
+    def quick_changes(self, everything: bool = False) -> list[Moved]:
+        """The same as `changes`, quickly where nothing has changed, once `be_quick` was called.
+
+        Objects that are others and say the same are taken for those that were there.
+        """
+        suspects = self._suspects()
+        nodes = [*suspects, *self._read, *(self._large if everything else ())]
+        found = [moved for node in nodes for moved in self._of(node)]
+        if suspects and not found:
+            ignored = self._scope.ignored
+            if any((node.of, path) not in ignored for node in suspects for path in node.others()):
+                self._begin()  # which can change by themselves
+                self.be_quick()
+            else:
+                self._remember()
+        return found
+
+    def be_quick(self) -> None:
+        """Have the parts compared in C, all in one go, from now on."""
+        held = [node for node in self._nodes if node.holder is not None and not node.is_large]
+        self._of_dicts = [node for node in held if type(node.holder) is dict]
+        self._held = [node for node in held if type(node.holder) is not dict]
+        self._holders = [node.holder for node in self._held]
+        self._ordered: list[Any] = [
+            OrderedDict.keys(h) for h in self._holders if issubclass(type(h), OrderedDict)
+        ]
+        self._ordered += [dict.keys(h) for h in self._holders if issubclass(type(h), dict)]
+        self._read = [node for node in self._nodes if node.holder is None and not node.is_large]
+        self._large = [node for node in self._nodes if node.is_large]
+        self._spaces = [node.holder for node in self._picked]
+        self._layouts = Layouts([node.owner for node in self._tensors])
+        self._dicts = Versions(node.holder for node in self._of_dicts)
+        self._remember()
+
+    def _remember(self) -> None:
+        self._dicts.remember(self._dicts.changed())
+        self._were = self._referents()
+        counts = [len(gc.get_referents(holder)) for holder in self._holders]
+        self._ends = [*accumulate(counts)] or [0]
+        picks = [(n.holder, name) for n in self._picked for name in n.reads & n.holder.keys()]
+        self._picked_spaces = [space for space, _ in picks]
+        self._picked_names = [name for _, name in picks]
+        self._picked_values = [space[name] for space, name in picks]
+        self._sizes = [*map(len, self._spaces)]
+
+    def _referents(self) -> list[Any]:
+        # The collector does not show keys that are texts.
+        return [*gc.get_referents(*self._holders), *chain.from_iterable(self._ordered)]
+
+    def _suspects(self) -> list[Node]:
+        """The nodes that can have changed."""
+        suspects = [self._of_dicts[index] for index in self._dicts.changed()]
+        now = self._referents()
+        if len(now) != len(self._were):
+            suspects += self._held
+        elif not all(map(operator.is_, now, self._were)):
+            places = [i for i, one in enumerate(map(operator.is_, now, self._were)) if not one]
+            suspects += self._at(places)
+        if self._picks_moved():
+            suspects += self._picked
+        if self._tensors and self._layouts.changed([node.owner for node in self._tensors]):
+            suspects += self._tensors
+        return suspects
+
+    def _picks_moved(self) -> bool:
+        try:
+            now = map(operator.getitem, self._picked_spaces, self._picked_names)
+            if not all(map(operator.is_, now, self._picked_values)):
+                return True
+        except KeyError:
+            return True
+        return [*map(len, self._spaces)] != self._sizes
+
+    def _at(self, places: list[int]) -> list[Node]:
+        """The objects that hold the parts at some places of the comparison."""
+        if places[-1] >= self._ends[-1]:
+            return self._held  # a key
+        return [self._held[index] for index in sorted({bisect_right(self._ends, at) for at in places})]
+
+    # ---- what is looked at
+
+    def _enters(self, root: Root) -> bool:
+        value = root.value
+        kind = type(value)
+        if kind in VALUES or issubclass(kind, _CLOSED):
+            return False
+        if kind is Namespace:
+            return True
+        if issubclass(kind, self._stops) and not root.by_name:
+            return False
+        if issubclass(kind, type):
+            return is_users_class(value)
+        if kind is FunctionType:
+            return is_users(value.__code__, value.__globals__)
+        if kind is BuiltinFunctionType:
+            return not isinstance(value.__self__, (ModuleType, type, type(None)))
+        if issubclass(kind, ModuleType):  # others are looked at by the names that the step mentions
+            return getattr(value, "__spec__", None) is None and value.__name__ != "__main__"
+        if issubclass(kind, (Tensor, nn.Module)):
+            return True
+        if self._scope.in_capture:
+            is_known = kind in PLAIN_OF_PYTHON or issubclass(kind, _CONTAINERS)
+            return is_known or is_users_class(kind) or generator_state(value) is not None
+        if issubclass(kind, READ_WHOLE):
+            return True
+        module = str(namespace_of(kind).get("__module__", ""))
+        return not module.startswith(("torch._", "lightning_cudagraph."))
+
+    def _look_into(self, root: Root) -> None:
+        value = root.value
+        kind = type(value)
+        if kind is Namespace:
+            self._pick(value.names, value.names, root, by_name=False)
+        elif issubclass(kind, type):
+            self._add(replace(root, path="", of=f"the class `{value.__qualname__}`"))
+            self._enqueue_one(Root(kind, "", "", is_read=root.is_read))
+        elif kind in (MethodType, BuiltinFunctionType):
+            self._enqueue_one(replace(root, value=value.__self__, in_tuple=False))
+        elif issubclass(kind, nn.Module) and not root.is_entered:
+            self._come_upon(root)
+        elif issubclass(kind, (nn.Module, Tensor)):
+            self._look_at_attributes(root)
+            if issubclass(kind, nn.Module):
+                self._look_at_classes(root)
+            elif root.is_read and root.path:
+                self._look_at_layout(root)
+        else:
+            self._look_at_attributes(root)
+            if root.by_name and not issubclass(kind, _CONTAINERS):
+                self._look_at_slots(root)
+            elif not (issubclass(kind, dict) and _is_globals(value)):
+                self._add(root)
+            if kind not in PROXIES:
+                self._look_at_classes(root)
+
+    def _come_upon(self, root: Root) -> None:
+        """A module in a place where the model does not know it as its own."""
+        del self._seen[id(root.value)]
+        self.hidden[root.path or type(root.value).__qualname__] = root.value
+        found = self._scope.modules(root.value, root.path, root.of)
+        self._enqueue(replace(r, is_read=r.is_read and root.is_read) for r in found)
+
+    def _look_at_attributes(self, root: Root) -> None:
+        attributes = attributes_of(root.value)
+        if attributes is None:
+            return
+        self._seen[id(attributes)] = attributes
+        if root.by_name:
+            self._pick(attributes, root.value, root)
+        else:
+            self._add(root, attributes)
+
+    def _look_at_classes(self, root: Root) -> None:
+        """A class attribute stands for the object's own, until somebody sets that."""
+        kind = type(root.value)
+        attributes = attributes_of(root.value) or {}
+        for base in lineage(kind):
+            if is_users_class(base):
+                self._enqueue_one(Root(base, "", "", is_read=root.is_read))
+            elif root.by_name and id(base) not in self._seen:
+                self._seen[id(base)] = base
+                namespace = namespace_of(base)
+                names = {n for n in namespace if type(namespace[n]) in VALUES and n not in attributes}
+                reads = self._names_of(root) & names
+                of = f"the class `{base.__qualname__}`"
+                self._pick(namespace, base, replace(root, path="", of=of, reads=reads))
+
+    def _look_at_slots(self, root: Root) -> None:
+        value = root.value
+        slots = {n: s for n, s in slots_of(type(value)).items() if n in self._names_of(root)}
+        if slots:
+            read = lambda: {name: slot_value(slot, value) for name, slot in slots.items()}  # noqa: E731
+            self._take(Node(None, value, root.path, root.of, read, **self._reading(root)), root)
+
+    def _look_at_layout(self, root: Root) -> None:
+        value = root.value
+        if value.layout is not torch.strided or self._scope.in_capture:
+            return
+        read = lambda: {"": layout_of(value)}  # noqa: E731
+        self._tensors.append(Node(None, value, root.path, root.of, read, **self._reading(root)))
+
+    def _names_of(self, root: Root) -> frozenset[str]:
+        return self._scope.reads if root.reads is None else root.reads
+
+    def _reading(self, root: Root) -> dict[str, Any]:
+        # Of a generator the graph reads the state, in which the seed is.
+        is_read = root.is_read and not issubclass(type(root.value), torch.Generator)
+        return {"reads": self._names_of(root), "is_read": is_read}
+
+    def _pick(self, space: Any, owner: Any, root: Root, by_name: bool = True) -> None:
+        """Look at the names that the step mentions, in a dictionary of names."""
+        names = frozenset(n for n in self._names_of(root) if n not in root.left_out)
+        if not names:
+            return
+        read = lambda: {name: space[name] for name in sorted(space.keys() & names)}  # noqa: E731
+
+        def write(parts: dict[Any, Any]) -> None:
+            for name in names:
+                if name in parts:
+                    space[name] = parts[name]
+                else:
+                    space.pop(name, None)
+
+        node = Node(space, owner, root.path, root.of, read, write, reads=names, is_read=root.is_read)
+        if self._scope.in_capture:
+            self._exchange(node, is_iterator, partial(self._held_iterator, node.of))
+        self._picked.append(node)
+        self._queue_parts(node, replace(root, by_name=by_name))
+
+    def _add(self, root: Root, attributes: dict[str, Any] | None = None) -> None:
+        value, path, of, names = root.value, root.path, root.of, root.left_out
+        is_attributes = attributes is not None
+        ignored: frozenset[Any] = names
+        if not is_attributes and issubclass(type(value), dict):
+            names = names | (self._scope.omitted(value) if root.by_name else frozenset())
+            ignored = frozenset({Item(name) for name in names})
+        how = How(is_attributes, root.in_tuple, self._scope.in_capture)
+        seen = attributes if is_attributes else value
+        self._take(node_of(seen, value, path, of, how, ignored=ignored, **self._reading(root)), root)
+
+    def _take(self, node: Node, root: Root) -> None:
+        if self._scope.in_capture and node.write is not None:
+            self._exchange(node, is_iterator, partial(self._held_iterator, node.of))
+        self._nodes.append(node)
+        self._owners.setdefault(id(node.owner), node.owner)
+        self._queue_parts(node, root)
+
+    def _queue_parts(self, node: Node, root: Root) -> None:
+        if node.draws:
+            return
+        in_tuple = issubclass(type(node.owner), tuple)
+        is_of_modules = issubclass(type(node.owner), type) and issubclass(node.owner, nn.Module)
+        is_of_modules &= not self._scope.in_capture
+        for label, part in node.parts.items():
+            if type(part) in VALUES or node.ignores(label) or label in _OWN:
+                continue
+            if is_of_modules and not node.was_read(label):
+                continue  # a method that the step does not call
+            path, of = joined(node.path, label), node.of
+            if type(part) is CellType and type(node.owner) is FunctionType:
+                path, of = str(label), f"the closure of `{node.owner.__name__}`"
+            self._enqueue_one(
+                Root(
+                    part,
+                    path,
+                    of,
+                    is_read=node.was_read(label),
+                    by_name=root.by_name,
+                    in_tuple=in_tuple,
+                )
+            )
+
+    def _held_iterator(self, of: str, value: Any, path: str) -> Any:
+        return value if path in self._scope.harmless else HeldIterator(value, path, of)
+
+    def _exchange(self, node: Node, old: Callable[[Any], bool], new: Callable[[Any, str], Any]) -> None:
+        """Write `new` in the place of every part that is `old`."""
+        parts = node.read() if node.write is not None and not node.draws else {}
+        if any(map(old, parts.values())):
+            assert node.write is not None
+            changed = {
+                label: new(part, joined(node.path, label)) if old(part) else part
+                for label, part in parts.items()
+            }
+            node.write(changed)
+            node.parts = node.read()

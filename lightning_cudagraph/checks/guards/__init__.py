@@ -1,0 +1,1 @@
+"""Guards: what a graph has baked in, compared before each replay."""

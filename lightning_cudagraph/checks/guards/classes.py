@@ -1,0 +1,71 @@
+"""The classes of some objects, and the functions in them, as they were at a capture.
+
+A step that is captured has called the methods that its objects had then. Later an object can be given
+another class, and a class another method, by assignment.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_cudagraph.checks.guards.members import Members
+
+__all__ = ["Classes"]
+
+# Flags of a type in C: made by a statement, so that it has a dictionary that can be written to.
+_IS_OF_PYTHON, _IS_IMMUTABLE = 1 << 9, 1 << 8
+
+_Functions = dict[tuple[type, str], Any]
+
+
+class Classes:
+    """Classes as they were, with the functions in all of their bases.
+
+    Args:
+        objects: the objects that have them.
+    """
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        self._objects = [*objects]
+        self._types = [*map(type, self._objects)]
+        bases = dict.fromkeys(base for kind in dict.fromkeys(self._types) for base in kind.__mro__)
+        self._bases = [
+            base
+            for base in bases
+            if base.__flags__ & _IS_OF_PYTHON and not base.__flags__ & _IS_IMMUTABLE
+        ]
+        self._functions = self._functions_now()
+        self._members = self._members_now()
+
+    def _members_now(self) -> Members:
+        return Members([vars(base).values() for base in self._bases])
+
+    def _functions_now(self) -> _Functions:
+        return {
+            (base, name): value
+            for base in self._bases
+            for name, value in vars(base).items()
+            if callable(value) or hasattr(type(value), "__get__")
+        }
+
+    def changed(self) -> bool:
+        """Whether an object has another class, or a class another function."""
+        if not all(map(operator.is_, map(type, self._objects), self._types)):
+            return True
+        if not self._members.changed():
+            return False
+        if self.in_words():
+            return True
+        self._members = self._members_now()  # what changed is no function: reads of it are guarded apart
+        return False
+
+    def in_words(self) -> str:
+        """The first function that is another one now; nothing if none is."""
+        now = self._functions_now()
+        for key in {**self._functions, **now}:
+            if self._functions.get(key) is not now.get(key):
+                kind, name = key
+                return f"`{name}` of the class `{kind.__qualname__}` was replaced"
+        return ""

@@ -1,0 +1,39 @@
+"""The objects in lists and dictionaries, compared by identity alone."""
+
+from __future__ import annotations
+
+import gc
+import operator
+from collections.abc import Collection, Iterable
+from itertools import chain
+from typing import Any
+
+from lightning_cudagraph.checks.audit.versions import Versions
+
+__all__ = ["Members"]
+
+_VIEW: Any = type({}.values())
+
+
+class Members:
+    """The objects in lists and in views of dictionaries: the same ones, in the same order, and no more.
+
+    Args:
+        parts: live views or lists. Equality is never asked for, because tensors would compute it.
+    """
+
+    def __init__(self, parts: Iterable[Collection[Any]]) -> None:
+        parts = [*parts]
+        views = [part for part in parts if type(part) is _VIEW]
+        self._dicts = Versions(held for view in views for held in gc.get_referents(view))
+        parts = [part for part in parts if type(part) is not _VIEW]
+        self._filled = [part for part in parts if len(part)]
+        self._empty = [part for part in parts if not len(part)]
+        self._were = [*chain.from_iterable(self._filled)]
+
+    def changed(self) -> bool:
+        if self._dicts.changed():
+            return True
+        now = chain.from_iterable(self._filled)
+        same = sum(map(len, self._filled)) == len(self._were) and all(map(operator.is_, now, self._were))
+        return not same or any(map(len, self._empty))

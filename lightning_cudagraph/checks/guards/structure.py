@@ -1,0 +1,241 @@
+"""The objects of a captured step as they were, in a form that is quick to compare.
+
+Parameters, buffers, submodules and the optimizer's state are held by the dictionaries in which they are,
+and not only as objects: another one in the same place is as stale as another address. All of it is
+compared before every replay, in loops that run in C and say yes or no; `described` finds the words, when
+there is a change.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_cudagraph.checks.guards.classes import Classes
+from lightning_cudagraph.checks.guards.members import Members
+from lightning_cudagraph.tensors.layouts import Layouts
+from lightning_cudagraph.tensors.local import local
+
+__all__ = ["Identity", "Structure", "described"]
+
+# A C function that `map` calls without a Python frame for each object.
+_training = operator.itemgetter("training")
+
+_MODULE_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Identity:
+    """An object as a value that equals itself alone. Holds it, so that no other comes at its address."""
+
+    def __init__(self, held: object) -> None:
+        self._held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other._held is self._held
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return f"a `{type(self._held).__qualname__}` at {id(self._held):#x}"
+
+
+class _Tensors:
+    """Parameters, and buffers: these by name, because code outside the step may bind another one."""
+
+    def __init__(self, parameters: list[nn.Parameter], modules: list[nn.Module]) -> None:
+        buffers = [(module._buffers, name) for module in modules for name in module._buffers]
+        held = [(holder, name) for holder, name in buffers if holder[name] is not None]
+        self._absent = [(holder, name) for holder, name in buffers if holder[name] is None]
+        self._parameters = parameters
+        self._holders = [holder for holder, _ in held]
+        self._names = [name for _, name in held]
+        self._layouts = Layouts(self._now())
+
+    def _now(self) -> list[Any]:
+        return [*self._parameters, *map(operator.getitem, self._holders, self._names)]
+
+    def changed(self) -> bool:
+        try:
+            now = self._now()
+        except KeyError:  # one was deleted
+            return True
+        if self._layouts.changed(now):
+            return True
+        return any(holder.get(name) is not None for holder, name in self._absent)
+
+
+class _Modes:
+    """`training` of modules as it was."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        # An ordinary module has its mode in its dictionary, where it is found in half the time.
+        plain = [vars(module) for module in modules if "training" in vars(module)]
+        self._training = [members for members in plain if members["training"]]
+        self._evaluating = [members for members in plain if not members["training"]]
+        self._odd = [(module, module.training) for module in modules if "training" not in vars(module)]
+
+    def changed(self) -> bool:
+        if not all(map(_training, self._training)) or any(map(_training, self._evaluating)):
+            return True
+        return any(module.training != was for module, was in self._odd)
+
+
+class _Hooks:
+    """Hooks of modules, parameters and optimizers.
+
+    torch numbers all of them in one sequence, so that a new one is known by the number of the next; what
+    is looked at are those that were there.
+    """
+
+    def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
+        tables = [getattr(m, kind, None) for m in modules for kind in _MODULE_HOOKS]
+        tables += _hooks_of_all().values()
+        tables += [getattr(p, kind, None) for p in parameters for kind in _TENSOR_HOOKS]
+        self._there = Members([table.values() for table in tables if table])
+        self._next = RemovableHandle.next_id
+
+    def removed(self) -> bool:
+        return self._there.changed()
+
+    def registered(self) -> bool:
+        """Whether any was registered anywhere since the last call."""
+        was, self._next = self._next, RemovableHandle.next_id
+        return was != self._next
+
+
+class Structure:
+    """The objects of some models, and of what works on them, as they were.
+
+    Args:
+        models: the model, and modules that it does not know as its own.
+        others: views and lists of other objects that have to stay, such as an optimizer's state.
+        loose: parameters that none of the models knows as its own.
+        callees: other objects with methods that the steps call.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        others: list[Collection[Any]],
+        loose: Iterable[nn.Parameter] = (),
+        callees: Iterable[object] = (),
+    ) -> None:
+        modules = list({id(m): m for model in models for m in model.modules()}.values())
+        own = [p for model in models for p in model.parameters()]
+        parameters = list({id(p): p for p in (*own, *loose)}.values())
+        self.modes, self.tensors = _Modes(modules), _Tensors(parameters, modules)
+        self.submodules = Members([m._modules.values() for m in modules])
+        self.places = Members([m._parameters.values() for m in modules] + others)
+        self.hooks = _Hooks(modules, parameters)
+        one_of_each = {type(parameter): parameter for parameter in parameters}
+        self.classes = Classes([*modules, *one_of_each.values(), *callees])
+
+    def changed(self) -> bool:
+        """Whether anything did."""
+        return (
+            self.modes.changed()
+            or self.hooks.removed()
+            or self.submodules.changed()
+            or self.places.changed()
+            or self.tensors.changed()
+            or self.classes.changed()
+        )
+
+
+def _hooks_of_all() -> dict[str, Any]:
+    """The tables of hooks that torch calls for all modules, and for all optimizers, by name."""
+    spaces = (torch.nn.modules.module, sys.modules[Optimizer.__module__])
+    return {
+        name: table
+        for space in spaces
+        for name, table in vars(space).items()
+        if name.startswith("_global_") and isinstance(table, dict)
+    }
+
+
+def described(
+    models: dict[str, nn.Module], loose: Mapping[str, nn.Parameter] | None = None
+) -> dict[str, Any]:
+    """What `Structure` compares, by the user's words.
+
+    Args:
+        models: the models, with what stands before the names of their parts.
+        loose: parameters that none of them knows as its own.
+    """
+    state: dict[str, Any] = {}
+    for name, parameter in (loose or {}).items():
+        state |= _described(f"the {name}", parameter)
+    for before, model in models.items():
+        for name, module in model.named_modules(prefix=before):
+            where = name or type(module).__qualname__
+            state[f"the module `{where}`"] = Identity(module)
+            state[f"the class of `{where}`"] = type(module)
+            state[f"`training` of `{where}`"] = module.training
+            for kind in _MODULE_HOOKS:
+                state[f"`{kind}` of `{where}`"] = names_of_hooks(getattr(module, kind, None))
+        for name, parameter in model.named_parameters(prefix=before):
+            state[f"the parameter `{name}`"] = Identity(parameter)
+            state |= _described(f"parameter `{name}`", parameter)
+        for name, buffer in model.named_buffers(prefix=before):
+            state |= _laid_out(f"buffer `{name}`", buffer)
+    for name, hooks in _hooks_of_all().items():
+        state[f"`{name}` of torch"] = names_of_hooks(hooks)
+    return state
+
+
+def _laid_out(name: str, tensor: Tensor) -> dict[str, Any]:
+    part = local(tensor)
+    return {
+        f"the address of {name}": part.data_ptr(),
+        f"the shape of {name}": tuple(part.shape),
+        f"the strides of {name}": part.stride(),
+        f"the dtype of {name}": part.dtype,
+        f"the class of {name}": type(tensor),
+        f"`requires_grad` of {name}": tensor.requires_grad,
+    }
+
+
+def _described(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    state = _laid_out(name, parameter)
+    for kind in _TENSOR_HOOKS:
+        state[f"`{kind}` of {name}"] = names_of_hooks(getattr(parameter, kind, None))
+    if parameter.requires_grad:
+        state[f"the hooks of the autograd node of {name}"] = _hooks_of_node(parameter)
+    return state
+
+
+def _hooks_of_node(parameter: nn.Parameter) -> str:
+    """The hooks of the node that accumulates a gradient. Only the garbage collector tells them.
+
+    The tensor's own hooks are among them. Where nothing holds the node there are none.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    own = [getattr(parameter, kind, None) for kind in _TENSOR_HOOKS]
+    tables = [table for table in gc.get_referents(node) if isinstance(table, dict)]
+    return names_of_hooks(
+        {key: hook for t in tables if all(t is not o for o in own) for key, hook in t.items()}
+    )
+
+
+def names_of_hooks(hooks: dict[int, Any] | None) -> str:
+    """The hooks in words; the number that torch gives each hook tells two of one name apart."""
+    if not hooks:
+        return "none"
+    return ", ".join(
+        f"`{getattr(h, '__qualname__', type(h).__qualname__)}` ({n})" for n, h in hooks.items()
+    )

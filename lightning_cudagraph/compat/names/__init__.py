@@ -1,0 +1,1 @@
+"""Private names of other packages, a file for each."""

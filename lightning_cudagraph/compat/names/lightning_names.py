@@ -1,0 +1,228 @@
+"""Private names of Lightning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_cudagraph.compat.features import (
+    EVALUATION,
+    FABRIC,
+    MANUAL,
+    REPLICAS,
+    SHORT_WAY,
+    TIMES,
+    TRAINING,
+)
+from lightning_cudagraph.compat.private_names import (
+    PrivateName,
+    accepts,
+    found_or_stand_in,
+    members,
+    named,
+)
+
+if TYPE_CHECKING:
+    from lightning.fabric.wrappers import _FabricModule as _FabricModule
+    from lightning.fabric.wrappers import _FabricOptimizer as _FabricOptimizer
+    from lightning.pytorch.core.optimizer import _MockOptimizer as _MockOptimizer
+    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as _DataLoaderIterDataFetcher
+    from lightning.pytorch.loops.fit_loop import _FitLoop as _FitLoop
+    from lightning.pytorch.loops.loop import _Loop as _Loop
+    from lightning.pytorch.loops.optimization.automatic import (
+        _AutomaticOptimization as _AutomaticOptimization,
+    )
+    from lightning.pytorch.loops.progress import _Progress as _Progress
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as _TrainingEpochLoop
+    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
+        _LoggerConnector as _LoggerConnector,
+    )
+    from lightning.pytorch.trainer.connectors.logger_connector.result import (
+        _get_default_dtype as _get_default_dtype,
+    )
+    from lightning.pytorch.trainer.connectors.logger_connector.result import (
+        _ResultCollection as _ResultCollection,
+    )
+    from lightning.pytorch.trainer.connectors.logger_connector.result import (
+        _ResultMetric as _ResultMetric,
+    )
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _IMPORTED:
+            raise AttributeError(name)
+        return found_or_stand_in(f"lightning.{_IMPORTED[name]}.{name}")
+
+
+__all__ = ["LIGHTNING"]
+
+_PYTORCH = "lightning.pytorch"
+_LOOPS = f"{_PYTORCH}.loops"
+_EPOCH_LOOP = f"{_LOOPS}.training_epoch_loop._TrainingEpochLoop"
+_AUTOMATIC = f"{_LOOPS}.optimization.automatic"
+_CONNECTOR = f"{_PYTORCH}.trainer.connectors.logger_connector"
+_CALL = f"{_PYTORCH}.trainer.call"
+_WRAPPERS = "lightning.fabric.wrappers"
+
+# What modules of this package import from here: in which module of Lightning's it lives.
+_IMPORTED = {
+    "_FabricModule": "fabric.wrappers",
+    "_FabricOptimizer": "fabric.wrappers",
+    "_MockOptimizer": "pytorch.core.optimizer",
+    "_DataLoaderIterDataFetcher": "pytorch.loops.fetchers",
+    "_FitLoop": "pytorch.loops.fit_loop",
+    "_Loop": "pytorch.loops.loop",
+    "_AutomaticOptimization": "pytorch.loops.optimization.automatic",
+    "_Progress": "pytorch.loops.progress",
+    "_TrainingEpochLoop": "pytorch.loops.training_epoch_loop",
+    "_LoggerConnector": "pytorch.trainer.connectors.logger_connector.logger_connector",
+    "_get_default_dtype": "pytorch.trainer.connectors.logger_connector.result",
+    "_ResultCollection": "pytorch.trainer.connectors.logger_connector.result",
+    "_ResultMetric": "pytorch.trainer.connectors.logger_connector.result",
+}
+
+
+def _reads_a_number(getter: Any) -> bool:
+    return callable(getter.fget)
+
+
+def _is_as_it_was_read(advance: Any) -> bool:
+    # Here, because it imports Lightning.
+    from lightning_cudagraph.compat import lightning_source
+
+    return lightning_source.is_known()
+
+
+_TRAINER = (
+    members(f"{_PYTORCH}.Trainer", "_logger_connector", TRAINING, EVALUATION, MANUAL),
+    members(f"{_PYTORCH}.Trainer", "_signal_connector _detect_anomaly", TRAINING),
+    members(f"{_PYTORCH}.Trainer", "_evaluation_loop", EVALUATION),
+    members(f"{_PYTORCH}.Trainer", "_results", TRAINING, EVALUATION),
+    members(
+        f"{_PYTORCH}.trainer.connectors.signal_connector._SignalConnector",
+        "received_sigterm _sigterm_notifier_fn",
+        TRAINING,
+    ),
+    members(f"{_PYTORCH}.LightningModule", "_current_fx_name", TRAINING, EVALUATION),
+    # Name-mangled: what `LightningModule.log` turns its value into a tensor with.
+    PrivateName(
+        f"{_PYTORCH}.LightningModule._LightningModule__to_tensor",
+        (TRAINING, EVALUATION),
+        accepts("self", "value", "name"),
+    ),
+    members(f"{_PYTORCH}.LightningModule", "_compiler_ctx", TRAINING),
+    members(f"{_PYTORCH}.LightningModule", "_hparams", TRAINING, EVALUATION),
+    members(f"{_PYTORCH}.LightningModule", "_param_requires_grad_state", MANUAL),
+    members(f"{_PYTORCH}.loggers.TensorBoardLogger", "_experiment", TRAINING, EVALUATION, MANUAL),
+    PrivateName(f"{_PYTORCH}.core.optimizer._MockOptimizer", (TRAINING,)),
+    members(
+        f"{_PYTORCH}.core.optimizer.LightningOptimizer",
+        "_on_before_step _on_after_step",
+        TRAINING,
+        MANUAL,
+    ),
+    members(f"{_PYTORCH}.core.optimizer.LightningOptimizer", "_optimizer", TRAINING, MANUAL),
+    *named(
+        _CALL, "_call_callback_hooks", TRAINING, probe=accepts("trainer", "hook", "batch", "batch_idx")
+    ),
+    *named(_CALL, "_call_lightning_module_hook", TRAINING, probe=accepts("trainer", "hook", "loss")),
+)
+_TRAINING_LOOP = (
+    members(
+        _EPOCH_LOOP,
+        "automatic_optimization _results _batches_that_stepped batch_progress val_loop",
+        TRAINING,
+        TIMES,
+    ),
+    *named(_EPOCH_LOOP, "_broadcast_sigterm_tensor", TRAINING, probe=accepts("self")),
+    # Their values move from step to step.
+    *named(
+        _EPOCH_LOOP,
+        "batch_idx total_batch_idx global_step",
+        TRAINING,
+        EVALUATION,
+        MANUAL,
+        probe=_reads_a_number,
+    ),
+    *named(
+        f"{_LOOPS}.fit_loop._FitLoop",
+        "batch_idx total_batch_idx",
+        TRAINING,
+        EVALUATION,
+        MANUAL,
+        probe=_reads_a_number,
+    ),
+    PrivateName(f"{_LOOPS}.loop._Loop", (TRAINING, EVALUATION, MANUAL)),
+    *named(f"{_LOOPS}.fit_loop._FitLoop", "_should_accumulate", TRAINING, TIMES, probe=accepts("self")),
+    *named(
+        f"{_AUTOMATIC}._AutomaticOptimization",
+        "_make_closure",
+        TRAINING,
+        probe=accepts("self", "kwargs", "optimizer", "batch_idx"),
+    ),
+    *named(f"{_AUTOMATIC}._AutomaticOptimization", "_optimizer_step", TRAINING),
+    members(f"{_AUTOMATIC}._AutomaticOptimization", "_skip_backward optim_progress", TRAINING),
+    PrivateName(
+        f"{_AUTOMATIC}.Closure",
+        (TRAINING,),
+        accepts("step_fn", "backward_fn", "zero_grad_fn"),
+        fields=("_step_fn", "_backward_fn", "_zero_grad_fn", "_result"),
+    ),
+)
+_LOGS = (
+    members(
+        f"{_CONNECTOR}.logger_connector._LoggerConnector",
+        "should_reset_tensors _current_fx _first_loop_iter _progress_bar_metrics",
+        TRAINING,
+        EVALUATION,
+    ),
+    members(
+        f"{_CONNECTOR}.result._ResultCollection",
+        "log reset metrics update_metrics batch batch_size dataloader_idx",
+        TRAINING,
+        EVALUATION,
+    ),
+    *named(
+        f"{_CONNECTOR}.result._ResultCollection",
+        "_extract_batch_size",
+        TRAINING,
+        EVALUATION,
+        probe=accepts("self", "value", "batch_size", "meta"),
+    ),
+    # Attributes that are set here.
+    members(
+        f"{_CONNECTOR}.result._ResultMetric",
+        "value cumulated_batch_size _forward_cache _update_count _computed _defaults has_reset",
+        TRAINING,
+        EVALUATION,
+    ),
+    *named(f"{_CONNECTOR}.result", "_get_default_dtype", TRAINING, EVALUATION, probe=accepts()),
+    members(f"{_LOOPS}.evaluation_loop._EvaluationLoop", "_results", EVALUATION),
+)
+_SHORT_WAY = (
+    members(
+        f"{_CONNECTOR}.logger_connector._LoggerConnector",
+        "_callback_metrics _logged_metrics",
+        SHORT_WAY,
+    ),
+    PrivateName(f"{_EPOCH_LOOP}.advance", (SHORT_WAY,), _is_as_it_was_read),
+    members(_EPOCH_LOOP, "_skip_next_val _warning_cache", SHORT_WAY),
+    *named(_EPOCH_LOOP, "_should_check_val_epoch", SHORT_WAY, probe=accepts("self")),
+    *named(_EPOCH_LOOP, "_should_check_val_fx", SHORT_WAY, probe=accepts("self", "data_fetcher")),
+    PrivateName(f"{_LOOPS}.fetchers._DataLoaderIterDataFetcher", (SHORT_WAY,)),
+    PrivateName(f"{_LOOPS}.progress._Progress", (SHORT_WAY,)),
+)
+_STRATEGIES = (
+    members(f"{_PYTORCH}.strategies.Strategy", "_lightning_optimizers", TRAINING, MANUAL),
+    members(
+        f"{_PYTORCH}.strategies.DDPStrategy", "_ddp_kwargs _ddp_comm_hook _ddp_comm_wrapper", REPLICAS
+    ),
+    members(f"{_PYTORCH}.strategies.DDPStrategy", "_timeout", REPLICAS),
+    *named(
+        f"{_PYTORCH}.strategies.DDPStrategy", "_setup_model", REPLICAS, probe=accepts("self", "model")
+    ),
+    members(f"{_PYTORCH}.strategies.ModelParallelStrategy", "_device_mesh", TRAINING),
+    members(f"{_WRAPPERS}._FabricOptimizer", "_optimizer _strategy _callbacks", FABRIC),
+    members(f"{_WRAPPERS}._FabricModule", "_strategy", FABRIC),
+)
+
+LIGHTNING = (*_TRAINER, *_TRAINING_LOOP, *_LOGS, *_SHORT_WAY, *_STRATEGIES)

@@ -1,0 +1,16 @@
+"""Names of CPython with an underscore. They are there in all versions that this package runs on."""
+
+from __future__ import annotations
+
+from lightning_cudagraph.compat.features import CAPTURES
+from lightning_cudagraph.compat.private_names import PrivateName
+
+__all__ = ["PYTHON"]
+
+PYTHON = (
+    PrivateName("sys._getframe", (CAPTURES,), lambda f: f(0).f_code.co_name),
+    PrivateName("logging.Logger._log", (CAPTURES,)),
+    PrivateName("copyreg._reconstructor", (CAPTURES,)),
+    # Of named tuples, documented.
+    PrivateName("platform.uname_result._fields", (CAPTURES,)),
+)

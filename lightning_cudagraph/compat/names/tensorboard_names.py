@@ -1,0 +1,17 @@
+"""Private names of the writers of TensorBoard's event files, of which torch's are made."""
+
+from __future__ import annotations
+
+from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE
+from lightning_cudagraph.compat.private_names import members
+
+__all__ = ["TENSORBOARD"]
+
+_FILE_WRITER = "tensorboard.summary.writer.event_file_writer"
+
+TENSORBOARD = (
+    members(f"{_FILE_WRITER}.EventFileWriter", "_async_writer", EVENT_QUEUE),
+    members(f"{_FILE_WRITER}.EventFileWriter", "_file_name", CHARTS),
+    members(f"{_FILE_WRITER}._AsyncWriter", "_writer write", EVENT_QUEUE),
+    members("tensorboard.summary.writer.record_writer.RecordWriter", "_writer write", EVENT_QUEUE),
+)

@@ -1,0 +1,303 @@
+"""Private names of torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from lightning_cudagraph.compat.features import (
+    BROKEN_CAPTURES,
+    CAPTURABLE_ON_CPU,
+    CAPTURES,
+    COLLECTIVES,
+    CUDA,
+    CUDA_STREAMS,
+    FP16,
+    HELD_GRADIENTS,
+    METRICS,
+    REPLICAS,
+    SEGMENTS,
+    SHARDS,
+    TIMES,
+)
+from lightning_cudagraph.compat.private_names import (
+    PrivateName,
+    accepts,
+    found_or_stand_in,
+    members,
+    named,
+)
+
+if TYPE_CHECKING:
+    from torch._dynamo import eval_frame as eval_frame
+    from torch._dynamo.backends import cudagraphs as cudagraphs
+    from torch._dynamo.backends import debugging as debugging
+    from torch._dynamo.variables.torch import (
+        TorchInGraphFunctionVariable as TorchInGraphFunctionVariable,
+    )
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch.amp.grad_scaler import _refresh_per_optimizer_state as _refresh_per_optimizer_state
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as _disable_current_modes
+    from torch.utils._python_dispatch import (
+        is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+    )
+    from torch.utils._pytree import TreeSpec as TreeSpec
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_iter as tree_iter
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils.data.dataloader import _BaseDataLoaderIter as _BaseDataLoaderIter
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _IMPORTED:
+            raise AttributeError(name)
+        return found_or_stand_in(_IMPORTED[name])
+
+
+__all__ = ["TORCH"]
+
+_DYNAMO = "torch._dynamo.eval_frame"
+_DISPATCH = "torch.utils._python_dispatch"
+_TREES = "torch.utils._pytree"
+_COMPILED_CALLS = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
+
+# What modules of this package import from here.
+_IMPORTED = {
+    "eval_frame": _DYNAMO,
+    "cudagraphs": "torch._dynamo.backends.cudagraphs",
+    "debugging": "torch._dynamo.backends.debugging",
+    "TorchInGraphFunctionVariable": _COMPILED_CALLS,
+    "OpOverload": "torch._ops.OpOverload",
+    "OpOverloadPacket": "torch._ops.OpOverloadPacket",
+    "_refresh_per_optimizer_state": "torch.amp.grad_scaler._refresh_per_optimizer_state",
+    "_BaseDataLoaderIter": "torch.utils.data.dataloader._BaseDataLoaderIter",
+    **{
+        name: f"{_DISPATCH}.{name}"
+        for name in ("TorchDispatchMode", "_disable_current_modes", "is_traceable_wrapper_subclass")
+    },
+    **{
+        name: f"{_TREES}.{name}"
+        for name in (
+            *("TreeSpec", "tree_flatten", "tree_iter", "tree_leaves", "tree_map", "tree_map_only"),
+        )
+    },
+}
+
+
+def _counts_writes(version: Any) -> bool:
+    import torch
+
+    tensor = torch.zeros((), device="cpu")
+    before = version.__get__(tensor)
+    tensor.add_(1)
+    return bool(version.__get__(tensor) == before + 1)
+
+
+def _counts_users(count: Any) -> bool:
+    import torch
+
+    tensor = torch.zeros(2, device="cpu")
+    number = tensor.untyped_storage()._cdata
+    before = count(number)
+    view = tensor[:1]
+    return bool(before >= 1 and count(number) > before and view is not None)
+
+
+def _counts_nodes(number: Any) -> bool:
+    import torch
+
+    before = number()
+    node = torch.zeros((), requires_grad=True, device="cpu").clone().grad_fn
+    return bool(number() == before + 1 and node._sequence_nr() == before)  # type: ignore[union-attr]
+
+
+def _has_hook_tables(handle: Any) -> bool:
+    made = handle(OrderedDict())
+    return all(hasattr(made, name) for name in ("hooks_dict_ref", "extra_dict_ref", "id"))
+
+
+_AUTOGRAD = (
+    PrivateName("torch.autograd._get_sequence_nr", (TIMES,), _counts_nodes),
+    # Of nodes, which the probe before this one asks; older versions do not declare it there.
+    PrivateName("torch.autograd.graph.Node._sequence_nr"),
+    PrivateName("torch.autograd.Variable._execution_engine", (TIMES,)),
+    PrivateName("torch._C._current_graph_task_id", (TIMES,), lambda number: number() == -1),
+    # Entered around what is checkpointed, and around its recomputation.
+    *named("torch.utils.checkpoint", "_checkpoint_hook _recomputation_hook", TIMES),
+    PrivateName("torch.utils.hooks.RemovableHandle", (TIMES,), _has_hook_tables),
+    members("torch.nn.Module", "_compiled_call_impl", TIMES),
+    members(f"{_DYNAMO}.OptimizedModule", "_orig_mod", TIMES),
+)
+_MODULES = (
+    members(
+        "torch.nn.Module",
+        "_parameters _buffers _modules _forward_pre_hooks _forward_hooks _backward_pre_hooks"
+        " _backward_hooks",
+        CAPTURABLE_ON_CPU,
+        CAPTURES,
+        TIMES,
+    ),
+    members("torch.nn.utils.prune.BasePruningMethod", "_tensor_name", CAPTURES),
+)
+_TENSORS = (
+    PrivateName("torch.Tensor._version", (CAPTURES,), _counts_writes),
+    *named("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks", CAPTURES),
+    *named("torch.Tensor", "_indices _values", CAPTURES),
+    PrivateName("torch.Tensor._make_subclass", (METRICS,)),
+    *named("torch.UntypedStorage", "_cdata", CAPTURES),
+    *named("torch.Generator", "_cdata", CAPTURES),
+    # How torch counts who refers to a tensor, since objects of Python are not counted for it any more.
+    PrivateName("torch.Tensor._use_count"),
+    PrivateName("torch._C._storage_Use_Count", (HELD_GRADIENTS,), _counts_users),
+    *named("torch", "_foreach_add_ _foreach_copy_ _foreach_div _foreach_div_ _foreach_mul", CAPTURES),
+    *named("torch", "_foreach_mul_ _foreach_norm _foreach_sub _fused_sgd_", CAPTURES),
+)
+_OPS = (
+    *named("torch._ops", "OpOverload.__call__ OpOverloadPacket.__call__", CAPTURES),
+    PrivateName(
+        "torch.ops.aten.add.Tensor._schema", (CAPTURES,), lambda schema: schema.name == "aten::add"
+    ),
+    PrivateName("torch.ops.aten.add._qualified_op_name", (CAPTURES,), lambda name: name == "aten::add"),
+    *named(_DISPATCH, "TorchDispatchMode", CAPTURES),
+    *named(_DISPATCH, "_disable_current_modes", CAPTURES, probe=accepts()),
+    *named(_DISPATCH, "is_traceable_wrapper_subclass", CAPTURES, probe=lambda f: f(None) is False),
+    *named(_TREES, "TreeSpec", CAPTURES),
+    *named(_TREES, "tree_flatten", CAPTURES, probe=lambda f: f([1, (2,)])[0] == [1, 2]),
+    *named(_TREES, "tree_iter", CAPTURES, probe=lambda f: [*f([1, (2,)])] == [1, 2]),
+    *named(_TREES, "tree_leaves", CAPTURES, probe=lambda f: f([1, (2,)]) == [1, 2]),
+    *named(_TREES, "tree_map", CAPTURES, probe=lambda f: f(str, [1, (2,)]) == ["1", ("2",)]),
+    *named(_TREES, "tree_map_only", CAPTURES, probe=lambda f: f(int, str, [1, "a"]) == ["1", "a"]),
+    PrivateName("torch._C._RestorePythonTLSSnapshot", (CAPTURES,)),
+    PrivateName("torch._C._AutoDispatchBelowAutograd", (CAPTURES,)),
+    PrivateName(
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        (CAPTURES,),
+        lambda known: known("aten::mm", "AutocastCPU"),
+    ),
+    PrivateName("torch._C._nn.cross_entropy_loss", (CAPTURES,)),
+    PrivateName("torch.utils.data.dataloader._BaseDataLoaderIter.__next__", (CAPTURES,)),
+    *named(
+        "torch.overrides",
+        "_get_current_function_mode_stack",
+        CAPTURABLE_ON_CPU,
+        CAPTURES,
+        probe=lambda stack: isinstance(stack(), list),
+    ),
+    *named("torch.overrides", "_pop_mode _push_mode", CAPTURES),
+)
+_COMPILER = (
+    PrivateName("torch._TorchCompileInductorWrapper", (CAPTURES,)),
+    *named(_DYNAMO, "FrameAction FrameExecStrategy set_code_exec_strategy", CAPTURES),
+    PrivateName(f"{_DYNAMO}._stance", (CAPTURES,), lambda stance: isinstance(stance.stance, str)),
+    members(f"{_DYNAMO}.OptimizeContext", "enter_exit_hooks callback", CAPTURES),
+    members("torch._dynamo.convert_frame.CatchErrorsWrapper", "_torchdynamo_orig_backend", CAPTURES),
+    PrivateName(f"{_COMPILED_CALLS}._get_handlers", (CAPTURES,), accepts()),
+    PrivateName(
+        "torch._dynamo.utils.counters", (CAPTURES,), lambda counters: counters["stats"] is not None
+    ),
+    PrivateName(
+        "torch._dynamo.config.disable", (CAPTURES,), lambda flag: isinstance(flag, bool) or True
+    ),
+    PrivateName("torch._dynamo.backends.cudagraphs.CudagraphsBackend", (CAPTURES,)),
+    PrivateName("torch._dynamo.backends.debugging.aot_eager", (CAPTURES,), accepts("model", "inputs")),
+    # Set on what `torch.compile` and `torch.compiler.disable` return.
+    PrivateName("torch._dynamo.eval_frame._TorchDynamoContext.__call__._torchdynamo_orig_callable"),
+    PrivateName("torch._dynamo.eval_frame.DisableContext.__call__._torchdynamo_disable"),
+    PrivateName(
+        "torch._inductor.config.triton.cudagraphs",
+        (CAPTURES,),
+        lambda flag: isinstance(flag, bool),
+        if_imported="torch._inductor.config",
+    ),
+    PrivateName(
+        "torch._inductor.output_code.CompiledFxGraph.__call__",
+        (CAPTURES,),
+        if_imported="torch._inductor.output_code",
+    ),
+)
+_OPTIMIZERS = (
+    members("torch.optim.Optimizer", "_optimizer_step_pre_hooks _optimizer_step_post_hooks", CAPTURES),
+    *named(
+        "torch.optim.optimizer", "_global_optimizer_pre_hooks _global_optimizer_post_hooks", CAPTURES
+    ),
+    PrivateName("torch.optim.SGD._init_group", (CAPTURES,)),
+    # Only fused optimizers have it.
+    PrivateName("torch.optim.SGD._step_supports_amp_scaling"),
+    PrivateName("torch.optim.adam._get_capturable_supported_devices", (CAPTURABLE_ON_CPU,), accepts()),
+    members(
+        "torch.amp.GradScaler",
+        "_maybe_opt_step _per_optimizer_states _scale _growth_tracker _growth_factor _backoff_factor"
+        " _growth_interval",
+        FP16,
+    ),
+    PrivateName(
+        "torch.amp.grad_scaler._refresh_per_optimizer_state",
+        (FP16,),
+        lambda make: {"stage", "found_inf_per_device"} <= make().keys(),
+    ),
+)
+_DDP = "torch.nn.parallel.DistributedDataParallel"
+_C10D = "torch._C._distributed_c10d"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_DISTRIBUTED = (
+    members(
+        _DDP,
+        "_get_ddp_logging_data _set_ddp_runtime_logging_sample_rate _comm_hooks _join_config reducer",
+        REPLICAS,
+    ),
+    # Those that the first iterations make, and an argument of some versions.
+    *(
+        PrivateName(f"{_DDP}.{name}")
+        for name in ("_has_rebuilt_buckets", "_lazy_init_ran", "_delay_all_reduce_params")
+    ),
+    *named(f"{_C10D}.Reducer", "_check_reducer_finalized _reset_state", REPLICAS),
+    *named(_C10D, "_create_work_from_future Work.unbox", COLLECTIVES),
+    *named("torch.distributed.distributed_c10d", "_get_default_store PrefixStore", COLLECTIVES),
+    *named("torch.distributed.distributed_c10d", "_world", COLLECTIVES),
+    *named("torch.library.Library", "_destroy", TIMES),
+    PrivateName("torch.ops._c10d_functional.wait_tensor", (COLLECTIVES,)),
+    *(
+        PrivateName(f"{module}.{name}", (SHARDS,), fields=fields, if_imported="torch.distributed.fsdp")
+        for module, name, fields in (
+            (f"{_FSDP}._fully_shard", "FSDPModule", ("_get_fsdp_state",)),
+            (f"{_FSDP}._fsdp_state", "FSDPState", ("_state_ctx",)),
+            (
+                f"{_FSDP}._fsdp_param_group",
+                "FSDPParamGroup",
+                (
+                    *("_all_gather_result", "_training_state", "_post_reduce_event"),
+                    *("_partial_reduce_output", "is_sharded", "fsdp_params"),
+                ),
+            ),
+            (f"{_FSDP}._fsdp_param", "FSDPParam", ("_unsharded_param", "unsharded_accumulated_grad")),
+        )
+    ),
+    # One of each of these pairs, by the version of torch.
+    *(
+        PrivateName(f"{_FSDP}._fsdp_state.FSDPState.{name}")
+        for name in ("_fsdp_param_group", "_fsdp_param_groups", "_comm_ctx", "comm_ctx")
+    ),
+    # How weights are gathered and gradients reduced: torch's own way, if there is no other.
+    *(
+        PrivateName(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.{name}")
+        for name in ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
+    ),
+    *named(
+        "torch.distributed.tensor.DTensor",
+        "_local_tensor",
+        SHARDS,
+        if_imported="torch.distributed.tensor",
+    ),
+)
+_OF_CUDA = (
+    PrivateName("torch._C._cuda_clearCublasWorkspaces", (CUDA,)),
+    PrivateName("torch._C._cuda_getCurrentRawStream", (CUDA_STREAMS,)),
+    *named("torch._C", "_cuda_endAllocateToPool _cuda_releasePool", BROKEN_CAPTURES),
+    PrivateName("torch.cuda.memory._snapshot", (SEGMENTS,)),
+)
+
+TORCH = (*_AUTOGRAD, *_MODULES, *_TENSORS, *_OPS, *_COMPILER, *_OPTIMIZERS, *_DISTRIBUTED, *_OF_CUDA)

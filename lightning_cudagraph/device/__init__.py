@@ -1,0 +1,1 @@
+"""A device that a step is captured on: streams, graphs and events, on CUDA and on the emulator."""

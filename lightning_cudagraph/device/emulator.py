@@ -1,0 +1,524 @@
+"""The semantics of a CUDA graph on a CPU.
+
+A capture records every aten op of forward, backward and optimizer with the very tensors it used, and
+then undoes all it did, so that, as on a GPU, a capture executes nothing. A replay runs the ops again
+into the same storage: what was a Python value at capture stays frozen, a tensor that has been
+replaced since is not seen, random numbers are drawn afresh, and what a capture refuses is refused.
+
+It exists so that everything about this package can be tested, and a step be examined, on a machine
+without a GPU. It has a graph's semantics and not its speed. Ops on several streams run one after the
+other, in orders that the streams allow. Not emulated: streams of the user's own, reuse of memory inside
+a pool, asynchronous execution, the boundary between host and device, and a generator whose state is set
+inside the step, which is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import set_multithreading_enabled
+
+from lightning_cudagraph.compat.names.torch_names import is_traceable_wrapper_subclass
+from lightning_cudagraph.device.backend import Graph
+from lightning_cudagraph.device.generators import Generators
+from lightning_cudagraph.device.graph_parts import Between
+from lightning_cudagraph.device.host_work import HostWork, host_work_of
+from lightning_cudagraph.device.sentry.collectives import (
+    is_collective,
+    only_wraps,
+    returned_unrun,
+    wait_for,
+)
+from lightning_cudagraph.device.sentry.inductor import refused_on_cpu
+from lightning_cudagraph.device.sentry.noted import noted_refusals
+from lightning_cudagraph.device.sentry.sentry import STORAGE, HostReads, Sentry, forbid, user_location
+from lightning_cudagraph.device.streams.dataflow import Placed
+from lightning_cudagraph.device.streams.tape import Tape
+from lightning_cudagraph.tensors.writes import Writes, storage_id, storages_held, tensors_in, written_by
+
+__all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
+
+T = TypeVar("T")
+
+
+def _address(tensor: Tensor) -> Tensor:
+    """An alias that goes on pointing at today's storage, whatever becomes of the tensor object."""
+    return tensor.detach()
+
+
+def _addressed(value: Any, known: dict[int, Tensor]) -> Any:
+    """An argument of an op, with the addresses of its tensors.
+
+    Args:
+        value: the argument.
+        known: those of the op so far, by tensor: attention looks whether it is given one tensor thrice.
+    """
+    if isinstance(value, Tensor):
+        return known.setdefault(id(value), _address(value))
+    if type(value) in (list, tuple):
+        return type(value)(_addressed(member, known) for member in value)
+    return value
+
+
+# The graph whose capture is under way in each thread.
+_recording_in = threading.local()
+
+
+class HostEvent:
+    """A timing event of the host clock, in place of a CUDA event."""
+
+    def __init__(self) -> None:
+        self._time_s: float | None = None
+        self._passed: threading.Event | None = None  # of what another thread takes the time of
+
+    def record(self) -> None:
+        """Take the time now; inside a capture, each time that a replay comes to this point."""
+        graph = EmulatedGraph.recording()
+        if graph is None:
+            self.take_time()
+        else:
+            graph.tape.add_mark(self)
+
+    def take_time(self) -> None:
+        """Take the time, whatever is being captured."""
+        self._time_s = perf_counter()
+
+    def record_behind(self, work: Any) -> None:
+        """Take the time when a collective has ended that other threads work on."""
+        passed = self._passed = threading.Event()
+
+        def ended(_: Any) -> None:
+            self.take_time()
+            passed.set()
+
+        try:
+            future = work.get_future()
+        except RuntimeError:  # gloo's reduce-scatters have none
+            work.wait()
+            ended(None)
+        else:
+            future.add_done_callback(ended)
+
+    def synchronize(self) -> None:
+        """Wait for a collective; all else has ended, for the emulator works in the calling thread."""
+        if self._passed is not None:
+            self._passed.wait()
+
+    def query(self) -> bool:
+        """Whether it has been recorded."""
+        return self._time_s is not None
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds from this event to `end`.
+
+        Raises:
+            RuntimeError: if one of them has not been recorded yet.
+        """
+        if self._time_s is None or end._time_s is None:
+            raise RuntimeError("Both events must have been recorded, by a replay of their graph.")
+        return (end._time_s - self._time_s) * 1e3
+
+
+class _Op:
+    """One recorded op: what to call, with which addresses, and where its results belong."""
+
+    __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, results: list[Tensor | None]) -> None:
+        self.func = func
+        self.grad_mode = torch.is_grad_enabled()  # some kernels ask for it (mkldnn's RNN)
+        # It is on for those that call others, and comes to these.
+        self.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        self.args = args
+        self.kwargs = kwargs
+        self.results = results
+
+    def run(self) -> None:
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if self.autocast is not None:
+            autocast = torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
+        with torch.set_grad_enabled(self.grad_mode), torch._C._AutoDispatchBelowAutograd(), autocast:
+            results = self.func(*self.args, **self.kwargs)
+            if is_collective(self.func):
+                wait_for(self.func, results)
+        for target, value in zip(self.results, tensors_in(results), strict=True):
+            if target is not None:
+                target.copy_(value)
+
+
+class _Resize:
+    """Memory that is given another size in the middle of a step, as `fully_shard` does with weights."""
+
+    __slots__ = ("size_bytes", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        self.storage = storage
+        self.size_bytes = size_bytes
+
+    def run(self) -> None:
+        _resize(self.storage, self.size_bytes)
+
+
+_resize: Any = torch.UntypedStorage.resize_
+
+
+class _Undo:
+    """Remembers what the capture finds in memory, to put it back."""
+
+    def __init__(self, generators: Generators) -> None:
+        self._generators = generators
+        self._rng_state = generators.state(torch.get_rng_state())
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sizes: list[_Resize] = []
+        self._made_inside: set[int] = set()
+
+    def before(self, tensors: list[Tensor]) -> None:
+        # All inputs and not only those that a schema declares as written: `native_batch_norm` writes
+        # its running statistics without saying so.
+        for tensor in tensors:
+            key = storage_id(tensor)
+            if key in self._saved or key in self._made_inside:
+                continue
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            self._saved[key] = (whole, whole.clone())
+
+    def after(self, tensors: list[Tensor]) -> None:
+        self._made_inside.update(key for t in tensors if (key := storage_id(t)) not in self._saved)
+
+    def before_resize(self, storage: torch.UntypedStorage) -> None:
+        key = int(storage._cdata)
+        if not storage.nbytes():
+            self._made_inside.add(key)  # nothing is in it that is to be put back
+        elif key not in self._made_inside:
+            forbid(*STORAGE, user_location())
+        self._sizes.append(_Resize(storage, storage.nbytes()))
+
+    def roll_back(self) -> None:
+        for size in reversed(self._sizes):
+            size.run()
+        with torch.no_grad():
+            # Two storages may share memory (`from_dlpack`): what was saved first was there before.
+            for whole, saved in reversed(self._saved.values()):
+                whole.copy_(saved)
+        torch.set_rng_state(self._generators.set_extra_states(self._rng_state))
+
+
+_Tape = Tape[_Op | _Resize | HostEvent | None]
+
+
+_WRAPPER = ("which consists of other tensors, on the CPU emulator", "Use plain tensors on a CPU.")
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """True for a tensor without memory, by which DTensor finds out what an op will return."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
+
+
+class _Recorder(Sentry):
+    """Runs below autograd and autocast, so that what it sees is what a GPU would be launched with."""
+
+    def __init__(self, graph: EmulatedGraph, undo: _Undo, generators: Generators) -> None:
+        super().__init__("cpu", generators)
+        self._graph = graph
+        self._undo = undo
+        self._rng_state = torch.get_rng_state()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_generator(func)
+        # Ranges of a profiler's time line are held by no graph.
+        if func.namespace == "profiler" or only_wraps(func):
+            return func(*args, **kwargs)
+        collective = is_collective(func)
+        inputs = tensors_in(args, kwargs)
+        wrappers: list[Any] = [*inputs]
+        for kind in {type(tensor) for tensor in wrappers if is_traceable_wrapper_subclass(tensor)}:
+            forbid(f"a `{kind.__qualname__}`, {_WRAPPER[0]}", _WRAPPER[1], user_location())
+        placed = self._graph.tape.place(func, args, kwargs)
+        fake = any(map(_is_fake, inputs))
+        if not fake:
+            self._undo.before(inputs)
+        known: dict[int, Tensor] = {}
+        frozen_args = _addressed(args, known)
+        frozen_kwargs = {name: _addressed(value, known) for name, value in kwargs.items()}
+        result = returned_unrun(func, args) if collective else func(*args, **kwargs)
+        outputs = tensors_in(result)
+        if fake or any(map(_is_fake, outputs)):
+            if placed is not None:
+                self._graph.tape.add(None, placed)
+            return result
+        self._undo.after(outputs)
+        input_storages = {storage_id(t) for t in inputs}
+        # A result that shares its storage with an input is a view, or the input itself.
+        results = [None if storage_id(t) in input_storages else _address(t) for t in outputs]
+        writes = func._schema.is_mutable or written_by(func, args, kwargs)
+        is_only_a_view = outputs and not writes and all(target is None for target in results)
+        if not is_only_a_view:
+            op = _Op(func, frozen_args, frozen_kwargs, results)
+            self._graph.add(op, placed, result, inputs)
+        elif placed is not None:
+            self._graph.tape.add(None, placed)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._rng_state = torch.get_rng_state()
+        return result
+
+    def _check_generator(self, func: Any) -> None:
+        """Refuse what a GPU's capture can hold and a tape of ops cannot: a generator that is set."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return
+        if not torch.equal(torch.get_rng_state(), self._rng_state):
+            forbid(
+                "a generator whose state is set inside the step (`manual_seed`, `fork_rng`, activation"
+                " checkpointing with `preserve_rng_state`), on the CPU emulator",
+                "On a GPU this can be captured; on a CPU, pass `preserve_rng_state=False`.",
+                user_location(),
+            )
+
+
+class EmulatedGraph:
+    """A recorded piece of work on the CPU; its methods are named as `torch.cuda.CUDAGraph`'s are.
+
+    Args:
+        streams: on how many streams ops that do not need one another are.
+    """
+
+    def __init__(self, streams: int = 1) -> None:
+        self._streams = streams
+        self._parts: list[_Tape] = [Tape(streams)]
+        self.work = [HostWork()]
+        self._ops = 0
+        self._replays = 0
+        self.written: list[Tensor] = []
+
+    @staticmethod
+    def recording() -> EmulatedGraph | None:
+        """The graph whose capture is under way in the calling thread."""
+        return getattr(_recording_in, "graph", None)
+
+    def capture_begin(self) -> None:
+        """Events that are recorded in this thread are part of the graph from now on."""
+        _recording_in.graph = self
+
+    def capture_end(self) -> None:
+        """No longer."""
+        _recording_in.graph = None
+
+    @property
+    def tape(self) -> _Tape:
+        """The part under way."""
+        return self._parts[-1]
+
+    def add(self, op: _Op, placed: Placed | None, result: Any, inputs: list[Tensor]) -> None:
+        """Take an op that has run."""
+        self.tape.add(op, placed, result, inputs)
+        self._ops += 1
+
+    def cut(self) -> None:
+        """Begin another part."""
+        self._parts.append(Tape(self._streams))
+        self.work.append(HostWork())
+
+    def position(self) -> tuple[int, int]:
+        """The number of parts, and of ops in all of them."""
+        return len(self._parts), self._ops
+
+    def replay(self, between: Between | None = None) -> None:
+        """Run the recorded ops again, into the storage they used at capture.
+
+        Those on several streams come in another order in each replay.
+        """
+        self._replays += 1
+        for index, (part, work) in enumerate(zip(self._parts, self.work, strict=True)):
+            if index > 0 and between is not None:
+                between(index - 1)
+            with work.around_launch(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+                for op in part.order(self._replays):
+                    if isinstance(op, HostEvent):
+                        op.take_time()
+                    elif op is not None:
+                        op.run()
+
+    def reset(self) -> None:
+        """Let go of the recorded ops and of the memory they hold."""
+        self._parts = [Tape(self._streams)]
+        self.work = [HostWork()]
+        self.written.clear()
+
+    def barriers(self) -> dict[str, int]:
+        """The ops that all streams waited for, and how often."""
+        return dict(sum((tape.barriers for tape in self._parts), Counter[str]()))
+
+    def memory_bytes(self) -> int:
+        """Bytes of the tensors made inside the capture."""
+        storages = {
+            storage_id(t): t.untyped_storage().nbytes()
+            for part in self._parts
+            for op in part
+            if isinstance(op, _Op)
+            for t in op.results
+            if t is not None
+        }
+        return sum(storages.values())
+
+
+@contextmanager
+def _resizes_noticed(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
+    """Around a capture: note when memory is given another size, for which there is no op."""
+    thread = threading.get_ident()
+
+    def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+        if threading.get_ident() == thread:
+            undo.before_resize(storage)
+            graph.tape.add_mark(_Resize(storage, size_bytes))
+        return _resize(storage, size_bytes)
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+
+
+@contextmanager
+def _told_by_torch() -> Iterator[None]:
+    """Around a capture: libraries that ask torch whether there is one are answered as on a GPU."""
+    name = "is_current_stream_capturing"
+    owners: list[Any] = [torch.cuda, torch.cuda.graphs]
+    plain = [getattr(owner, name) for owner in owners]
+
+    def is_current_stream_capturing() -> bool:
+        return EmulatedGraph.recording() is not None or plain[0]()
+
+    for owner in owners:
+        setattr(owner, name, is_current_stream_capturing)
+    try:
+        yield
+    finally:
+        for owner, function in zip(owners, plain, strict=True):
+            setattr(owner, name, function)
+
+
+class EmulatorBackend:
+    """A CPU in the place of a GPU; see the notes on this module."""
+
+    description = (
+        "CPU emulator: a CUDA graph's semantics without its speed, for tests and for trying things out"
+    )
+    event_host_us = 0.0
+    graphs_per_step = 1  # a replay has ended when it returns, so its events can be read at once
+    overlaps = False
+
+    def __init__(self, streams: int = 1) -> None:
+        self.device = torch.device("cpu")
+        self.streams = streams
+        self.barriers: dict[str, int] = {}
+        self.in_turn = False
+        self.generators = Generators("cpu", torch.default_generator)
+        self._recording: EmulatedGraph | None = None
+        self._live: list[EmulatedGraph] = []
+
+    @contextmanager
+    def on_side_stream(self) -> Iterator[None]:
+        with set_multithreading_enabled(False):
+            yield
+
+    def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
+        graph = EmulatedGraph(self.streams)
+        undo = _Undo(self.generators)
+        self._recording = graph
+        graph.capture_begin()
+        try:
+            recorder = _Recorder(graph, undo, self.generators)
+            recorder.writes = Writes(storages_held() if is_compiled else None)
+            with (
+                set_multithreading_enabled(False),
+                _told_by_torch(),
+                refused_on_cpu(),
+                _resizes_noticed(graph, undo),
+                host_work_of(graph.work),
+                HostReads("cpu"),
+                recorder,
+                noted_refusals(),
+            ):
+                result = body()
+            graph.written = recorder.writes.older
+            self.barriers = graph.barriers()
+        except BaseException:
+            graph.reset()
+            raise
+        finally:
+            self._recording = None
+            graph.capture_end()
+            undo.roll_back()
+        self._live.append(graph)
+        return graph, result
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        yield  # graphs share no memory here
+
+    def cut(self) -> None:
+        assert self._recording is not None
+        self._recording.cut()
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        with HostReads("cpu"), Sentry("cpu", self.generators), noted_refusals():
+            yield
+
+    def written(self, graph: Graph) -> list[Tensor]:
+        return cast(EmulatedGraph, graph).written
+
+    def release(self, graph: Graph) -> None:
+        self._live = [live for live in self._live if live is not graph]
+        cast(EmulatedGraph, graph).reset()
+
+    def event(self) -> HostEvent:
+        return HostEvent()
+
+    def mark(self, event: HostEvent, forked: bool = True) -> None:
+        event.record()
+
+    def mark_end(self, event: HostEvent, work: Any) -> bool:
+        if self._recording is None:
+            event.record_behind(work)
+            return True
+        event.record()
+        return False  # a replay waits for each
+
+    def event_times(self, events: Sequence[HostEvent]) -> Callable[[], list[float]]:
+        return lambda: [0.0, *map(events[0].elapsed_time, events[1:])]
+
+    def position(self) -> object | None:
+        return None if self._recording is None else self._recording.position()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def rng_state(self) -> Tensor:
+        return self.generators.state(torch.get_rng_state())
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.set_rng_state(self.generators.set_extra_states(state))
+
+    def free_bytes(self) -> int:
+        return sys.maxsize  # host memory is not the emulator's to judge
+
+    def graph_bytes(self) -> int:
+        return sum(graph.memory_bytes() for graph in self._live)
+
+    def workspace_bytes(self) -> int:
+        return 0
+
+    def host_value_moved(self) -> bool:
+        return False  # host tensors are the device's here, and are read in every replay
+
+    def largest_graph_bytes(self) -> int:
+        return max((graph.memory_bytes() for graph in self._live), default=0)

@@ -1,0 +1,85 @@
+"""Random generators besides the default one of the device.
+
+A CUDA graph must know a generator before its capture begins, so that every replay draws afresh from it.
+Which ones a step uses is seen in its first warm-up step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
+
+__all__ = ["Generators"]
+
+
+class Generators:
+    """The generators of a device that steps draw from.
+
+    Args:
+        device_type: the type of the device.
+        default: its default generator.
+    """
+
+    def __init__(self, device_type: str, default: torch.Generator) -> None:
+        self._device_type = device_type
+        # By address: an op is handed another Python object for the same generator.
+        self._known: dict[int, torch.Generator] = {_address(default): default}
+
+    @property
+    def extra(self) -> list[torch.Generator]:
+        """Those besides the default one."""
+        return list(self._known.values())[1:]
+
+    def knows(self, generator: torch.Generator) -> bool:
+        """Whether a graph may draw from a generator."""
+        return _address(generator) in self._known
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Note the generators of the random ops inside."""
+        # Not a mode of the dispatcher, which would see more: under one, ops that consist of others are
+        # run with autocast off, and some backward passes go another way (TensorSubclassLikeUtils.h).
+        with _Spotter(self._note):
+            yield
+
+    def _note(self, generator: torch.Generator | None) -> None:
+        if generator is not None and generator.device.type == self._device_type:
+            self._known.setdefault(_address(generator), generator)
+
+    def state(self, default_state: Tensor) -> Tensor:
+        """The states of all of them, one after the other, given that of the default one."""
+        return torch.cat([default_state, *(generator.get_state() for generator in self.extra)])
+
+    def set_extra_states(self, state: Tensor) -> Tensor:
+        """Put the extra ones into what `state` returned; returns that of the default one."""
+        sizes = [generator.get_state().numel() for generator in self.extra]
+        default_state: Tensor
+        default_state, *states = state.split([state.numel() - sum(sizes), *sizes])
+        for generator, own in zip(self.extra, states, strict=True):
+            generator.set_state(own.clone())
+        return default_state.clone()
+
+
+def _address(generator: torch.Generator) -> int:
+    return generator._cdata  # type: ignore[attr-defined,no-any-return]
+
+
+_Note = Callable[[torch.Generator | None], None]
+
+
+class _Spotter(OwnFunctionMode):
+    def __init__(self, note: _Note) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._note((kwargs or {}).get("generator"))
+        return func(*args, **(kwargs or {}))

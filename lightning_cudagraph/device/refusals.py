@@ -1,0 +1,74 @@
+"""What errors mean that CUDA and torch raise because a capture is under way."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+from torch.autograd import graph
+from torch.nn.parallel import distributed
+
+from lightning_cudagraph.device.sentry.sentry import is_users, location_of
+from lightning_cudagraph.device.streams.branches import SentBackError
+from lightning_cudagraph.errors import CaptureError, CUDAGraphError
+
+__all__ = ["clear_frames", "meaning_of"]
+
+_WORDS = ("captur", "cudagraph", "cuda graph")
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold, and of those it came from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def meaning_of(error: BaseException) -> BaseException:
+    """An error that ended a capture; or what it means, if CUDA or torch raised it because of that."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        details = text.splitlines()[0] if text else "no details"
+        return CaptureError(
+            f"The capture of the training step ran out of memory: {details}",
+            "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use"
+            " smaller batches.",
+        )
+    refused = any(word in text.lower() for word in _WORDS)
+    said = isinstance(error, (CUDAGraphError, SentBackError))
+    if said or not (isinstance(error, RuntimeError) and refused):
+        return error
+    reason = ""
+    remedy = (
+        "Keep copies between host and GPU, and waits for the GPU, out of the step: make constants on"
+        " the device, or keep them in buffers (`register_buffer`)."
+    )
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [frame.f_code.co_filename for frame in frames]
+    if "legacy stream" in text and graph.__file__ in files:
+        # What adds to a gradient runs on the stream that was current when torch made it. A wrapper has
+        # that made when it is made itself, and keeps it.
+        reason = (
+            " in a backward pass that goes on on the default stream, where something that keeps its"
+            " nodes, such as a `DistributedDataParallel`, was made"
+        )
+        remedy = (
+            "Make it on a stream of its own, as Lightning and Fabric do: `with"
+            " torch.cuda.stream(torch.cuda.Stream()): model = DistributedDataParallel(model)`."
+        )
+    elif distributed.__file__ in files and not any(
+        is_users(frame.f_code, frame.f_globals) for frame in frames[files.index(distributed.__file__) :]
+    ):
+        reason = ", inside of a `DistributedDataParallel`"
+        remedy = (
+            "Pass the wrapper to `GraphedStep(modules=...)`, so that what it does on the host is kept"
+            " out of the capture."
+        )
+    where = location_of(error)
+    return CaptureError(
+        f"CUDA refused to capture the training step{f', at {where}' if where else ''}{reason}:"
+        f" {text.splitlines()[0]}.",
+        remedy,
+    )

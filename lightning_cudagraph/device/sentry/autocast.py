@@ -1,0 +1,91 @@
+"""Autocast, in what an op consists of, as it is without the modes of a capture.
+
+Below a mode of the dispatcher, torch leaves all out that is above it, autocast too
+(aten/src/ATen/core/PythonFallbackKernel.cpp). An op that comes whole to the mode, and calls others, is
+then computed in fp32 where it is in bf16 without the mode. What was on where the dispatcher was entered,
+torch remembers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from lightning_cudagraph.compat.names.torch_names import OpOverload, OpOverloadPacket
+
+__all__ = ["reaching"]
+
+# Of torch's ops those that call others that autocast knows; and what calls them, if that is another op.
+_CALL_OTHERS = {
+    "aten::_foreach_mm": None,
+    "aten::_transformer_encoder_layer_fwd": None,
+    "aten::_trilinear": "aten::bilinear",
+    "aten::affine_grid_generator": None,
+    "aten::linalg_pinv": "aten::pinverse",
+}
+_TORCHS = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "quantized"})
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def reaching(
+    func: Any, device_type: str, unknown: Callable[[str], None] = lambda name: None
+) -> AbstractContextManager[Any]:
+    """Inside, below a mode, an op is run with autocast on if it would be without the mode.
+
+    Args:
+        func: the op.
+        device_type: the type of the device that is captured.
+        unknown: is told the name of an op of which nobody knows, because the Python of another one calls
+            it, which may have switched autocast off.
+    """
+    if not _calls_others(func, device_type) or not _is_on(device_type):
+        return nullcontext()
+    name = func._schema.name
+    for frame in _frames(sys._getframe(2)):
+        if frame.f_code in _calls_of_ops():
+            caller = frame.f_locals["self"]
+            if getattr(caller, "overloadpacket", caller)._qualified_op_name != name:
+                unknown(name)
+        elif frame.f_code.co_name == "__torch_dispatch__" and not frame.f_code.co_filename.startswith(
+            _PACKAGE
+        ):
+            return nullcontext()  # a mode of the user's, or torch's, below which autocast is off anyway
+    dtype = torch.get_autocast_dtype(device_type)
+    return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
+
+
+@cache
+def _calls_of_ops() -> tuple[CodeType, CodeType]:
+    return OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _calls_others(func: Any, device_type: str) -> bool:
+    """Whether an op may call others, with autocast as it is around the op itself."""
+    if func.namespace not in _TORCHS:
+        caller = None
+    elif (name := func._schema.name) in _CALL_OTHERS:
+        caller = _CALL_OTHERS[name]
+    else:
+        return False
+    # In an op that autocast knows it is off in any case.
+    known = torch._C._dispatch_has_kernel_for_dispatch_key
+    return not known(caller or func.name(), f"Autocast{device_type.upper()}")
+
+
+def _is_on(device_type: str) -> bool:
+    """Whether autocast was on where the dispatcher was entered."""
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        return torch.is_autocast_enabled(device_type)

@@ -1,0 +1,69 @@
+"""Collectives of `torch.distributed` on a tape of ops.
+
+They come through the dispatcher like any op, whether Python calls them or DistributedDataParallel's
+reducer does. A capture must not run them: on a GPU it would not, and the other processes may be doing
+something else. So what a collective returns is made here without it, and a replay runs it and waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_cudagraph.compat.names.torch_names import tree_iter
+from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+
+__all__ = ["is_collective", "only_wraps", "returned_unrun", "wait_for"]
+
+# Python's way into them for compilers: the results are tensors that are waited for later. The norm of
+# sharded gradients is reduced so.
+_FUNCTIONAL = "_c10d_functional"
+_WAIT = "_c10d_functional::wait_tensor"
+_KNOWN = frozenset({"_c10d_functional::all_reduce", _WAIT})
+# Puts something around a tensor that waits for it when it is used.
+_WRAP = "_c10d_functional::_wrap_tensor_autograd"
+
+
+def is_collective(func: Any) -> bool:
+    """Tell if an op is a collective, or a message from one process to another.
+
+    Raises:
+        CaptureError: if it is one that a tape of ops cannot hold.
+    """
+    if func.namespace.startswith(_FUNCTIONAL):
+        if func._schema.name in _KNOWN:
+            return True
+        forbid(
+            f"a functional collective (`{func.__name__}`), on the CPU emulator",
+            "Use those of `torch.distributed`, such as `torch.distributed.all_reduce`.",
+            user_location(),
+        )
+    return bool(func.namespace == "c10d")
+
+
+def only_wraps(func: Any) -> bool:
+    """Tell if an op does nothing but to put something around a tensor that is in the graph."""
+    return bool(func._schema.name == _WRAP)
+
+
+def returned_unrun(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return what a collective returns, without running it: its tensors, and work that is done."""
+    if func.namespace == _FUNCTIONAL:
+        return args[0] if func._schema.name == _WAIT else torch.empty_like(args[0])
+    done: Any = torch.futures.Future()
+    written = list(tree_iter(args[0]))
+    done.set_result(written)
+    make: Any = torch._C._distributed_c10d
+    work = make._create_work_from_future(done).boxed()
+    # Those that return a tensor return the one that they write, which is their first argument.
+    return (args[0], work) if len(func._schema.returns) == 2 else work
+
+
+def wait_for(func: Any, returned: Any) -> None:
+    """Wait until a collective that was run has ended."""
+    if func.namespace == _FUNCTIONAL:
+        torch.ops._c10d_functional.wait_tensor(returned)
+        return
+    work = returned[-1] if isinstance(returned, (tuple, list)) else returned
+    torch._C._distributed_c10d.Work.unbox(work).wait()

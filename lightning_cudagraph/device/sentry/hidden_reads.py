@@ -1,0 +1,172 @@
+"""Reads on the host that a capture does not see.
+
+Torch leaves some out under a mode of the dispatcher, as a capture is, and rounds otherwise then: a step
+with one of them waits for the device without us, so no graph can hold it. Sources:
+torch/csrc/autograd/FunctionsManual.cpp, and `cross_entropy_loss_label_smoothing` of
+aten/src/ATen/native/LossNLL.cpp, which ask `isTensorSubclassLike`. One is inside of a kernel
+(`masked_fill` of aten/src/ATen/native/cuda/Indexing.cu). tests/gpu/test_all_ops_under_modes.py looks for
+others. They are a list because nothing else sees them: the walk over Python objects does not, no mode
+does, and the emulator has no boundary between host and device that such a read could cross.
+
+Backward passes of compiled code were traced under such modes, and do not read: where its Python is
+looked at, they are let go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cudagraph.compat.private_names import found_or_stand_in
+
+__all__ = ["in_op", "let_go", "of_function"]
+
+Words = tuple[str, str]  # what it is to the user, and the remedy
+
+
+def _product(name: str, by: str) -> Words:
+    return (
+        f"the gradient of `{name}`, for which torch reads on the host whether a factor is zero",
+        f"Multiply one by one: `{by}`; or take it of `x.detach()`, if no gradient comes from it.",
+    )
+
+
+_WHERE = "Use `torch.where(mask, value, x)`."
+
+# By op: of which argument it is the gradient.
+_IN_BACKWARD: dict[str, tuple[int, Words]] = {
+    "aten::prod": (0, _product("prod", "functools.reduce(torch.mul, x.unbind(dim))")),
+    "aten::cumprod": (
+        0,
+        _product("cumprod", "torch.stack([*itertools.accumulate(x.unbind(dim), torch.mul)], dim)"),
+    ),
+    "aten::masked_fill": (
+        2,
+        (
+            (
+                "the gradient of the value of `masked_fill`, for which torch reads on the host how much"
+                " of the mask is set"
+            ),
+            _WHERE,
+        ),
+    ),
+}
+_IN_KERNEL = ("`masked_fill` with a tensor on the GPU as its value, which is read on the host", _WHERE)
+_SMOOTHED = (
+    (
+        "`cross_entropy` with label smoothing and weights of the classes, for whose mean torch reads on"
+        " the host which targets are ignored"
+    ),
+    (
+        'Pass `reduction="none"`, and divide the sum by `(weight[target.clamp(min=0)] * (target !='
+        " ignore_index)).sum()`."
+    ),
+)
+_CROSS_ENTROPY = nn.functional.cross_entropy
+_LINEAR_CROSS_ENTROPY = getattr(nn.functional, "linear_cross_entropy", object())  # since torch 2.13
+_CROSS_ENTROPY_LOSS = (
+    found_or_stand_in("torch._C._nn.cross_entropy_loss"),
+    torch.ops.aten.cross_entropy_loss,
+    torch.ops.aten.cross_entropy_loss.default,
+)
+
+
+# The threads in which they are let go.
+_let_go: set[int] = set()
+
+
+@contextmanager
+def let_go() -> Iterator[None]:
+    """Inside, reads in backward passes are let go, in this thread."""
+    thread = threading.get_ident()
+    _let_go.add(thread)
+    try:
+        yield
+    finally:
+        _let_go.discard(thread)
+
+
+def _is_let_go() -> bool:
+    return threading.get_ident() in _let_go
+
+
+def in_op(name: str, args: tuple[Any, ...]) -> Words | None:
+    """What it is in the kernel of an op or in its backward pass, or None.
+
+    Args:
+        name: of the op, such as "aten::prod".
+        args: its positional arguments.
+    """
+    name = name.removesuffix("_")
+    index, words = _IN_BACKWARD.get(name, (0, None))
+    given = args[index] if len(args) > index else None
+    if not isinstance(given, Tensor) or words is None:
+        return None
+    if name == "aten::masked_fill":
+        if given.is_cuda:
+            return _IN_KERNEL
+    elif not given.ndim:
+        return None
+    has_gradient = given.requires_grad and torch.is_grad_enabled()
+    return words if has_gradient and not _is_let_go() else None
+
+
+def of_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Words | None:
+    """What it is in a function that consists of several ops, or None.
+
+    Args:
+        func: the function, as function modes are handed it; so are its arguments.
+        args: the positional ones.
+        kwargs: the others.
+    """
+    if func is _CROSS_ENTROPY:
+        is_smoothed_mean = _of_cross_entropy(*args, **kwargs)
+    elif func is _LINEAR_CROSS_ENTROPY:
+        is_smoothed_mean = _of_cross_entropy(
+            args[0],
+            args[2],
+            kwargs.get("weight"),
+            reduction=kwargs.get("reduction", "mean"),
+            label_smoothing=kwargs.get("label_smoothing", 0.0),
+        )
+    elif func in _CROSS_ENTROPY_LOSS:
+        is_smoothed_mean = _of_cross_entropy_loss(*args, **kwargs)
+    else:
+        return None
+    return _SMOOTHED if is_smoothed_mean else None
+
+
+def _of_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> bool:
+    if size_average is not None or reduce is not None:  # the older names
+        reduction = "mean" if size_average is not False and reduce is not False else ""
+    return _of_cross_entropy_loss(
+        input, target, weight, int(reduction == "mean"), ignore_index, label_smoothing
+    )
+
+
+def _of_cross_entropy_loss(
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> bool:
+    """Whether it is divided by the sum of the weights of those targets that are not ignored."""
+    return (
+        reduction == 1 and weight is not None and label_smoothing > 0 and not target.is_floating_point()
+    )

@@ -1,0 +1,161 @@
+"""Inductor, the compiler behind torch.compile: its own CUDA graphs, and its kernels on a CPU.
+
+`mode="reduce-overhead"` and `mode="max-autotune"` have Inductor capture what it has compiled in CUDA
+graphs of its own, and no capture can hold another. During a run they are compiled without, which changes
+no kernel: a graph of the whole step needs no graphs of its parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+
+from lightning_cudagraph.compat.names.torch_names import cudagraphs, debugging
+from lightning_cudagraph.device.sentry.sentry import Location, user_location
+from lightning_cudagraph.errors import CaptureError
+
+__all__ = ["refused_on_cpu", "wants_graphs", "without_its_graphs"]
+
+_GRAPHS = "triton.cudagraphs"
+_SAID = (
+    "torch.compile runs without the CUDA graphs of its own that its `mode=`, `options=` or backend asks"
+    " for, because the whole step is in one graph; its kernels are the same"
+)
+
+
+def wants_graphs(backend: Any) -> bool:
+    """Whether a backend of `torch.compile` captures what it compiles in CUDA graphs of its own."""
+    if isinstance(backend, cudagraphs.CudagraphsBackend):
+        return True
+    if not isinstance(backend, torch._TorchCompileInductorWrapper):
+        return False
+    wanted = backend.config.get(_GRAPHS)
+    if wanted is None and "torch._inductor.config" in sys.modules:
+        wanted = torch._inductor.config.triton.cudagraphs
+    return bool(wanted)
+
+
+class _Run:
+    """Who needs Inductor without CUDA graphs of its own, as long as he is there."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self.thread = threading.get_ident()
+        is_method = isinstance(announce, MethodType)
+        # Not held: a step that nobody closes must be able to go.
+        self.announce = weakref.WeakMethod(announce) if is_method else weakref.ref(announce)
+
+
+class _WithoutGraphs:
+    """Inductor without CUDA graphs of its own, in the threads in which somebody needs that."""
+
+    def __init__(self) -> None:
+        self._runs: list[_Run] = []
+        self._patches = ExitStack()
+        self._turned: set[int] = set()
+
+    def enter(self, announce: Callable[[str], None]) -> _Run:
+        self._let_go([run for run in self._runs if run.announce() is None])
+        self._runs.append(run := _Run(announce))
+        if len(self._runs) == 1:
+            self._patch()
+        return run
+
+    def leave(self, run: _Run) -> None:
+        self._let_go([run])
+
+    def _let_go(self, gone: list[_Run]) -> None:
+        if not gone:
+            return
+        self._runs = [run for run in self._runs if run not in gone]
+        if not self._runs:
+            self._patches.close()
+        if without := self._turned - {run.thread for run in self._runs}:
+            self._turned -= without
+            torch.compiler.reset()  # what was compiled there is compiled anew, as it was asked for
+
+    def _patch(self) -> None:
+        kind: Any = torch._TorchCompileInductorWrapper
+        other_kind: Any = cudagraphs.CudagraphsBackend
+        by_inductor, by_cudagraphs = kind.__call__, other_kind.__call__
+
+        def compile_by_inductor(backend: Any, *args: Any, **kwargs: Any) -> Any:
+            if wants_graphs(backend) and self._turn():
+                backend = copy.copy(backend)
+                backend.config = {**backend.config, _GRAPHS: False}
+            return by_inductor(backend, *args, **kwargs)
+
+        def compile_by_cudagraphs(model: Any, inputs: Any, **kwargs: Any) -> Any:
+            if self._turn():  # without the graphs, what is left of this backend is the other one
+                return debugging.aot_eager(model, inputs)
+            return by_cudagraphs(model, inputs, **kwargs)
+
+        self._replace(kind, "__call__", compile_by_inductor)
+        self._replace(other_kind, "__call__", staticmethod(compile_by_cudagraphs))
+
+    def _replace(self, owner: type, name: str, by: Any) -> None:
+        self._patches.callback(setattr, owner, name, vars(owner)[name])
+        setattr(owner, name, by)
+
+    def _turn(self) -> bool:
+        """Something wants graphs of its own: whether it is not to have them."""
+        thread = threading.get_ident()
+        of_thread = [run.announce() for run in self._runs if run.thread == thread]
+        there = [announce for announce in of_thread if announce is not None]
+        if there and thread not in self._turned:
+            self._turned.add(thread)
+            there[-1](_SAID)
+        return bool(there)
+
+
+_without_graphs = _WithoutGraphs()
+
+
+def without_its_graphs(announce: Callable[[str], None]) -> ExitStack:
+    """Let torch.compile compile without CUDA graphs of its own, in this thread.
+
+    Args:
+        announce: told, once, that somebody had wanted these; if there are several, the last. It is not
+            kept alive.
+
+    Returns:
+        To be used as a context manager; it ends with `announce` if it is never closed.
+    """
+    stack = ExitStack()
+    stack.callback(_without_graphs.leave, _without_graphs.enter(announce))
+    return stack
+
+
+@contextmanager
+def refused_on_cpu() -> Iterator[None]:
+    """Refuse kernels of Inductor's in a step of the emulator, which sees ops and nothing else."""
+    output_code: Any = sys.modules.get("torch._inductor.output_code")
+    if output_code is None:
+        yield
+        return
+    kind = output_code.CompiledFxGraph
+    call = kind.__call__
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise _unseen(user_location())
+
+    kind.__call__ = refuse
+    try:
+        yield
+    finally:
+        kind.__call__ = call
+
+
+def _unseen(where: Location | None) -> CaptureError:
+    return CaptureError(
+        "The training step calls kernels that Inductor has compiled for the CPU"
+        f"{f', at {where}' if where else ''}; the CPU emulator sees ops, and no such kernels.",
+        'On a CPU, pass `torch.compile(..., backend="aot_eager")`. On a GPU nothing has to be changed.',
+    )

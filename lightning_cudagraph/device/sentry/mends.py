@@ -1,0 +1,221 @@
+"""What a CUDA capture would refuse, or read from memory that is gone, and can be put right.
+
+* A constant made on the device, ``torch.tensor([1.0, 2.0], device="cuda")``, is a blocking copy from the
+  host. Here it becomes a fill, or a copy from pinned memory that lives as long as the graph.
+* A tensor that the step makes on the host and copies to the device is copied from such memory, too. Its
+  value is that of the capture in every replay, as that of any Python number in the step.
+* A pinned tensor that a captured copy reads is kept alive: each replay reads it again. (Grouped matrix
+  products hand arrays of addresses to the device in this way.)
+
+A tensor on the host that is older than the step may be changed by host code between two steps. Copied
+from unpinned memory it is refused; where an op takes it as a scalar, its value becomes a guard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.compat.names.torch_names import tree_iter
+from lightning_cudagraph.device.generators import Generators
+from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
+from lightning_cudagraph.device.sentry.sentry import Sentry, forbid, user_location
+from lightning_cudagraph.device.streams.branches import Branches
+from lightning_cudagraph.tensors.local import is_around_another
+from lightning_cudagraph.tensors.writes import storage_id
+
+__all__ = ["Constants", "HostMemory", "MendingSentry"]
+
+# One capture's constants. Pinned before the capture begins: pinning may wait for the device.
+_ARENA_BYTES = 1 << 20
+_ALIGNMENT_BYTES = 64
+_FROM_PYTHON = {torch.tensor, torch.as_tensor}
+
+_TOO_LARGE = (
+    f"constants of more than {_ARENA_BYTES >> 20} MiB that are copied from the host",
+    "Keep them in buffers (`register_buffer`).",
+)
+_HOST_WRITE = (
+    "a write into a tensor in host memory, which a replay would not do",
+    "Keep the tensor on the device, in a buffer (`register_buffer`).",
+)
+
+
+class HostMemory:
+    """Host memory that a graph reads in every replay, and that lives as long as the graph.
+
+    Attributes:
+        scalars: host tensors that kernels were handed as numbers, with the numbers.
+    """
+
+    def __init__(self) -> None:
+        self._arena = torch.empty(_ARENA_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._used_bytes = 0
+        self._kept: dict[int, Tensor] = {}
+        self.scalars: list[tuple[Tensor, Any]] = []
+
+    def keep(self, pinned: Tensor) -> None:
+        """Keep a pinned tensor alive."""
+        self._kept[id(pinned)] = pinned
+
+    def pinned(self, value: Tensor) -> Tensor:
+        """A pinned copy of a host tensor.
+
+        Raises:
+            CaptureError: if there is too much of them.
+        """
+        start = -(-self._used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._used_bytes = start + value.nbytes
+        if self._used_bytes > _ARENA_BYTES:
+            forbid(*_TOO_LARGE, user_location())
+        place = self._arena[start : self._used_bytes].view(value.dtype).view(value.shape)
+        return place.copy_(value)
+
+    def moved(self) -> bool:
+        """Whether a number that a kernel was handed is another one now."""
+        return any(_moved(tensor.item(), was) for tensor, was in self.scalars)
+
+
+def _moved(now: Any, was: Any) -> bool:
+    return bool(now != was) and not (now != now and was != was)  # both are NaN
+
+
+def _is_python(data: Any) -> bool:
+    return all(isinstance(leaf, (bool, int, float, complex)) for leaf in tree_iter(data))
+
+
+class Constants(OwnFunctionMode):
+    """Makes constants on the device without a blocking copy.
+
+    Args:
+        memory: what they are copied from.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _FROM_PYTHON and _is_python(args[:1]):
+            device = kwargs.get("device")
+            device = torch.get_default_device() if device is None else torch.device(device)
+            if device.type == "cuda":
+                kwargs["device"] = "cpu"
+                return self._on_device(func(*args, **kwargs), device)
+        elif func is Tensor.new_tensor and args[0].is_cuda and _is_python(args[1:2]):
+            kwargs.setdefault("dtype", args[0].dtype)
+            kwargs["device"] = "cpu"
+            return self._on_device(torch.tensor(args[1], **kwargs), args[0].device)
+        elif func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_cuda:
+            args = (args[0], self._index(args[1], args[0].device), *args[2:])
+        return func(*args, **kwargs)
+
+    def _on_device(self, value: Tensor, device: torch.device) -> Tensor:
+        with torch.no_grad():
+            if value.numel() == 1:
+                made = torch.full(value.shape, value.item(), dtype=value.dtype, device=device)
+            else:
+                made = torch.empty(value.shape, dtype=value.dtype, device=device)
+                made.copy_(self._memory.pinned(value), non_blocking=True)
+        return made.requires_grad_(value.requires_grad)
+
+    def _index(self, index: Any, device: torch.device) -> Any:
+        """An index with the lists of whole numbers in it as tensors on the device."""
+        if isinstance(index, tuple):
+            return tuple(self._index(part, device) for part in index)
+        if isinstance(index, list) and index and all(type(number) is int for number in index):
+            return self._on_device(torch.tensor(index, device="cpu"), device)
+        return index
+
+
+class MendingSentry(Sentry):
+    """A sentry that lets copies from the host pass where it can make them safe.
+
+    Args:
+        generators: those that the graph may draw from.
+        memory: what copies read.
+        branches: the streams of the capture, if it has several.
+    """
+
+    def __init__(
+        self, generators: Generators, memory: HostMemory, branches: Branches | None = None
+    ) -> None:
+        super().__init__("cuda", generators)
+        self._memory = memory
+        self._branches = branches
+        # Host tensors made inside the step, by storage; kept, so that no address comes twice.
+        self._made_inside: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(map(is_around_another, types)):
+            return NotImplemented  # comes again, as ops on what it is around
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        if on_host:
+            args, kwargs = self._mend(func, args, kwargs)
+            self._look_at(func, args, on_host, len(on_host) == len(tensors))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(on_host) == len(tensors):
+            # `lift_fresh` hands out what `torch.tensor` has just made, without an op for the making.
+            older = [] if func._schema.name == "aten::lift_fresh" else list(map(storage_id, on_host))
+            for leaf in tree_iter(result):
+                if (
+                    isinstance(leaf, Tensor)
+                    and leaf.device.type == "cpu"
+                    and storage_id(leaf) not in older
+                ):
+                    self._made_inside[storage_id(leaf)] = leaf
+        return result
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._branches is None:
+            return func(*args, **kwargs)
+        return self._branches.run(func, args, kwargs)
+
+    def _is_made_inside(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self._made_inside
+
+    def _mend(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a copy to the device, such that it reads memory that stays."""
+        name = func._schema.name
+        if name == "aten::_to_copy":
+            source, device = args[0], kwargs.get("device")
+            if device is None or torch.device(device).type != "cuda":
+                return args, kwargs
+            dtype, shape = kwargs.get("dtype") or source.dtype, source.shape
+        elif name == "aten::copy_" and args[0].is_cuda:
+            source, dtype, shape = args[1], args[0].dtype, args[0].shape
+        else:
+            return args, kwargs
+        if source.is_pinned():
+            self._memory.keep(source)
+            return args, kwargs
+        if not self._is_made_inside(source):
+            return args, kwargs
+        pinned = self._memory.pinned(source.detach().to(dtype).expand(shape))
+        self.known.same(pinned, source)
+        if name == "aten::copy_":
+            return (args[0], pinned, True), {}
+        return (pinned,), {**kwargs, "non_blocking": True}
+
+    def _look_at(
+        self, func: Any, args: tuple[Any, ...], on_host: list[Tensor], all_on_host: bool
+    ) -> None:
+        """Host tensors older than the step: may not be written, and are guarded where they are read."""
+        for tensor in on_host:
+            if self._is_made_inside(tensor) or tensor.is_pinned():
+                continue
+            if all_on_host and func._schema.is_mutable and any(tensor is arg for arg in args[:1]):
+                forbid(*_HOST_WRITE, user_location())
+            if not all_on_host and tensor.ndim == 0:
+                self._memory.scalars.append((tensor, tensor.item()))

@@ -1,0 +1,218 @@
+"""A capture whose graph has several branches, because ops that do not need one another are in it.
+
+Work that is captured on one stream is chained, each kernel to the one before, and small kernels leave
+most of a GPU idle. Here each op of the step is run on one of a few streams of the capture, and waits for
+those ops alone that it needs. For everybody else nothing changes: between two ops the current stream is
+the step's own, and *it waits for all that has been issued*. So what comes to it unseen (a Triton kernel,
+an extension, a collective that is waited for, an event) comes after all ops before it; that it came is
+seen in the state of the capture before the next op, and all that follows waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.compat.names.torch_names import tree_iter
+from lightning_cudagraph.device.driver import let_wait, position_of
+from lightning_cudagraph.device.graph_parts import CudaParts
+from lightning_cudagraph.device.streams.accesses import Access, access_of, made_by, only_looks
+from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
+
+__all__ = ["Branches", "SentBackError"]
+
+
+# How many refer to a memory.
+_users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
+# Of a stream's memory, so much may be held for others before it waits for them: this, or a share of what
+# has been allocated in the capture.
+_HELD_BYTES = 1 << 20
+_HELD_SHARE = 1 / 64
+
+
+class SentBackError(RuntimeError):
+    """A step cannot be captured on several streams, and is to be captured on one."""
+
+
+class Branches:
+    """The streams of one capture.
+
+    Args:
+        streams: they are captured together. The first one is the step's own, and current between ops.
+        graph: what they are captured into.
+
+    Attributes:
+        used: how many of them have been given an op.
+        barriers: what everything else had to wait for, and how often.
+        broken: why the order may not be right, if that is so.
+    """
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream], graph: CudaParts) -> None:
+        self._graph = graph
+        self._streams = list(streams)
+        self._own = self._streams[0]
+        # By the address of memory, the stream that it was allocated on; the step's own if it is not
+        # known: what allocates unseen does so there.
+        self._homes: dict[int, int] = {}
+        self._flow = Flow(len(self._streams))
+        self._held = HeldMemory(self._flow, _is_free)
+        self._nodes: list[tuple[int, ...]] = []
+        self._left: tuple[int, ...] = ()
+        # How far each of the streams had come when an op was last issued there.
+        self._at: list[tuple[int, ...]] = []
+        self._made_bytes = 0
+        self.used = 0
+        self.barriers: dict[str, int] = {}
+        self.broken: str | None = None
+
+    def begin(self) -> None:
+        """The capture of the next part has begun on the step's own stream, which is current.
+
+        Raises:
+            SentBackError: if the driver does not tell what work waits for.
+        """
+        self._flow = Flow(len(self._streams))
+        self._held = HeldMemory(self._flow, _is_free)
+        self._nodes = []
+        fork = torch.cuda.Event()
+        self._graph.record(fork, self._own)
+        for stream in self._streams[1:]:
+            stream.wait_event(fork)
+        self._left = self._position(self._own)
+        self._wait(self._own, self._left)
+        self._at = [self._position(stream) for stream in self._streams]
+
+    def end(self) -> None:
+        """Join the streams before the capture of the part ends, be it in an error."""
+        self.used = max(self.used, self._flow.used)
+        for stream in self._streams[1:]:
+            if position_of(stream) is not None:
+                self._own.wait_stream(stream)
+        self._held = HeldMemory(self._flow)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op where it may go.
+
+        Raises:
+            SentBackError: if it is not certain that the order is right.
+        """
+        if self.broken is not None:
+            raise SentBackError(self.broken)
+        if torch.cuda.current_stream(self._own.device) != self._own:
+            # A stream of the user's, who lets it wait for the step's own, and that for it.
+            return func(*args, **kwargs)
+        self._notice()
+        if only_looks(func):
+            return func(*args, **kwargs)
+        access = access_of(func, args, kwargs)
+        if access is None or not all(map(self._is_here, access.tensors)):
+            return self._run_alone(func, args, kwargs)
+        if not any(tensor.is_cuda for tensor in access.tensors) and not _makes_on_cuda(kwargs):
+            return func(*args, **kwargs)
+        return self._run_placed(func, args, kwargs, access)
+
+    def _run_placed(self, func: Any, args: Any, kwargs: Any, access: Access) -> Any:
+        self._notice()  # to ask for an address can make a copy of what is shared until it is written
+        before = self._flow.last
+        placed = self._flow.add(access.reads, access.writes, access.cost, also_after=self._overdue)
+        stream = self._streams[placed.stream]
+        if placed.stream and self._position(stream) != self._at[placed.stream]:
+            self._break("the step uses a stream of its own that is one of the capture's")
+        for tensor in access.tensors:
+            if tensor.is_cuda:
+                storage = tensor.untyped_storage()
+                home = self._homes.get(storage.data_ptr(), 0)
+                self._held.use(placed, home, storage, storage.nbytes())
+        self._held.release()
+        self._wait(stream, self._nodes_of([before[placed.stream], *placed.waits]))
+        torch.cuda.set_stream(stream)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            torch.cuda.set_stream(self._own)
+            self._at[placed.stream] = self._position(stream)
+            self._nodes.append(self._at[placed.stream])
+            self._join()
+        if access.moved():
+            self._break(f"{func} gave a tensor other memory, and what it had may be in use elsewhere")
+        self._take(placed, made_by(result, access.tensors, "cuda"))
+        return result
+
+    def _overdue(self, stream: int, time: float) -> list[int]:
+        allowed_bytes = max(_HELD_BYTES, int(_HELD_SHARE * self._made_bytes))
+        return self._held.overdue(stream, time, allowed_bytes)
+
+    def _run_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op of which too little is known after all before it, and before all after it."""
+        result = func(*args, **kwargs)
+        self._bar(str(func))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
+                self._homes[leaf.untyped_storage().data_ptr()] = 0
+        return result
+
+    def _take(self, placed: Placed, made: list[Tensor]) -> None:
+        spans = []
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            start = storage.data_ptr()
+            self._homes[start] = placed.stream
+            spans.append((start, start + storage.nbytes()))
+            self._made_bytes += storage.nbytes()
+        if self._flow.made(placed, spans):
+            self._break("memory was given to an op while others still used it")
+
+    def _notice(self) -> None:
+        """See whether something was issued that was no op."""
+        if not self._nodes and not self._position(self._own):
+            self._graph.record(torch.cuda.Event(external=True), self._own)  # to begin in one node
+        if self._position(self._own) != self._left:
+            self._bar(_UNSEEN if self._nodes else None)
+
+    def _bar(self, what: str | None) -> None:
+        if what is not None:
+            self.barriers[what] = self.barriers.get(what, 0) + 1
+        self._flow.barrier()
+        self._nodes.append(self._position(self._own))
+        self._held.release()
+        self._left = self._nodes[-1]
+
+    def _join(self) -> None:
+        """Let what comes next on the step's own stream wait for all that has been issued."""
+        self._wait(self._own, self._nodes_of(self._flow.leaves))
+        self._left = self._position(self._own)
+
+    def _nodes_of(self, numbers: Iterable[int]) -> set[int]:
+        return {node for number in numbers if number >= 0 for node in self._nodes[number]}
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return not tensor.is_cuda or tensor.device == self._own.device
+
+    def _position(self, stream: torch.cuda.Stream) -> tuple[int, ...]:
+        position = position_of(stream)
+        if position is None:
+            self._break("the driver does not tell how far the capture has come")
+        return position[1:]
+
+    def _wait(self, stream: torch.cuda.Stream, nodes: Iterable[int]) -> None:
+        if not let_wait(stream, tuple(nodes)):
+            self._break("the driver does not let work of a capture wait for chosen nodes")
+
+    def _break(self, reason: str) -> NoReturn:
+        """Go no further; the step may get over the error, but not the capture."""
+        self.broken = reason
+        raise SentBackError(reason)
+
+
+def _is_free(storage: torch.UntypedStorage) -> bool:
+    """Tell if no other object needs a memory; never, where torch does not tell."""
+    return _users_of is not None and _users_of(storage._cdata) == 1
+
+
+def _makes_on_cuda(kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cuda"

@@ -1,0 +1,1 @@
+"""The processes of a run: votes, errors, and `DistributedDataParallel`. Knows nothing of Lightning."""

@@ -1,0 +1,269 @@
+"""Errors of single processes, told to the others of a run.
+
+A process that fails leaves its error in the store that the process group was made with. The others read
+it where they wait in a vote; and in a thread that looks once a second, because they may wait on the
+device, in a collective. Such a wait ends only at the time limit of the process group, when NCCL's
+watchdog aborts it. The thread does that in seconds, once the reason is known. A process that does not
+come back from there is left to that watchdog, and to what has started it (`torchrun`, `srun`).
+
+The store ends with the process that has it, mostly that of rank 0. So this one waits a moment at its
+end, until the others have read what is in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_cudagraph.errors import PeerError
+from lightning_cudagraph.processes.shared_page import SharedPage
+
+__all__ = ["GIVE_THE_SAME", "LOOK_EVERY", "Failures"]
+
+GIVE_THE_SAME = "give all of them the same numbers of batches, steps and epochs."
+# Keys of the store: the first error; that a process has come to its end without one; and that the
+# process of a rank has read either, or has come to its own end.
+_FAILED, _ENDED, _READ = "failed", "ended", "read"
+LOOK_EVERY = timedelta(seconds=1)
+_LOOK_EVERY_S = LOOK_EVERY.total_seconds()
+# How long a process that knows of an error of another has to come to its end by itself.
+_ABORT_AFTER_S = 3.0
+# How long the device may take for what is launched, before it is taken to wait for other processes.
+_DRAIN_S = 5.0
+# How long the abort of a process group may take, which waits for the graphs with its collectives.
+_ABORT_TIMEOUT_S = 15.0
+# How long a process that ends, and has the store, waits for the others to read; and how long one to
+# which another does not come waits for the reason.
+_READ_TIMEOUT_S = 3.0
+_POLL_S = 0.02
+
+
+class Failures:
+    """The errors of other processes, as this one knows them, and its own, as they learn it.
+
+    Attributes:
+        page: the page that all processes share, if there is one.
+        has_ended: a process is known to have come to its end without an error.
+    """
+
+    page: SharedPage | None = None
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._failed: str | None = None
+        self._own: str | None = None  # the error of this process
+        self.has_ended = False
+        self._has_said = False
+        self._looked_s = 0.0
+        self._device = torch.device("cpu")
+        self._closed = threading.Event()
+        self._watch: threading.Thread | None = None
+        self._aborting: threading.Thread | None = None
+
+    def watch(self, device: torch.device) -> None:
+        """Look for failures of others from now on, in a thread."""
+        self._device = device
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._look_out, name="cudagraph-peers", daemon=True)
+            self._watch.start()
+
+    def close(self) -> None:
+        """Look no more. Graphs have been let go of by now, so that an abort comes back."""
+        self._closed.set()
+        if self._watch is not None:
+            self._watch.join(2 * _LOOK_EVERY_S)
+        if self._aborting is not None:
+            # A thread that comes back while Python ends would end the process with a signal.
+            self._aborting.join(_ABORT_TIMEOUT_S)
+
+    def nap(self, seconds: float) -> None:
+        """Wait for a moment, and look now and then.
+
+        Raises:
+            PeerError: if another process has failed.
+        """
+        self._closed.wait(seconds)
+        self.look_now_and_then()
+
+    def look_now_and_then(self) -> None:
+        """Look, if the last look was long ago; to be called often.
+
+        Raises:
+            PeerError: if another process has failed.
+        """
+        now_s = monotonic()
+        if now_s - self._looked_s >= _LOOK_EVERY_S:
+            self._looked_s = now_s
+            self.look()
+
+    def look(self) -> None:
+        """Ask the store, and the page.
+
+        Raises:
+            PeerError: if another process has failed.
+        """
+        self._read()
+        if self._failed is not None and self._failed != self._own:
+            raise self.error("")
+        if self._failed is None and (text := self._text_of_gone()):
+            raise self.alone(f"{text}, and rank {self._rank} ends with it.")
+
+    def error(self, otherwise: str) -> PeerError:
+        """The error for a process that does not come.
+
+        Args:
+            otherwise: what there is to say if it has left no reason.
+        """
+        deadline_s = monotonic() + _READ_TIMEOUT_S
+        with contextlib.suppress(RuntimeError):
+            self._read()
+            while self._failed is None and not self.has_ended and monotonic() < deadline_s:
+                self._closed.wait(_POLL_S)
+                self._read()
+        text = f"Another process of the run has failed, and rank {self._rank} ends with it:"
+        if self._failed is not None:
+            return PeerError(f"{text} {self._failed}")
+        if self.has_ended:
+            return PeerError(
+                f"Another process has come to its end, and rank {self._rank} has more to do. In a graph"
+                f" that averages gradients all processes take part in each step: {GIVE_THE_SAME}"
+            )
+        return self.alone(f"{text} {self._text_of_gone() or otherwise}")
+
+    def alone(self, text: str) -> PeerError:
+        """An error that this process has come to by itself, and that it tells the others."""
+        error = PeerError(text)
+        error.is_told = False
+        return error
+
+    def end(self) -> None:
+        """Tell the others that this process has come to its end, without an error."""
+        if self.has_ended and self._rank != 0:
+            return  # they were told of one before, with which the store may have ended
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_ENDED, "")
+            self._let_others_read()
+
+    def tell(self, error: BaseException, leave: Callable[[], None]) -> None:
+        """Tell the others that this process ends with an error, and wait for nothing that they leave.
+
+        Args:
+            error: the error.
+            leave: called once it is told.
+        """
+        with contextlib.suppress(RuntimeError):  # the store may have ended
+            if not self._closed.is_set():
+                # Other processes come to the same errors about others by themselves, or have told them.
+                if not isinstance(error, PeerError) or not error.is_told:
+                    self._tell_own(error, leave)
+                self._let_others_read()
+        if self._is_stuck():
+            self._abort()
+
+    def _tell_own(self, error: BaseException, leave: Callable[[], None]) -> None:
+        text = f"rank {self._rank}: {type(error).__name__}: {error}"
+        self._own = text.encode(errors="backslashreplace").decode()
+        try:
+            # If another one has told an error already, this one fails because of it.
+            self._failed = self._store.compare_set(_FAILED, "", self._own).decode()
+            self._say(self._failed)
+        finally:
+            leave()
+
+    def _let_others_read(self) -> None:
+        """Keep the store until the others have read what is in it."""
+        self._store.set(f"{_READ}/{self._rank}", "")
+        if self._rank != 0:
+            return
+        deadline_s = monotonic() + _READ_TIMEOUT_S
+        for rank in range(1, self._size):
+            while not self._store.check([f"{_READ}/{rank}"]) and rank not in self._gone():
+                if monotonic() > deadline_s:
+                    return
+                threading.Event().wait(_POLL_S)
+
+    def _read(self) -> None:
+        """Read what others have left in the store."""
+        known = (self._failed, self.has_ended)
+        if self._failed is None and self._store.check([_FAILED]):
+            self._failed = self._store.get(_FAILED).decode()
+        self.has_ended = self.has_ended or self._store.check([_ENDED])
+        if known != (self._failed, self.has_ended):
+            self._store.set(f"{_READ}/{self._rank}", "")
+
+    def _gone(self) -> list[int]:
+        return [] if self.page is None else self.page.gone()
+
+    def _text_of_gone(self) -> str | None:
+        if not (gone := self._gone()):
+            return None
+        ranks = ", ".join(map(str, gone))
+        return f"The process with rank {ranks} is gone without a word (killed, say, or by `os._exit`)"
+
+    def _look_out(self) -> None:
+        """Say why another process has failed, and end waits for it on the device; in a thread."""
+        while not self._closed.wait(_LOOK_EVERY_S):
+            try:
+                self._read()
+                why = self._failed or self._text_of_gone()
+            except RuntimeError:
+                if self._failed is None and self.has_ended:
+                    return
+                why = self._failed or self._text_of_gone() or "the process with the store has ended"
+            # One that is gone without a word may have done all of its part.
+            if why and (self._failed or self._device.type != "cuda" or self._is_stuck()):
+                break
+        else:
+            return
+        self._say(why)
+        # Collectives between hosts end with the process that does not come.
+        if self._device.type == "cuda" and not self._closed.wait(_ABORT_AFTER_S):
+            self._abort()
+
+    def _is_stuck(self) -> bool:
+        """Tell if what this process has launched waits for what others will not launch any more."""
+        if self._device.type != "cuda":
+            return False
+        launched = torch.cuda.Event()
+        try:
+            launched.record(torch.cuda.current_stream(self._device))
+            deadline_s = monotonic() + _DRAIN_S
+            while not launched.query():
+                if monotonic() > deadline_s:
+                    return True
+                threading.Event().wait(0.01)
+        except RuntimeError:
+            pass  # the device is lost, and waits for nothing
+        return False
+
+    def _abort(self) -> None:
+        """End waits for other processes on the device: in a thread, because NCCL waits for graphs."""
+        if self._aborting is None:
+            thread = threading.Thread(target=_abort, name="cudagraph-abort", daemon=True)
+            with contextlib.suppress(RuntimeError):  # Python ends, and starts none
+                thread.start()
+                self._aborting = thread
+
+    def _say(self, why: str) -> None:
+        if not self._has_said and why != self._own:
+            self._has_said = True
+            text = f"rank {self._rank} ends, because another process has failed: {why}"
+            # The reader may be gone, as `tee` is with Ctrl-C, and the process must end all the same.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                print(f"lightning_cudagraph: {text}", file=sys.stderr, flush=True)
+
+
+def _abort() -> None:
+    world: Any = dist.group.WORLD
+    if world is not None and hasattr(world, "abort"):
+        world.abort()

@@ -1,0 +1,410 @@
+"""The processes of a run, and how they agree.
+
+Before each step they exchange a few numbers on the CPU, a vote: in shared memory if all are on one
+machine, else by a process group of their own (gloo). A GPU never waits for it, and a host seldom, since
+it has launched the step before by then. It replaces a broadcast that Lightning does before each batch.
+
+Objects are gathered through the store that the process group was made with: settings at the start, and
+reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from time import monotonic
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lightning_cudagraph.errors import (
+    ConfigurationError,
+    CUDAGraphError,
+    PeerError,
+    UnsupportedError,
+)
+from lightning_cudagraph.processes.at_exit import AtExit
+from lightning_cudagraph.processes.failures import GIVE_THE_SAME, LOOK_EVERY, Failures
+from lightning_cudagraph.processes.shared_page import SharedPage, machine
+
+__all__ = ["Peers", "Vote", "own_store"]
+
+T = TypeVar("T")
+
+_NAP_S = 0.0005
+_POLL_S = 0.001
+# How long a process waits at the start of training for others, which may still make something ready; and
+# after how long it says so.
+_START_TIMEOUT_S = 300.0
+_NOTICE_AFTER_S = 20.0
+# How long a process that leaves waits for a vote to end.
+_LEAVE_AFTER = timedelta(seconds=3)
+
+_GO_ON = "go on"
+# The key under which a process tells that it has ended, for runs that it has not begun.
+_EXITED = "exited"
+
+_runs = 0
+_at_exit: AtExit | None = None
+
+
+class Vote(NamedTuple):
+    """The vote of a process before a step, or the lowest or the highest of all.
+
+    Attributes:
+        intent: what it would do with its batch.
+        sigterm: a SIGTERM has come.
+        is_last: the batch is the last one of its epoch.
+        place: where in the run the process is.
+    """
+
+    intent: int
+    sigterm: int = 0
+    is_last: int = 0
+    place: int = 0
+
+    def packed(self) -> int:
+        """The vote as one number."""
+        return self.place << 5 | self.is_last << 4 | self.sigterm << 3 | self.intent
+
+    @classmethod
+    def unpacked(cls, word: int) -> Vote:
+        """The vote in a number."""
+        return cls(word & 7, word >> 3 & 1, word >> 4 & 1, word >> 5)
+
+
+def own_store(name: str) -> Any:
+    """A part of the store that the process group was made with, for one use.
+
+    Args:
+        name: the same in all processes, and that of no other use.
+    """
+    store: Any = distributed_c10d._get_default_store()
+    return distributed_c10d.PrefixStore(f"lightning_cudagraph/{name}", store)
+
+
+def _tell_exit(error: BaseException | None) -> None:
+    """When Python ends: tell the processes that wait for this one at the start of a run."""
+    text = "its program has ended" if error is None else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(RuntimeError):  # the store may have ended
+        if dist.is_initialized():
+            own_store(_EXITED).set(str(dist.get_rank()), text)
+
+
+class Peers:
+    """The processes of one run. Every process makes one, and calls the same methods in the same order.
+
+    Attributes:
+        number: how many there were in each process, with this one.
+        rank: of this process.
+        size: how many processes there are.
+        waited_s: how long this one has waited for others before its steps, in seconds, all in all.
+    """
+
+    def __init__(self) -> None:
+        global _runs, _at_exit
+        _runs += 1
+        _at_exit = _at_exit or AtExit(_tell_exit)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.number = _runs
+        self.waited_s = 0.0
+        self._store = own_store(str(_runs))
+        self._failures = Failures(self._store, self.rank, self.size)
+        self._gathered = 0
+        self._is_store_gone = False
+        self._has_failed = False
+        self._page: SharedPage | None = None
+        self._group: Any = None
+        self._work: Any = None  # the latest vote over sockets
+        self._timeout_s = 0.0
+        self._since_s = 0.0  # of the vote at hand
+
+    def watch(self, device: torch.device) -> None:
+        """Look for failures of others from now on, in a thread; before `start`."""
+        self._failures.watch(device)
+
+    def start(self, timeout: timedelta) -> None:
+        """Make ready to vote.
+
+        Args:
+            timeout: how long processes may wait for one another.
+        """
+        self._timeout_s = timeout.total_seconds()
+        self._page = self._failures.page = self._shared_page()
+        if self._page is None:
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            options: Any = distributed_c10d.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            self._options = options
+            self._highest = torch.zeros(2 * len(Vote._fields), dtype=torch.int64, device="cpu")
+
+    def _shared_page(self) -> SharedPage | None:
+        """A page that all processes see, if there can be one: the same answer in all of them."""
+        if len({*self.gather_within(machine())}) > 1:
+            return None
+        path = ""
+        if self.rank == 0:
+            with contextlib.suppress(OSError):
+                path = SharedPage.create(self.size)
+        path = self.gather_within(path)[0]
+        page: SharedPage | None = None
+        if path:
+            with contextlib.suppress(OSError):
+                page = SharedPage(path, self.rank, self.size)
+        all_have = all(self.gather_within(page is not None))
+        if page is not None and all_have:
+            # By locks that do not work here, a process would be missed that is there.
+            all_have = all(self.gather_within(not page.gone()))
+        if self.rank == 0 and path:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # it lives as long as it is mapped
+        return page if all_have else None
+
+    def vote(self, mine: Vote) -> tuple[Vote, Vote]:
+        """Exchange what the processes say before a step.
+
+        Returns:
+            The lowest and the highest of each field.
+
+        Raises:
+            PeerError: if another process has failed, or does not come.
+        """
+        self._since_s = monotonic()
+        votes = self._vote_over_sockets(mine) if self._page is None else self._vote_on_page(mine)
+        self.waited_s += monotonic() - self._since_s
+        return votes
+
+    def _vote_on_page(self, mine: Vote) -> tuple[Vote, Vote]:
+        assert self._page is not None
+        words = self._page.exchange(mine.packed(), self._nap)
+        if words is None:
+            raise self._failures.error("it has left")
+        if len(different := {*words}) == 1:
+            return mine, mine
+        by_field = [*zip(*map(Vote.unpacked, different), strict=True)]
+        return Vote(*map(min, by_field)), Vote(*map(max, by_field))
+
+    def _nap(self) -> None:
+        with self._store_errors():
+            self._failures.nap(_NAP_S)
+        if monotonic() - self._since_s > self._timeout_s:
+            raise self._failures.alone(
+                f"Another process has not come to this batch within {self._timeout_s:.0f} s, and rank"
+                f" {self.rank} ends."
+            )
+
+    def _vote_over_sockets(self, mine: Vote) -> tuple[Vote, Vote]:
+        self._highest.numpy()[:] = (*mine, *(-value for value in mine))
+        try:
+            self._work = self._group.allreduce([self._highest], self._options)
+            while not self._is_done(self._work):
+                self._failures.look()
+        except RuntimeError as error:
+            if isinstance(error, CUDAGraphError):
+                raise
+            raise self._failures.error(
+                f"the connection to it was lost ({error}); if it has come to its end, {GIVE_THE_SAME}"
+            ) from error
+        values = self._highest.tolist()
+        return Vote(*(-value for value in values[len(mine) :])), Vote(*values[: len(mine)])
+
+    @staticmethod
+    def _is_done(work: Any) -> bool:
+        try:
+            work.wait(LOOK_EVERY)
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+
+    def pause(self, word: str, batch: int, is_last: bool) -> bool:
+        """Look how the others are, without waiting for them, and end with them if all want to.
+
+        The process that finds that all want to has them all end behind one batch that none is past: each
+        has said behind which one it stands before it began the next, and looks again behind that. So
+        none is left alone in a collective of a batch.
+
+        Args:
+            word: of the place in the run that this process wants to end in, the same in all processes;
+                or none. Without one, the others are looked at once in a second.
+            batch: the number of the batch there that this process stands behind.
+            is_last: this process leaves that place now.
+
+        Returns:
+            Whether this process ends here, as all do. What the first one decides holds for all.
+
+        Raises:
+            PeerError: if another process has failed.
+        """
+        if not self._is_store_gone:
+            try:
+                return self._pause(word, batch, is_last)
+            except RuntimeError as error:
+                if isinstance(error, CUDAGraphError):
+                    raise
+                self._is_store_gone = True
+        # The process that had it may have come to a good end: that which all come to, if this one is to
+        # end, too. No process is waited for here.
+        return bool(word) and self._failures.has_ended
+
+    def _pause(self, word: str, batch: int, is_last: bool) -> bool:
+        if not word:
+            self._failures.look_now_and_then()
+            return False
+        self._failures.look()
+        keys = [f"{word}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], str(batch))
+        if self._store.check(keys):
+            wanted = str(max(int(self._store.get(key)) for key in keys) + 1)
+        elif is_last:
+            wanted = _GO_ON
+        else:
+            return False
+        decided = self._store.compare_set(word, "", wanted).decode()
+        return decided != _GO_ON and (is_last or batch >= int(decided))
+
+    def gather(self, mine: T) -> list[T]:
+        """Gather an object of each process, in the order of their ranks; see `Agreement`."""
+        return self.gather_within(mine, None)
+
+    def gather_within(self, mine: T, timeout_s: float | None = _START_TIMEOUT_S) -> list[T]:
+        """Gather an object of each process, in the order of their ranks.
+
+        Args:
+            mine: that of this process; small, and can be pickled.
+            timeout_s: how long to wait for the others; None for ever.
+
+        Raises:
+            PeerError: if another process has failed, or does not come.
+        """
+        self._gathered += 1
+        keys = [f"{self._gathered}/{rank}" for rank in range(self.size)]
+        with self._store_errors():
+            self._store.set(keys[self.rank], pickle.dumps(mine))
+            self._wait_for(keys, timeout_s)
+            gathered = [pickle.loads(self._store.get(key)) for key in keys]
+            # All have read what came before this. Not every store can delete.
+            with contextlib.suppress(NotImplementedError):
+                self._store.delete_key(f"{self._gathered - 1}/{self.rank}")
+        return gathered
+
+    def _wait_for(self, keys: list[str], timeout_s: float | None) -> None:
+        started_s = looked_s = monotonic()
+        next_s = min(_NOTICE_AFTER_S, timeout_s or _NOTICE_AFTER_S)
+        while not self._store.check(keys):
+            try:
+                self._failures.nap(_POLL_S)
+            except PeerError:
+                if self._store.check(keys):
+                    return  # it has failed with what all have said, as this process will by itself
+                raise
+            now_s = monotonic()
+            if now_s - looked_s > LOOK_EVERY.total_seconds():
+                looked_s = now_s
+                self._refuse_exited(keys)
+            if timeout_s is not None and now_s - started_s > next_s:
+                missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                text = (
+                    f"Rank {', '.join(map(str, missing))} did not come to the start of training"
+                    f" within {next_s:.0f} s: it has failed before, and says why, or it has other"
+                    " callbacks. Give every process the same."
+                )
+                if next_s >= timeout_s:
+                    raise self._failures.alone(text)
+                print(f"lightning_cudagraph: {text}", file=sys.stderr, flush=True)
+                next_s = timeout_s
+
+    @contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        """Turn errors of a store that has ended with its process into ones about that process."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, CUDAGraphError):
+                raise
+            raise self._failures.error(f"the store is gone ({error})") from error
+
+    def _refuse_exited(self, keys: list[str]) -> None:
+        """Do not wait for a process that has ended.
+
+        Raises:
+            PeerError: naming it.
+        """
+        exited = own_store(_EXITED)
+        for rank, key in enumerate(keys):
+            if exited.check([str(rank)]) and not self._store.check([key]):
+                raise self._failures.alone(
+                    f"Another process of the run has ended, and rank {self.rank} ends with it: rank"
+                    f" {rank}: {exited.get(str(rank)).decode()}"
+                )
+
+    def compare(self, asked: Mapping[str, str], refused: UnsupportedError | None = None) -> None:
+        """Let no process begin what another one does not, at the start.
+
+        Args:
+            asked: what was asked for in this process, in words, by what it is called.
+            refused: why this process would run without graphs.
+
+        Raises:
+            ConfigurationError: if the processes were asked for different things.
+            UnsupportedError: if this process, or another one, would run without graphs.
+        """
+        refusal = None if refused is None else (refused.reason, refused.remedy)
+        said = self.gather_within((asked, refusal))
+        first, _ = said[0]
+        for rank, (theirs, _) in enumerate(said):
+            for name, value in first.items():
+                if (other := theirs.get(name, "nothing")) != value:
+                    raise ConfigurationError(
+                        f"The processes of this run differ in their {name}: {value} on rank 0,"
+                        f" {other} on rank {rank}. A graph that averages gradients is replayed by all"
+                        " processes together, so all need the same."
+                    )
+        if refused is not None:
+            raise refused
+        for rank, (_, told) in enumerate(said):
+            if told is not None:
+                reason, remedy = told
+                raise UnsupportedError(f"On rank {rank}: {reason}", remedy)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this process ends with an error, and wait for nothing that they leave."""
+        self._has_failed = True
+        self._failures.tell(error, self._leave_votes)
+
+    def _leave_votes(self) -> None:
+        """Let processes that wait for this one learn at once that it does not come."""
+        if self._page is not None:
+            self._page.leave(takes_back=True)
+        self._leave_group()
+
+    def close(self) -> None:
+        """Take part in no other vote."""
+        if self._page is not None:
+            self._page.leave(takes_back=False)
+        if not self._has_failed:
+            self._failures.end()
+        self._failures.close()
+        self._leave_group()
+
+    def _leave_group(self) -> None:
+        """Let go of the group; its thread must not be in the middle of a vote."""
+        group, self._group = self._group, None
+        work, self._work = self._work, None
+        if group is None or not dist.is_initialized():
+            return
+        if work is not None and not work.is_completed():
+            # It ends when the others let go of theirs.
+            with contextlib.suppress(RuntimeError):
+                work.wait(_LEAVE_AFTER)
+            if not work.is_completed():
+                return
+        dist.destroy_process_group(group)

@@ -1,0 +1,86 @@
+"""Where some tensors lie in memory, and how, as it was at a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.tensors.local import is_split, local
+
+__all__ = ["Layouts", "layout_of"]
+
+_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
+
+
+def _guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Dynamo's guard of class, device, dtype, shape, strides and `requires_grad`: one call for all."""
+    guards: Any = torch._C._dynamo.guards
+    check: Callable[..., bool] = guards.TensorGuards(
+        *tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]
+    ).check
+    return check
+
+
+def _guards_work() -> bool:
+    """Whether Dynamo's guard is there, and sees what it is needed for."""
+    try:
+        with torch.no_grad():
+            tensor = torch.empty(2, 2)
+            check = _guard_of([tensor])
+            others = (tensor.t(), tensor[:1], tensor.double(), torch.nn.Parameter(tensor))
+            seen = check(tensor) and not any(map(check, others))
+            return seen and not check(tensor.requires_grad_())
+    except (AttributeError, TypeError):
+        return False
+
+
+_has_guards = _guards_work()
+
+
+def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return type(tensor), tensor.shape, strides, tensor.dtype, tensor.requires_grad
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """All that a graph has baked in of where a tensor lies, and how, as one value."""
+    return _layout(tensor), tensor.data_ptr(), local(tensor).data_ptr()
+
+
+class Layouts:
+    """Addresses, classes, shapes, strides, dtypes and `requires_grad` of tensors as they were.
+
+    The offset in the storage is part of the address.
+
+    Args:
+        tensors: the tensors. What a process has of one that is split is looked at beside it.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._are_split = any(is_split(type(tensor)) for tensor in tensors)
+        tensors = self._with_parts(tensors)
+        self._addresses = [*map(_data_ptr, tensors)]
+        self._layouts = [*map(_layout, tensors)]
+        self._check = _guard_of(tensors) if _has_guards else None
+
+    def _with_parts(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        return [*tensors, *map(local, tensors)] if self._are_split else tensors
+
+    def changed(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether other memory, or the same in another layout, is in the place of any.
+
+        Args:
+            tensors: those that are there now, as many as there were.
+        """
+        now = self._with_parts(tensors)
+        if self._check is None or not self._check(*now):
+            if [*map(_layout, now)] != self._layouts:
+                return True
+            # Dynamo's guard also compares what modes of the calling thread do to all tensors.
+            self._check = _guard_of(now) if _has_guards else None
+        return [*map(_data_ptr, now)] != self._addresses

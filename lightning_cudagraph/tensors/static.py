@@ -1,0 +1,218 @@
+"""The static buffers that a graph reads its batches from.
+
+A graph reads fixed addresses. The first batch of a signature gives the shape of a set of static
+buffers; every later batch of the same signature is copied into them before the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, map_leaves, structure_of
+from lightning_cudagraph.tensors.writes import storage_id
+
+__all__ = ["Loan", "StaticBatch"]
+
+
+class _Pattern:
+    """What a batch looks like, for a quick yes.
+
+    Knows lists, tuples and dictionaries (and none of their subclasses) of plain tensors and Python
+    values. A signature says the same of any batch, and where two differ, in ten times the time.
+
+    Args:
+        batch: the batch to describe.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._known = True
+        self._seen: set[int] = set()
+        self._root = self._described(batch)
+
+    def _described(self, value: Any) -> tuple[Any, ...]:
+        kind = type(value)
+        if kind is Tensor:
+            # One tensor at two places has one buffer, and is another signature than two tensors.
+            self._known &= id(value) not in self._seen
+            self._seen.add(id(value))
+            return (Tensor, value.shape, value.stride(), value.dtype, value.requires_grad)
+        if kind is list or kind is tuple:
+            return (kind, [self._described(member) for member in value])
+        if kind is dict:
+            return (kind, list(value), [self._described(member) for member in value.values()])
+        self._known &= kind in PLAIN
+        return (kind, comparable(value))
+
+    def tensors(self, batch: Any, device_type: str) -> list[Tensor] | None:
+        """The tensors of a batch in their order, or None if it is not known to look like this one.
+
+        Args:
+            batch: any batch.
+            device_type: where its tensors have to be.
+        """
+        found: list[Tensor] = []
+        if not (self._known and _matches(self._root, batch, device_type, found)):
+            return None
+        # One tensor at two places is another signature.
+        return found if len({id(tensor) for tensor in found}) == len(found) else None
+
+
+def _matches(pattern: tuple[Any, ...], value: Any, device_type: str, found: list[Tensor]) -> bool:
+    kind = pattern[0]
+    if type(value) is not kind:
+        return False
+    if kind is Tensor:
+        _, shape, stride, dtype, requires_grad = pattern
+        found.append(value)
+        return (
+            value.layout is torch.strided
+            and value.shape == shape
+            and value.dtype is dtype
+            and value.stride() == stride
+            and value.requires_grad is requires_grad
+            and value.device.type == device_type
+        )
+    if kind is list or kind is tuple:
+        members = value
+    elif kind is dict:
+        if list(value) != pattern[1]:
+            return False
+        members = list(value.values())
+    else:
+        return bool(comparable(value) == pattern[1])
+    inner = pattern[-1]
+    return len(members) == len(inner) and all(
+        _matches(child, member, device_type, found) for child, member in zip(inner, members, strict=True)
+    )
+
+
+class Loan:
+    """The static batch as one run of the step is given it.
+
+    In containers of its own: what the step puts into them is in no other run, nor in the next capture.
+
+    Args:
+        batch: the static batch.
+        buffers: its tensors.
+
+    Attributes:
+        batch: the copies of its containers, around the buffers.
+    """
+
+    def __init__(self, batch: Any, buffers: Sequence[Tensor]) -> None:
+        self.batch = map_leaves(batch, lambda leaf: leaf)
+        self._leaves = flatten_batch(batch)
+        self._structure = structure_of(batch)
+        self._versions = [(buffer, buffer._version) for buffer in buffers]
+
+    def refuse_changes(self, written: Sequence[Tensor] = ()) -> None:
+        """Refuse a run that has changed the batch: hooks would see another one than in an eager step.
+
+        Args:
+            written: tensors older than the run that it is known to have written into.
+
+        Raises:
+            CaptureError: naming the tensor that was written or replaced, or that the containers changed.
+        """
+        if structure_of(self.batch) != self._structure:
+            raise CaptureError(
+                "The training step adds to the containers of its batch, or takes from them.",
+                "Copy the container first: `batch = dict(batch)`.",
+            )
+        for (path, lent), (_, leaf) in zip(self._leaves, flatten_batch(self.batch), strict=True):
+            if leaf is not lent:
+                raise CaptureError(
+                    f"The training step puts something else in the place of `{path}`.",
+                    f"Give it a name of its own, as in `x = {path}.float()`, or copy the container"
+                    " first: `batch = copy.copy(batch)`.",
+                )
+        # What goes past autograd, as `x.data.mul_(2)` does, raises no version.
+        memory = {storage_id(tensor) for tensor in written}
+        for buffer, version in self._versions:
+            if buffer._version != version or storage_id(buffer) in memory:
+                path = next(path for path, leaf in self._leaves if leaf is buffer)
+                raise CaptureError(
+                    f"The training step writes into `{path}` in place.",
+                    "Write into a copy: `x = x.clone()`.",
+                )
+
+
+class StaticBatch:
+    """A batch whose tensors stay at the same addresses.
+
+    Args:
+        example: a batch of the signature to hold; its values are copied.
+
+    Attributes:
+        batch: the same containers as `example` around the static buffers.
+    """
+
+    def __init__(self, example: Any) -> None:
+        buffers: dict[int, Tensor] = {}
+
+        def static(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in buffers:
+                # `empty_strided` keeps the layout, so that the same kernels are chosen as in eager.
+                buffers[id(leaf)] = self._empty_like(leaf)
+            return buffers[id(leaf)]
+
+        self.batch = map_leaves(example, static)
+        self._buffers = list(buffers.values())
+        self.copy_from(example)
+        self._pattern = _Pattern(example)
+
+    @staticmethod
+    def _empty_like(leaf: Tensor) -> Tensor:
+        # `empty_strided` keeps the layout, so that the same kernels are chosen as in eager; not that
+        # of an expanded tensor, whose elements share memory and cannot be written.
+        overlaps = any(st == 0 and n > 1 for st, n in zip(leaf.stride(), leaf.shape, strict=True))
+        if overlaps:
+            buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        else:
+            buffer = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return buffer.requires_grad_(leaf.requires_grad)
+
+    def lend(self) -> Loan:
+        """The batch for one run of the step, which must not change it."""
+        return Loan(self.batch, self._buffers)
+
+    def tensors_of(self, batch: Any, device_type: str) -> list[Tensor] | None:
+        """The tensors of a batch of the same signature, in the order of the buffers.
+
+        Args:
+            batch: any batch.
+            device_type: where its tensors have to be.
+
+        Returns:
+            The tensors, or None if it is of another signature, or if only a `Signature` can tell.
+        """
+        return self._pattern.tensors(batch, device_type)
+
+    def copy_from(self, batch: Any) -> None:
+        """Copy the tensors of a batch of the same signature into the static buffers."""
+        if batch is self.batch:  # whoever handed it on has filled them
+            return
+        leaves = [leaf for _, leaf in flatten_batch(batch) if isinstance(leaf, Tensor)]
+        self.fill(list({id(leaf): leaf for leaf in leaves}.values()))
+
+    def fill(self, tensors: list[Tensor]) -> None:
+        """Copy tensors, as `tensors_of` gives them, into the static buffers."""
+        if len(tensors) != len(self._buffers):  # before anything is copied
+            raise ValueError(f"{len(tensors)} tensors for {len(self._buffers)} static buffers")
+        # As those of the same signature do, or because a step has asked for it: `x.requires_grad_()`.
+        if any(buffer.requires_grad for buffer in self._buffers):
+            with torch.no_grad():
+                self._copy(tensors)
+        else:
+            self._copy(tensors)
+
+    def _copy(self, tensors: list[Tensor]) -> None:
+        for buffer, source in zip(self._buffers, tensors, strict=True):
+            buffer.copy_(source, non_blocking=True)

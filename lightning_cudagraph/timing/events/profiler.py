@@ -1,0 +1,393 @@
+"""A profiler of all CUDA graphs of the process.
+
+Blocks that are timed during a capture belong to the graph that is being captured, and are reported
+after each of its replays. For that, methods of `torch.cuda.CUDAGraph` are replaced, and those of the
+emulator's graphs, which have the same names.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+
+from lightning_cudagraph.capture.stream_choice import is_trial
+from lightning_cudagraph.device.emulator import EmulatedGraph
+from lightning_cudagraph.errors import TimerError
+from lightning_cudagraph.timing.events.timed_blocks import TimedBlock, Timing, Timings, name_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Profiler"]
+
+Context = TypeVar("Context")
+
+_GRAPHS: tuple[type, ...] = (torch.cuda.CUDAGraph, EmulatedGraph)
+# The events in each graph, which must outlive it, and the profiler too. Nothing else: the context of a
+# block may refer to the graph.
+_events_in: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+# The attribute of a graph with its blocks: with it they are one cycle that Python finds, if they refer
+# to the graph.
+_BLOCKS = "_lightning_cudagraph_blocks"
+_lock = threading.RLock()
+# Outside of graphs each block has events of its own until it is reported.
+_MOST_UNREPORTED = 4096
+# Nor should they wait for a block around them that lasts long, or that is never left. Reading them then
+# takes next to nothing beside the time of that block.
+_LONGEST_UNREPORTED_S = 5.0
+
+
+class _Outside(threading.local):
+    """The blocks outside of graphs that one thread has timed, and that have not been reported."""
+
+    def __init__(self) -> None:
+        self.blocks = Timings()
+        self.unreported_since_s = 0.0  # the outermost one was entered, or some were reported
+        self.is_reporting = False
+
+
+class Profiler(Generic[Context]):
+    """Times blocks of code in every CUDA graph of the process, and outside of graphs.
+
+    After each replay of a graph `dump_fn` is called for each block in it, in the order in which they
+    were entered at its capture; for that the host waits until the replay has passed the last of them.
+    Blocks outside of graphs are reported in the same way when the outermost one is left, so that no
+    waiting comes into the times of others, but into that of a block around a replay; and while it stays
+    open, when some thousands have come together or some seconds have passed. It does not matter who
+    captures: `torch.cuda.graph`, `make_graphed_callables`, `CUDAGraphCallback`, or any library through
+    `torch.cuda.CUDAGraph`.
+
+    There is one at a time. Making it again with the same function gives the same object. `close`, or
+    the end of its outermost ``with`` block, switches it off: then nothing of torch is replaced any more,
+    and blocks that stay in the code cost next to nothing.
+
+    A copy is the object itself. A pickle carries neither the function nor any times: it is loaded
+    as the one that is switched on in the process that loads it, or as one that is switched off.
+
+    Not timed: blocks in `dump_fn` itself. Not reported: replays, while a capture is under way in any
+    thread, which waiting could break; graphs whose capture has begun before the profiler was made;
+    replays by which `CUDAGraphCallback` and `GraphedStep` try on how many streams a step is fastest,
+    whose effects they undo.
+
+    Args:
+        dump_fn: takes the context of a block and its time in milliseconds. It is called in the thread
+            that replays. An exception of it comes out of `replay`, when the replay is over.
+
+    Attributes:
+        active: the one that is switched on, or None.
+
+    Raises:
+        TimerError: if there is one already with another function, or if it is given none.
+
+    Example:
+        profiler = Profiler(lambda name, elapsed_ms: print(f"{name} took {elapsed_ms:.2f} ms"))
+        with torch.cuda.graph(graph):
+            with profiler.time("attention"):
+                ...
+        graph.replay()
+    """
+
+    active: ClassVar[Profiler[Any] | None] = None
+    _dump_fn: Callable[[Context, float], None]
+    _patches: list[tuple[type, str, Any, Any]]  # class, name, hook, and the class's own method or None
+    _graphs: WeakSet[Any]
+    _captures: list[tuple[ref[Any], int]]  # under way: graph and thread
+    _outside: _Outside
+    _unreported: set[Timings]  # outside of graphs, of all threads
+    _n_entered: int  # `with` blocks
+
+    def __new__(cls, dump_fn: Callable[[Context, float], None]) -> Self:
+        if not callable(dump_fn):
+            raise TimerError(
+                f"`Profiler({dump_fn!r})`: expected a function of a context and a time in milliseconds,"
+                f" found a `{type(dump_fn).__qualname__}`.",
+                "Pass one, such as `lambda context, elapsed_ms: print(context, elapsed_ms)`.",
+            )
+        with _lock:
+            active = Profiler.active
+            if active is None:
+                new = cls._switched_off()
+                new._dump_fn = dump_fn
+                new._patch()
+                Profiler.active = new
+                return new
+            if type(active) is cls and active._dump_fn == dump_fn:
+                return active
+            raise TimerError(
+                f"A `Profiler` was made with `{name_of(dump_fn)}`, and there is one with"
+                f" `{name_of(active._dump_fn)}`; it takes every graph of the process, so that there can"
+                " be one at a time.",
+                "Use that one, or close it before: `Profiler.active.close()`.",
+            )
+
+    def __init__(self, dump_fn: Callable[[Context, float], None]) -> None:
+        """See the class; all is done by `__new__`, which may return the one that exists."""
+
+    def time(self, context: Context) -> TimedBlock:
+        """A block to be entered by ``with``, or put on a function: each call is a block of its own.
+
+        Args:
+            context: any object; `dump_fn` is given it.
+        """
+        return TimedBlock(self, context)
+
+    def reset(self) -> None:
+        """Forget all blocks of all graphs, and those of this thread that wait for the outermost one.
+
+        Graphs that have been captured are reported no longer; those to come are.
+        """
+        with _lock:
+            for graph in self._graphs:
+                getattr(graph, _BLOCKS).clear()
+        self._outside.blocks.clear()
+        self._settle()
+
+    def close(self) -> None:
+        """Switch it off, and put back the methods of torch. A second time does nothing.
+
+        Blocks of this thread that could not be reported, because another one captured, are reported.
+        """
+        is_capturing = self._is_capturing()
+        with _lock:
+            if Profiler.active is not self:
+                return
+            Profiler.active = None
+            texts = self._unpatch()
+            for graph in self._graphs:
+                delattr(graph, _BLOCKS)
+        self._graphs.clear()
+        self._captures.clear()
+        blocks = self._outside.blocks
+        try:
+            if not (blocks.open() or is_capturing):
+                self._report(blocks)
+        finally:
+            for text in self._forget_outside() + texts:
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _forget_outside(self) -> list[str]:
+        """Forget the blocks outside of graphs; returns a text for each thread with unreported ones."""
+        with _lock:
+            unreported = self._unreported
+            # New ones: other threads may be using the old.
+            self._unreported, self._outside = set(), _Outside()
+        texts = []
+        for blocks in unreported:
+            still_open = blocks.open()
+            if len(blocks) <= len(still_open):
+                continue
+            if still_open:
+                still_open[0].is_told = True
+                why = f"{still_open[0]} has been entered and not left: blocks that waited for its end"
+            else:
+                why = "Another thread has captured, or is still in a block: blocks that waited for that"
+            texts.append(f"{why} are not reported. Close the profiler behind them.")
+        return texts
+
+    def __enter__(self) -> Self:
+        if hasattr(self, "_dump_fn") and Profiler.active is not self:
+            raise TimerError(
+                "This profiler was closed, and would time nothing.",
+                "Make another one: `Profiler(dump_fn)`.",
+            )
+        with _lock:
+            self._n_entered += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with _lock:
+            self._n_entered -= 1
+            is_outermost = self._n_entered == 0
+        if is_outermost:
+            self.close()
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # copies of modules that hold it go on using it
+
+    def __reduce__(self) -> Any:
+        return type(self)._loaded, ()
+
+    @classmethod
+    def _loaded(cls) -> Self:
+        active = Profiler.active
+        return active if type(active) is cls else cls._switched_off()
+
+    @classmethod
+    def _switched_off(cls) -> Self:
+        new = super().__new__(cls)
+        new._graphs, new._captures, new._patches = WeakSet(), [], []
+        new._unreported, new._outside = set(), _Outside()
+        new._n_entered = 0
+        return new
+
+    def _patch(self) -> None:
+        """Replace the methods of graphs by hooks, which call them first."""
+        told: dict[str, Callable[[Any], None]] = {
+            "capture_begin": self._begun,
+            "capture_end": self._ended,
+            "replay": self._replayed,
+            "reset": self._emptied,
+        }
+        for owner in _GRAPHS:
+            for name, tell in told.items():
+                method = getattr(owner, name)
+                hook = functools.wraps(method)(self._hook(method, tell, name == "capture_end"))
+                self._patches.append((owner, name, hook, vars(owner).get(name)))
+                setattr(owner, name, hook)
+
+    def _hook(self, method: Any, tell: Callable[[Any], None], ends_capture: bool) -> Any:
+        # Arguments are passed on as they are: they differ between versions of torch.
+        def hook(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                result = method(graph, *args, **kwargs)
+            except BaseException:
+                if ends_capture and Profiler.active is self:
+                    self._ended(graph, failed=True)
+                raise
+            if Profiler.active is self:
+                tell(graph)
+            return result
+
+        return hook
+
+    def _unpatch(self) -> list[str]:
+        """Put the methods back; returns a text where another patch calls a hook, which stays then."""
+        left = []
+        for owner, name, hook, own in reversed(self._patches):
+            if vars(owner).get(name) is not hook:
+                left.append(f"`{owner.__name__}.{name}`")
+            elif own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+        self._patches = []
+        text = (
+            f"Other code has replaced {', '.join(left)} since the `Profiler` did, and calls its"
+            " function, which has to stay there; it only passes calls on from now on."
+        )
+        return [text] if left else []
+
+    def _graph_here(self) -> Any:
+        """The graph of the capture that the calling thread is in, or None if it is not known."""
+        with _lock:
+            under_way = [(graph(), thread) for graph, thread in self._captures if graph() is not None]
+        own = [graph for graph, thread in under_way if thread == get_ident()]
+        if not own and len(under_way) == 1:
+            own = [under_way[0][0]]  # the backward pass runs in a thread of autograd's
+        return own[-1] if own else None
+
+    def _begun(self, graph: Any) -> None:
+        with _lock:
+            setattr(graph, _BLOCKS, Timings())
+            self._graphs.add(graph)
+            _events_in[graph] = []
+            self._captures.append((ref(graph), get_ident()))
+
+    def _ended(self, graph: Any, failed: bool = False) -> None:
+        with _lock:
+            self._captures = [c for c in self._captures if c[0]() not in (None, graph)]
+        if failed:
+            self._emptied(graph)
+
+    def _emptied(self, graph: Any) -> None:
+        with _lock:
+            if graph in self._graphs:
+                self._graphs.remove(graph)
+                delattr(graph, _BLOCKS)
+            _events_in.pop(graph, None)
+
+    def _replayed(self, graph: Any) -> None:
+        blocks: Timings | None = getattr(graph, _BLOCKS, None)
+        if blocks is None or not len(blocks) or self._is_capturing() or is_trial():
+            return
+        for timing in blocks.open():
+            blocks.discard(timing)
+            timing.is_told = True
+            text = f"{timing} has been entered and not left, so that it has no end: it is not reported."
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+        self._report(blocks)
+
+    def _report(self, blocks: Timings) -> None:
+        times = blocks.read()  # all, before code of the user's runs
+        outside = self._outside
+        was_reporting, outside.is_reporting = outside.is_reporting, True
+        try:
+            for context, elapsed_ms in times:
+                self._dump_fn(context, elapsed_ms)
+        finally:
+            outside.is_reporting = was_reporting
+
+    def _settle(self) -> None:
+        """Some blocks of this thread outside of graphs have been reported or forgotten."""
+        self._outside.unreported_since_s = monotonic()
+        if not len(self._outside.blocks):
+            self._unreported.discard(self._outside.blocks)
+
+    def _is_capturing(self) -> bool:
+        with _lock:
+            return any(graph() is not None for graph, _ in self._captures)
+
+    # For `TimedBlock`:
+
+    def _entered(self, context: Context) -> Timing | None:
+        outside = self._outside
+        if Profiler.active is not self or outside.is_reporting:
+            return None
+        timing = Timing(context)
+        if not timing.captured:
+            if not outside.blocks.n_open:
+                outside.unreported_since_s = monotonic()
+            self._unreported.add(outside.blocks)
+            return outside.blocks.enter(timing)
+        graph = self._graph_here()
+        if graph is None:
+            warnings.warn(
+                f"{timing} is in a capture that began before the `Profiler` was made, or beside others"
+                " in a thread that began none of them: it is not timed.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return None
+        _events_in[graph].extend(timing.events)
+        blocks: Timings = getattr(graph, _BLOCKS)
+        return blocks.enter(timing)
+
+    def _left(self, timing: Timing, failed: bool) -> None:
+        blocks = timing.home
+        if blocks is None:  # `reset` has forgotten it
+            return
+        if failed or Profiler.active is not self:
+            blocks.discard(timing)
+            if not timing.captured and not blocks.n_open:
+                blocks.clear()  # of a block that failed as a whole, nothing is reported
+                self._unreported.discard(blocks)  # of another thread, if that has ended
+        elif timing.captured:
+            graph = self._graph_here()
+            if graph is not None and (here := getattr(graph, _BLOCKS)) is not blocks:
+                # A step is captured in parts, of which a later one holds the end.
+                _events_in[graph].extend(timing.events)
+                blocks = here
+            blocks.leave(timing)
+        else:
+            blocks.leave(timing)
+            is_due = (
+                not blocks.n_open
+                or len(blocks) > _MOST_UNREPORTED
+                or monotonic() - self._outside.unreported_since_s >= _LONGEST_UNREPORTED_S
+            )
+            if is_due and not self._is_capturing():
+                try:
+                    self._report(blocks)
+                finally:
+                    self._settle()

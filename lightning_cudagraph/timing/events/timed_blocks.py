@@ -1,0 +1,355 @@
+"""Blocks of code that are timed by two events each: context managers and decorators.
+
+In a capture the events are external ones: nodes of the graph, whose times each replay sets again and the
+host can read. Until CUDA is initialised, the host's clock replaces the events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from threading import get_ident
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+
+import torch
+
+from lightning_cudagraph.device.emulator import HostEvent
+from lightning_cudagraph.errors import TimerError
+from lightning_cudagraph.timing.events.here import event_here, is_captured_here
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["TimedBlock", "Timing", "Timings", "has_no_time", "name_of", "read_ms"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Messages of torch, CUDA and the emulator for an event without a time.
+_NO_TIME_YET = ("invalid resource handle", "invalid argument", "must have been recorded")
+# Results of functions that return before their work begins.
+_NOT_BEGUN: tuple[type, ...] = (
+    *(Coroutine, Generator, AsyncGenerator, asyncio.Future),
+    *(type(make(iter)(())) for make in (contextmanager, asynccontextmanager)),  # type: ignore[arg-type]
+)
+_OWN = "lightning_cudagraph.timing."
+
+
+class Timing:
+    """One pass through a timed block: two events, and the line of the user's code that entered it.
+
+    Attributes:
+        context: the name that the user gave it.
+        captured: it is part of a graph.
+        events: the one at the start and the one at the end.
+        is_left: both have been recorded.
+        home: the list that holds it.
+        is_told: the user has been warned that it was never left.
+    """
+
+    __slots__ = ("_code", "_line", "captured", "context", "events", "home", "is_left", "is_told")
+
+    def __init__(self, context: Any = None) -> None:
+        self.context = context
+        self.captured = is_captured_here()
+        self.events = event_here(), event_here()
+        self.home: Timings | None = None
+        self.is_left = self.is_told = False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and str(frame.f_globals.get("__name__")).startswith(_OWN):
+            frame = frame.f_back
+        self._code = frame.f_code.co_filename if frame is not None else "?"
+        self._line = frame.f_lineno if frame is not None else 0
+
+    def end(self) -> None:
+        """Record the second event; an error if only one of the two is in a capture."""
+        end = self.events[1]
+        if is_captured_here() is not self.captured:
+            inside, outside = "inside of a capture", "outside of it"
+            entered, left = (inside, outside) if self.captured else (outside, inside)
+            raise TimerError(
+                f"{self} was entered {entered} and left {left}: no replay sets both of its events.",
+                "Put the whole block on one side of the capture.",
+            )
+        if isinstance(end, HostEvent) and not self.captured and torch.cuda.is_initialized():
+            # The block itself has initialised CUDA, and its kernels are still running.
+            torch.cuda.current_stream().synchronize()
+        end.record()
+        self.is_left = True
+
+    def elapsed_ms(self) -> float:
+        """Milliseconds between the events, which must have been reached."""
+        start, end = self.events
+        return start.elapsed_time(end)  # type: ignore[no-any-return]
+
+    def read_ms(self) -> float:
+        """Wait for the end; return milliseconds."""
+        try:
+            self.events[1].synchronize()
+            return self.elapsed_ms()
+        except RuntimeError as error:
+            if not (self.captured and has_no_time(error)):
+                raise
+            raise TimerError(
+                f"{self} has no time before its first replay.",
+                "Replay the graph that holds it, then read; if its capture has failed, make a new timer,"
+                " or `clear()` the registry.",
+            ) from error
+
+    def ended_before(self, other: Timing) -> bool:
+        """Compare the ends of two that have been reached; True where they are equal."""
+        end, other_end = self.events[1], other.events[1]
+        if type(end) is not type(other_end):
+            return True  # on the host's clock, before CUDA was initialised
+        return end.elapsed_time(other_end) >= 0  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        named = "" if self.context is None else f" timed as {_brief(self.context)}"
+        return f"The block{named} at {self._code}:{self._line}"
+
+
+def has_no_time(error: RuntimeError) -> bool:
+    """True for the error of an event that has not been reached yet, or never."""
+    return any(text in str(error) for text in _NO_TIME_YET)
+
+
+def _brief(context: Any) -> str:
+    try:
+        text = repr(context)
+    except Exception as error:  # of the user's code, while another error is being reported
+        text = f"a `{type(context).__qualname__}` whose `repr` raised {type(error).__qualname__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def read_ms(timings: Sequence[Timing], last: Timing) -> list[float]:
+    """Read timings that have been left, with one wait for the one that was left last."""
+    if timings and is_captured_here():
+        raise TimerError(
+            f"{timings[0]} was read during a capture, in which nothing runs and no time passes.",
+            "Read it behind the capture, after a replay.",
+        )
+    try:
+        if timings:
+            last.events[1].synchronize()
+        return [timing.elapsed_ms() for timing in timings]
+    except RuntimeError:
+        # Another stream is behind the last one's, or one of them has never been replayed.
+        return [timing.read_ms() for timing in timings]
+
+
+class Timings:
+    """Timings that are read together, in the order in which their blocks were entered.
+
+    Attributes:
+        n_open: the number of blocks that have been entered and not left.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def clear(self) -> None:
+        """Forget all."""
+        for timing in getattr(self, "_all", ()):
+            timing.home = None
+        self._all: list[Timing] = []
+        self._last: Timing | None = None
+        self.n_open = 0
+
+    def open(self) -> list[Timing]:
+        """Timings of blocks that have been entered and not left."""
+        return [timing for timing in self._all if not timing.is_left] if self.n_open else []
+
+    def enter(self, timing: Timing) -> Timing:
+        """Take the timing of a block that is being entered."""
+        timing.home = self
+        self._all.append(timing)
+        self.n_open += 1
+        return timing
+
+    def leave(self, timing: Timing) -> None:
+        """Note that a block has been left, be it one of another list, entered before all here."""
+        if (home := timing.home) is not self:
+            assert home is not None
+            home.discard(timing)
+            timing.home = self
+            self._all.insert(0, timing)
+            self.n_open += 1
+        self._last = timing
+        self.n_open -= 1
+
+    def discard(self, timing: Timing) -> None:
+        """Forget a timing whose block has not been left."""
+        timing.home = None
+        self._all.remove(timing)
+        self.n_open -= 1
+
+    def wait(self) -> None:
+        """Block the host until the end of the block that was left last has been reached."""
+        if self._last is not None:
+            read_ms([self._last], self._last)
+
+    def read(self) -> list[tuple[Any, float]]:
+        """Contexts and milliseconds of blocks that have been left; outside of graphs, each once."""
+        if self._last is None:
+            return []
+        left = [timing for timing in self._all if timing.is_left]
+        times_ms = read_ms(left, self._last)
+        if not all(timing.captured for timing in left):
+            self._all = [t for t in self._all if t.captured or not t.is_left]
+            if not self._all:
+                self._last = None
+        return [(timing.context, time_ms) for timing, time_ms in zip(left, times_ms, strict=True)]
+
+
+class TimedBlock:
+    """A block of code: a context manager, which may be nested and used in any thread, and a decorator.
+
+    A copy, or a pickle of it when loaded, is a block that has not been entered.
+
+    Args:
+        owner: makes a `Timing`, or None, when the block is entered, and takes it when it is left.
+        context: the name of the block.
+    """
+
+    def __init__(self, owner: Any, context: Any) -> None:
+        self._owner = owner
+        self._context = context
+        self._open: dict[int, list[Timing | None]] = {}  # by thread, the outermost first
+
+    def _entered(self) -> Timing | None:
+        return self._owner._entered(self._context)  # type: ignore[no-any-return]
+
+    def _left(self, timing: Timing, failed: bool) -> None:
+        self._owner._left(timing, failed)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._owner, self._context)  # copied together with its owner
+
+    def __enter__(self) -> Self:
+        if torch.compiler.is_compiling():
+            return self  # compiled code has no blocks; with them, Dynamo would leave the function alone
+        timing = self._entered()
+        stack = self._open.setdefault(get_ident(), [])
+        stack.append(timing)
+        if timing is not None:
+            try:
+                timing.events[0].record()
+            except BaseException:
+                stack.pop()
+                self._left(timing, True)
+                raise
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        thread = get_ident()
+        stack = self._open.get(thread)
+        if not stack:
+            raise TimerError(
+                "A block was left that has not been entered in this thread.",
+                "Enter and leave it in one thread, best by `with`.",
+            )
+        timing = stack.pop()
+        if not stack:
+            del self._open[thread]
+        if timing is None:
+            return
+        failed = True
+        try:
+            if error is None:
+                timing.end()
+                failed = False
+        finally:
+            self._left(timing, failed)
+
+    def __del__(self) -> None:
+        # No code can leave it any more.
+        stacks = getattr(self, "_open", {}).values()  # Dynamo makes objects without `__init__`
+        for timing in (timing for stack in stacks for timing in stack if timing is not None):
+            self._left(timing, True)
+            if not timing.is_told:
+                text = f"{timing} was entered and never left: it has no time."
+                warnings.warn(text, RuntimeWarning, 2)
+
+    @overload
+    def __call__(self) -> Self: ...
+
+    @overload
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]: ...
+
+    def __call__(self, function: Callable[P, R] | None = None) -> Self | Callable[P, R]:
+        """Time all calls of a function; without one, return the block itself.
+
+        Args:
+            function: returns when its work has been issued: no generator, no coroutine. Calls of one
+                that does not, and hides it behind a decorator, raise.
+
+        Raises:
+            TimerError: if it is given anything else.
+        """
+        if function is None:
+            return self
+        if not callable(function):
+            raise TimerError(
+                "A timed block was called: expected no argument, or the function to be timed, found an"
+                f" object of type `{type(function).__qualname__}`.",
+                "Put a `with` block without an argument around the work, or `@` and the block on a"
+                " function; names are given to `TimerRegistry.time`.",
+            )
+        if _returns_early(_without_partials(function)):
+            raise _no_time(function)
+        # A decorator below this one may run the coroutine or generator to its end, or pass it on.
+        may_return_early = _returns_early(_innermost(function))
+
+        @functools.wraps(function)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                result = function(*args, **kwargs)
+                if may_return_early and isinstance(result, _NOT_BEGUN):
+                    if isinstance(result, Coroutine):
+                        result.close()
+                    raise _no_time(function)
+                return result
+
+        return timed
+
+
+def _without_partials(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that decorators and `functools.partial` wrap."""
+    inside: Callable[..., Any] = inspect.unwrap(_without_partials(function))
+    return function if inside is function else _innermost(inside)
+
+
+def _returns_early(function: Callable[..., Any]) -> bool:
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    # Of an object that can be called, the method of its class decides.
+    return any(is_kind(code) for is_kind in kinds for code in (function, type(function).__call__))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function in a message; other objects that can be called have that of their class."""
+    called = _without_partials(function)
+    return getattr(called, "__qualname__", type(called).__qualname__)
+
+
+def _no_time(function: Callable[..., Any]) -> TimerError:
+    return TimerError(
+        f"`{name_of(function)}` returns before its work begins, so that calls of it have no time.",
+        "Put a `with` block around the work inside of it.",
+    )

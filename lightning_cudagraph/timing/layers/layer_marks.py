@@ -1,0 +1,369 @@
+"""To which layers the time of a step belongs, at each of its points.
+
+The forward pass is followed by hooks on modules. The backward pass is followed on autograd's own nodes:
+every node has a number, those that a layer's call has made lie between two of them, and the engine runs
+the nodes of a thread in falling order (`CompareNodeTaskTime` in torch/csrc/autograd/engine.cpp). So a
+layer's backward pass begins with the first of its nodes that runs, and ends when one runs that is not
+its own. Full backward hooks would break models with in-place activations. And the nodes of a layer's
+inputs do not tell when the engine goes on to other nodes: three projections of one input have the same.
+
+The hooks are there for the time of a capture, or of a timed step, only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import is_dataclass
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_cudagraph.compat.method_patches import no_hook
+from lightning_cudagraph.timing.layers.encoder_layers import unseen_by_encoder_layers
+from lightning_cudagraph.timing.layers.layer_calls import LayerCalls, Layers
+from lightning_cudagraph.timing.layers.recomputation import Recomputation
+from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG
+
+__all__ = ["LayerMarks"]
+
+_NONE: Layers = frozenset()
+
+_NOT_CALLED = "the step does not call it, or past its hooks only (`.forward()`, compiled code)"
+
+# The number of nodes that add a gradient to that of a parameter. They run as soon as it has been made,
+# and belong to the layer that has made it.
+_OF_PARAMETERS = 2**64 - 1
+
+
+def _engine() -> Any:
+    return torch.autograd.Variable._execution_engine
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors in what a layer returned, without calling code of the user's.
+
+    A container of a kind that is not known is left alone: what is in it costs a mark, and not the run.
+    """
+    pending, seen = [tree], set[int]()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+            continue
+        if isinstance(value, UserDict):
+            value = value.data
+        members: Iterable[Any] = ()
+        if isinstance(value, dict):
+            members = dict.values(value)
+        elif isinstance(value, list):
+            members = list.__iter__(value)
+        elif isinstance(value, tuple):
+            members = tuple.__iter__(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            members = getattr(value, "__dict__", {}).values()  # properties may compute, or raise
+        if id(value) not in seen:  # a list may hold itself
+            seen.add(id(value))
+            pending += members
+
+
+def _nodes_of(tree: Any) -> list[Any]:
+    """The nodes that have made the tensors of a tree."""
+    nodes = []
+    for tensor in _tensors_in(tree):
+        # A view whose base has been written into may have no node any more. That is an error only of
+        # whoever uses it.
+        with suppress(RuntimeError):
+            nodes.append(tensor.grad_fn)
+    return [node for node in nodes if node is not None]
+
+
+def _after(node: Any) -> list[Any]:
+    """The nodes that run after a node, with gradients that it makes."""
+    return [after for after, _ in node.next_functions if after is not None]
+
+
+def _out_of_reach(layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The layers on which there can be no hooks, and why."""
+    compiled: set[int] = set()
+    dynamo: Any = sys.modules.get("torch._dynamo")  # which takes long to import
+    for layer in layers.values():
+        if dynamo is not None and isinstance(layer, dynamo.OptimizedModule):
+            compiled.update(map(id, layer._orig_mod.modules()))
+        elif layer._compiled_call_impl is not None:
+            compiled.update(map(id, layer.modules()))
+    found = {
+        # A hook in compiled code would change what is compiled.
+        name: "it is compiled, or part of what is"
+        for name, layer in layers.items()
+        if id(layer) in compiled or "_orig_mod" in name.split(".")
+    }
+    for name, layer in layers.items():
+        if isinstance(layer, torch.jit.ScriptModule):
+            found[name] = "a ScriptModule takes no hooks"
+    return found
+
+
+def _ignore(tags: frozenset[str]) -> None:
+    pass
+
+
+def _number(handle: RemovableHandle, number: int) -> None:
+    """Give a hook a number of ours, the same in each step.
+
+    torch.compile remembers the numbers of hooks, and would compile again for each step that is timed.
+    """
+    tables = [ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
+    ours = [table for table in tables if table is not None and handle.id in table]
+    if any(number in table for table in ours):
+        return
+    for table in ours:
+        table[number] = table.pop(handle.id)
+    handle.id = number
+
+
+class _Hook:
+    """A hook of ours on a layer.
+
+    It does nothing where torch.compile comes upon it: what that compiles would break there, and kernels
+    that were one elsewhere would be two. Copies of the layer that are made in the step have none.
+    """
+
+    def __init__(self, layer: nn.Module, act: Callable[..., None]) -> None:
+        self._layer = layer
+        self._act = act
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        # A shallow copy of the layer has this very hook, for good.
+        if not torch.compiler.is_compiling() and module is self._layer:
+            self._act(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return no_hook()
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, _Hook)
+
+
+class LayerMarks:
+    """Follows a step through its layers.
+
+    Args:
+        layers: those of interest, by name.
+        turn_to: called with the tags of the layers' passes that the time from now on belongs to.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, nn.Module], turn_to: Callable[[frozenset[str]], None]
+    ) -> None:
+        self._layers = layers
+        self._out_of_reach = _out_of_reach(layers)
+        self._tell = turn_to
+        # Which pass is under way; None after the backward pass.
+        self._pass: str | None = FORWARD_TAG
+        self._calls = LayerCalls()
+        self._captured = True
+        self._recomputation = Recomputation(lambda: self._here, self._recomputation_moved)
+        # Those that the node which runs now belongs to.
+        self._at_node: Layers = _NONE
+        self._watched: set[tuple[int, int]] = set()
+        self._runs: set[int] = set()
+        self._made_nodes: set[str] = set()
+        self._unhooked: set[nn.Module] = set()
+        self._differentiated_twice = False
+        self._has_ended_forward = False
+
+    @contextmanager
+    def followed(self, captured: bool) -> Iterator[None]:
+        """Have hooks on the layers.
+
+        Args:
+            captured: the step is run once, to be replayed. Then every node is watched; in a step whose
+                time on the host counts, only those at which other layers begin or end, if the nodes run
+                in the order in which they should.
+        """
+        self._captured = captured
+        with ExitStack() as stack:
+            stack.callback(self._leave)
+            stack.enter_context(self._recomputation.noticed())
+            stack.enter_context(unseen_by_encoder_layers(_is_ours, self._unhooked.add))
+            for name, layer in self._layers.items():
+                if name not in self._out_of_reach:
+                    for handle in self._hook(name, layer):
+                        stack.callback(handle.remove)
+            yield
+
+    def _leave(self) -> None:
+        """Call back no more: nodes that the user keeps may run again, and the step's events be gone.
+
+        Nor may the events wait for Python's collector of cycles.
+        """
+        self._pass = None
+        self._tell = _ignore
+
+    def begin_forward(self) -> None:
+        """The forward pass begins, perhaps once more."""
+        self._pass = FORWARD_TAG
+        self._at_node = _NONE
+
+    def end_forward(self, output: Any) -> None:
+        """The forward pass has ended, and the backward pass begins."""
+        self._turn_to(_NONE)
+        # What is called from now on is recomputed for the backward pass, and belongs to it.
+        self._pass = BACKWARD_TAG
+        self._has_ended_forward = True
+        if self._captured:
+            self._watch_tensors(output)
+        else:
+            self._watch_changes(output)
+
+    def end_backward(self) -> None:
+        """The backward pass has ended, if it has not."""
+        self._turn_to(_NONE)
+        self._pass = None
+
+    def untimed(self, timed: frozenset[str]) -> dict[str, str]:
+        """Reasons for layers that are not timed, by their names in words."""
+        found: dict[str, str] = {}
+        for name, layer in self._layers.items():
+            if name in self._out_of_reach:
+                found[f"`{name}`"] = self._out_of_reach[name]
+            elif FORWARD_TAG + name not in timed and layer in self._unhooked:
+                found[f"`{name}`"] = (
+                    "the `TransformerEncoderLayer` around it is in evaluation mode, where torch computes"
+                    " it in one piece if there are no hooks in it"
+                )
+            elif FORWARD_TAG + name not in timed:
+                found[f"`{name}`"] = _NOT_CALLED
+            elif self._differentiated_twice:
+                found[f"the backward pass of `{name}`"] = (
+                    "the step differentiates with `create_graph=True`, and the nodes that it makes by"
+                    " that cannot be told from those of layers"
+                )
+            elif BACKWARD_TAG + name not in timed:
+                found[f"the backward pass of `{name}`"] = self._why_no_backward(name)
+        return found
+
+    def _why_no_backward(self, name: str) -> str:
+        if name not in self._made_nodes:
+            return "it computes nothing that needs a gradient"
+        if not self._has_ended_forward:
+            return (
+                "the step has no backward pass, or calls `backward` itself, and not"
+                " `self.manual_backward`"
+            )
+        return "no gradient came to what it computes"
+
+    @property
+    def backward_is_known(self) -> bool:
+        """True if the nodes of the backward pass could be told apart."""
+        return not self._differentiated_twice
+
+    @property
+    def _here(self) -> Layers:
+        """The layers in whose calls the step is, or for which it computes."""
+        if self._calls.stack:
+            return self._calls.stack[-1].layers
+        recomputed = self._recomputation.layers
+        return self._at_node if recomputed is None else recomputed
+
+    def _recomputation_moved(self) -> None:
+        if self._pass == BACKWARD_TAG:
+            self._turn_to(self._here)
+
+    def _turn_to(self, layers: Layers) -> None:
+        if self._pass is not None:
+            self._tell(frozenset(self._pass + name for name in layers))
+
+    def _hook(self, name: str, layer: nn.Module) -> list[Any]:
+        def before(args: Any, kwargs: Any) -> None:
+            call = self._calls.begin(self._here | {name})
+            self._turn_to(call.layers)
+
+        def after(args: Any, kwargs: Any, output: Any) -> None:
+            if not self._calls.stack or name not in self._calls.stack[-1].layers:
+                return  # another's hook before ours has raised, so that the call has not begun
+            if self._calls.stack.pop().end():
+                self._made_nodes.add(name)
+            self._turn_to(self._here)
+            self._watch_tensors(output)
+
+        # Before the user's hooks and after them: what they compute is part of the layer.
+        first = layer.register_forward_pre_hook(_Hook(layer, before), with_kwargs=True, prepend=True)
+        # Also when the call fails: recomputation ends in the middle of a call, by an exception.
+        last = layer.register_forward_hook(_Hook(layer, after), with_kwargs=True, always_call=True)
+        _number(first, -1)
+        _number(last, -2)
+        hooks: Any = layer._forward_pre_hooks
+        hooks.move_to_end(first.id, last=False)
+        return [first, last]
+
+    def _watch_tensors(self, tree: Any) -> None:
+        for node in _nodes_of(tree):
+            self._watch(node, get_ident(), self._at_node)
+
+    def _watch_changes(self, tree: Any) -> None:
+        """Watch those nodes behind tensors of the forward pass before which others' layers come."""
+        thread = get_ident()
+        nodes: dict[int, Any] = {}
+        pending = _nodes_of(tree)
+        while pending:
+            node = pending.pop()
+            number: int = node._sequence_nr()
+            if number != _OF_PARAMETERS and number not in nodes:
+                nodes[number] = node
+                pending += _after(node)
+        before = _NONE
+        for number in sorted(nodes, reverse=True):
+            layers = self._calls.around(number, thread) or _NONE
+            if layers != before:
+                self._watch(nodes[number], thread, _NONE)
+            before = layers
+        self._watched.update((thread, number) for number in nodes)
+
+    def _watch(self, node: Any, thread: int, outside: Layers) -> None:
+        """Notice when a node runs, and then watch those that run after it.
+
+        Args:
+            node: the node.
+            thread: the one that has made it.
+            outside: the layers that it belongs to if it was made in no layer's call.
+        """
+        number: int = node._sequence_nr()
+        if number == _OF_PARAMETERS or (thread, number) in self._watched:
+            return
+        self._watched.add((thread, number))
+        # Let go of when the node runs, so that no chain of them is left to be taken down.
+        following = _after(node)
+
+        def about_to_run(gradients: Any) -> None:
+            if torch.is_grad_enabled():
+                self._differentiated_twice = True
+            while following:
+                self._watch(following.pop(), thread, outside)
+            if self._pass == BACKWARD_TAG:
+                self._notice_end(torch._C._current_graph_task_id())
+                self._at_node = self._calls.around(number, thread) or outside
+                self._turn_to(self._at_node)
+
+        node.register_prehook(about_to_run)
+
+    def _notice_end(self, run: int) -> None:
+        """Notice when a run of autograd ends, be it inside a node of another."""
+        if run in self._runs:
+            return
+        self._runs.add(run)
+        before = self._at_node
+
+        def ended() -> None:
+            self._at_node = before
+            if self._pass == BACKWARD_TAG:
+                self._turn_to(self._here)
+
+        _engine().queue_callback(ended)

@@ -1,0 +1,1 @@
+"""Destinations of times: the report, tables, pictures, trace files, and TensorBoard."""

@@ -1,0 +1,290 @@
+"""Pictures of a window: the slowest layers, and the step as a timeline.
+
+Only matplotlib's objects are used, and never pyplot: that has a state of its own, which belongs to the
+user. It is imported when the first picture is drawn, because that takes longer than all the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_cudagraph.timing.output.tables import layers_of, timed_steps
+from lightning_cudagraph.timing.output.texts import shortened
+from lightning_cudagraph.timing.readings.lead_in import GAP_TAG
+from lightning_cudagraph.timing.readings.spans import STEP_TAG, Track
+from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, Slice, slices_of, step_end
+from lightning_cudagraph.timing.readings.windows import Times, WindowSummary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["layer_bars", "step_timeline"]
+
+# Okabe and Ito's colours, which those who see fewer colours can tell apart.
+_COLOURS: dict[Track, str] = {
+    "host": "#999999",
+    "copy": "#56B4E9",
+    "forward": "#0072B2",
+    "backward": "#D55E00",
+    "optimizer": "#009E73",
+    "communication": "#CC79A7",
+}
+_TRACK_NAMES: dict[Track, str] = {"host": "host gap"}
+_INK = "#333333"
+_WIDTH_INCHES = 6.6
+_DPI = 150  # so a thousand pixels wide
+_FONT_POINTS = 8.0
+_NAME_WIDTH = 34
+_LONGEST_WHISKER = 2.5  # of the longest bar
+# Members are lighter than what contains them, to as many levels.
+_WHITE_BY_DEPTH = (0.0, 0.3, 0.5, 0.65, 0.75)
+# A gap that is longer than this many steps is cut off, so that the step can still be seen.
+_LONGEST_LEAD_STEPS = 0.5
+
+
+def _figure(height_inches: float) -> tuple[Figure, Axes]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(
+        figsize=(_WIDTH_INCHES, height_inches), dpi=_DPI, facecolor="white", layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#BBBBBB")
+    axes.tick_params(labelsize=_FONT_POINTS, colors=_INK, length=0)
+    axes.set_axisbelow(True)
+    axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
+    return figure, axes
+
+
+def _entitle(axes: Axes, title: str, subtitle: str) -> None:
+    text = f"{title}\n"
+    size = _FONT_POINTS + 2
+    axes.set_title(text, loc="left", fontsize=size, color=_INK, fontweight="bold", parse_math=False)
+    axes.annotate(
+        subtitle,
+        (0, 1),
+        (0, 7),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=_FONT_POINTS,
+        color="#666666",
+    )
+
+
+def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int = 12) -> Figure | None:
+    """The slowest layers, with a bar for each pass.
+
+    Containers are left out where most of their time is that of members that are timed.
+
+    Returns:
+        The picture; None if no layer was timed.
+    """
+    layers = [layer for layer in layers_of(summary) if not layer.is_sum]
+    if not layers:
+        return None
+    slowest = sorted(layers, key=lambda layer: -layer.median_ms)[:max_layers]
+    figure, axes = _figure(1.45 + 0.36 * len(slowest))
+    shown = [
+        times for layer in slowest for times in (layer.forward, layer.backward) if times is not None
+    ]
+    # Whiskers that reach far beyond all bars are cut off, so that the bars can still be compared.
+    highest_ms = max(times.p95_ms for times in shown)
+    farthest_ms = min(highest_ms, _LONGEST_WHISKER * max(times.p50_ms for times in shown))
+    # Their ends look like any others.
+    cut = f", cut off at {farthest_ms:.3f} ms" if farthest_ms < highest_ms else ""
+    for track, shift in (("forward", -0.19), ("backward", 0.19)):
+        places: list[float] = []
+        medians_ms: list[float] = []
+        reach: list[tuple[float, float]] = []
+        for place, layer in enumerate(slowest):
+            times: Times | None = getattr(layer, track)
+            if times is None:
+                continue
+            places.append(place + shift)
+            medians_ms.append(times.p50_ms)
+            above_ms = max(min(times.p95_ms, farthest_ms) - times.p50_ms, 0.0)
+            reach.append((times.p50_ms - times.p05_ms, above_ms))
+        if not places:
+            continue
+        colour = _COLOURS[track]  # type: ignore[index]
+        whiskers = {"ecolor": _INK, "elinewidth": 0.9, "capsize": 1.8, "capthick": 0.9}
+        axes.barh(
+            places,
+            medians_ms,
+            height=0.34,
+            color=colour,
+            label=track,
+            xerr=list(zip(*reach, strict=True)),
+            error_kw=whiskers,
+        )
+        for middle, median_ms, (_, above_ms) in zip(places, medians_ms, reach, strict=True):
+            axes.annotate(
+                f"{median_ms:.3f}",
+                (median_ms + above_ms, middle),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=_FONT_POINTS - 1.5,
+                color="#666666",
+            )
+    names = [shortened(layer.name, _NAME_WIDTH) for layer in slowest]
+    axes.set_yticks(range(len(slowest)), names, parse_math=False)  # a `$` is a letter
+    axes.set_ylim(len(slowest) - 0.45, -0.55)
+    axes.set_xlim(0, farthest_ms * 1.1 or 1.0)
+    axes.set_xlabel("ms per step, all calls of a layer together", fontsize=_FONT_POINTS, color=_INK)
+    if len(slowest) < len(layers):
+        what = f"the {len(slowest)} slowest of {len(layers)} layers"
+    else:
+        what = "slowest layers"
+    _entitle(axes, f"{model}: {what}", f"{_about(summary, device)}, whiskers p05 to p95{cut}")
+    figure.legend(
+        loc="outside lower center", ncols=2, fontsize=_FONT_POINTS, frameon=False, labelcolor=_INK
+    )
+    return figure
+
+
+def _about(summary: WindowSummary, device: str) -> str:
+    return f"{device}, median of {timed_steps(summary.n_readings)}"
+
+
+def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | None:
+    """The step as a timeline: what lies before it, both passes with their layers, and the optimizer.
+
+    Returns:
+        The picture; None if no step was timed.
+    """
+    typical = summary.typical()
+    slices = (
+        []
+        if typical is None
+        else [one for one in slices_of(typical) if one.depth < len(_WHITE_BY_DEPTH)]
+    )
+    if typical is None or not slices:
+        return None
+    places, track_places = _places(slices)
+    n_places = max(places.values()) + 1
+    figure, axes = _figure(1.3 + 0.3 * n_places)
+    total_ms = step_end(typical) / TICKS_PER_MS
+    first_ms = min(min(one.begin for one in slices) / TICKS_PER_MS, 0.0)
+    left_ms = max(first_ms, -_LONGEST_LEAD_STEPS * total_ms) if total_ms > 0 else first_ms
+    margin_ms = 0.005 * (total_ms - left_ms)
+    axes.set_xlim(left_ms - margin_ms, total_ms + margin_ms)
+    axes.set_ylim(n_places - 0.4, -0.6)
+    axes.set_yticks(
+        [sum(rows) / len(rows) for rows in track_places.values()],
+        [_track_label(summary, track) for track in track_places],
+    )
+    for rows in list(track_places.values())[1:]:
+        axes.axhline(rows[0] - 0.5, color="#E5E5E5", linewidth=0.8, zorder=0)
+    axes.axvline(0.0, color="#BBBBBB", linewidth=0.8, zorder=0.5)
+    axes.set_xlabel(
+        "ms after the beginning of the step"
+        + (f"; what is before {left_ms:.1f} ms is cut off" if left_ms > first_ms else ""),
+        fontsize=_FONT_POINTS,
+        color=_INK,
+    )
+    whole = summary.step
+    about = _about(summary, device) + (f", {whole.p50_ms:.3f} ms each" if whole is not None else "")
+    _entitle(axes, f"{model}: one step", about)
+    _draw(figure, axes, slices, places)
+    return figure
+
+
+def _places(slices: list[Slice]) -> tuple[dict[tuple[Track, int, int], int], dict[Track, list[int]]]:
+    """The line of the picture for each track, row and depth, and the lines of each track."""
+    places: dict[tuple[Track, int, int], int] = {}
+    track_places: dict[Track, list[int]] = {}
+    for track in TRACKS:
+        for row, depth in sorted({(one.row, one.depth) for one in slices if one.track == track}):
+            track_places.setdefault(track, []).append(len(places))
+            places[track, row, depth] = len(places)
+    return places, track_places
+
+
+def _track_label(summary: WindowSummary, track: Track) -> str:
+    tags = {"host": GAP_TAG, "communication": f"{STEP_TAG}all_reduce"}
+    if track == "optimizer":
+        times = summary.times_of(*(STEP_TAG + part for part in ("clipping", "scaler", "optimizer")))
+    else:
+        times = summary.get(tags.get(track, STEP_TAG + track))
+    name = _TRACK_NAMES.get(track, track)
+    return name if times is None else f"{name}\n{times.p50_ms:.3f} ms"
+
+
+def _mixed(colour: str, white: float) -> tuple[float, float, float]:
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = (part + (1.0 - part) * white for part in to_rgb(colour))
+    return red, green, blue
+
+
+def _draw(
+    figure: Figure, axes: Axes, slices: list[Slice], places: dict[tuple[Track, int, int], int]
+) -> None:
+    # How wide things are is known when they have been laid out.
+    figure.draw_without_rendering()
+    to_px, to_ms = axes.transData.transform, axes.transData.inverted().transform
+    px_ms = to_ms((1.0, 0.0))[0] - to_ms((0.0, 0.0))[0]
+    rectangles: dict[tuple[Track, int, bool], list[tuple[float, float, int]]] = {}
+    for one in slices:
+        begin_ms, width_ms = one.begin / TICKS_PER_MS, (one.end - one.begin) / TICKS_PER_MS
+        place = places[one.track, one.row, one.depth]
+        # What is narrow has no edge, which would hide it, and can be seen however narrow it is.
+        has_edge = width_ms > 4 * px_ms
+        kind = one.track, one.depth, has_edge
+        rectangles.setdefault(kind, []).append((begin_ms, max(width_ms, 1.2 * px_ms), place))
+    for (track, depth, has_edge), of_kind in rectangles.items():
+        axes.barh(
+            [place for _, _, place in of_kind],
+            [width_ms for _, width_ms, _ in of_kind],
+            left=[begin_ms for begin_ms, _, _ in of_kind],
+            height=0.86,
+            color=_mixed(_COLOURS[track], _WHITE_BY_DEPTH[depth]),
+            edgecolor="white",
+            linewidth=0.6 if has_edge else 0.0,
+        )
+    left_px, right_px = axes.bbox.x0, axes.bbox.x1
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    widths_px: dict[str, float] = {}
+    named: list[tuple[Slice, float]] = []
+    shortest: dict[str, str] = {}
+    for one in slices:
+        begin_px = max(to_px((one.begin / TICKS_PER_MS, 0.0))[0], left_px)
+        end_px = min(to_px((one.end / TICKS_PER_MS, 0.0))[0], right_px)
+        name = _fitting(one.name, end_px - begin_px - 6, axes, renderer, widths_px)
+        if name:
+            named.append((one, to_ms(((begin_px + end_px) / 2, 0.0))[0]))
+            shortest[one.name] = min(shortest.get(one.name, name), name, key=len)
+    for one, middle_ms in named:
+        axes.text(
+            middle_ms,
+            places[one.track, one.row, one.depth],
+            shortest[one.name],  # a layer is called the same in both passes
+            ha="center",
+            va="center_baseline",
+            fontsize=_FONT_POINTS - 1.5,
+            color="white" if one.depth == 0 else "black",
+            clip_on=True,
+            parse_math=False,
+        )
+
+
+def _fitting(name: str, room_px: float, axes: Axes, renderer: Any, widths_px: dict[str, float]) -> str:
+    """As much of the end of a dotted name as there is room for; nothing if that is too little."""
+    path = name.split(".")
+    for first in range(len(path)):
+        end = ".".join(path[first:])
+        if room_px < 4 * len(end):  # no letter is narrower on average: spares measuring
+            continue
+        if end not in widths_px:
+            text = axes.text(0, 0, end, fontsize=_FONT_POINTS - 1.5, parse_math=False)
+            widths_px[end] = text.get_window_extent(renderer).width
+            text.remove()
+        if widths_px[end] <= room_px:
+            return end
+    return ""

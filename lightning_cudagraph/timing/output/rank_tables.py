@@ -1,0 +1,114 @@
+"""The times of all processes of a run in words: a table, and who the others wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_cudagraph.timing.output.tables import timed_steps
+from lightning_cudagraph.timing.output.texts import table
+from lightning_cudagraph.timing.readings.rank_times import RankRow, RankTable
+
+__all__ = ["ranks_lines", "ranks_text"]
+
+_MOST_ROWS = 32
+_FASTEST_SHOWN = 4
+_COLUMNS = ("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce")
+# The share of a step by which a process that the others wait for has to be behind the usual one.
+_BEHIND = 0.02
+_WHERE = {
+    "forward": "in its forward pass",
+    "backward": "in its backward pass",
+    "host": "in hooks in the middle of its steps",
+    "optimizer": "behind its backward pass",
+    "gap": "between its steps, where the device waits for the host (batches, hooks, loggers)",
+    "copy": "in the copy of its batches",
+}
+
+
+def ranks_text(ranks: RankTable) -> str:
+    """A table with a row for each process, the one with the most work of its own first."""
+    rows = sorted(ranks.rows, key=lambda row: -row.p50_ms("work"))
+    shown = rows
+    if len(rows) > _MOST_ROWS:
+        shown = rows[: _MOST_ROWS - _FASTEST_SHOWN] + rows[-_FASTEST_SHOWN:]
+    columns = [part for part in _COLUMNS if any(part in row.parts for row in rows)]
+    with_hosts = len({row.host for row in rows}) > 1
+    above: list[str | float] = [
+        "",
+        *([""] if with_hosts else []),
+        "work",
+        "",
+        "",
+        "wait",
+        "step",
+        *[""] * len(columns),
+    ]
+    names = [*["p50 ms", "p95 ms", "mean ms"], *["p50 ms"] * 2, *columns]
+    lines: list[list[str | float]] = [above, ["rank", *(["host"] if with_hosts else []), *names]]
+    lines += [_line(row, columns, with_hosts) for row in shown]
+    text = table(lines, left=(1,) if with_hosts else ())
+    if len(shown) < len(rows):
+        text.insert(2 + _MOST_ROWS - _FASTEST_SHOWN, f"... and {len(rows) - len(shown)} more")
+    first, last = rows[0].first_step, max(row.last_step for row in rows)
+    return "\n".join(
+        [
+            f"{len(rows)} processes, {timed_steps(rows[0].n_steps)}, {first} to {last}",
+            *ranks_lines(ranks),
+            "",
+            *text,
+            "Work: what a process would take for a step without the others. Wait: what of a step it",
+            "does nothing but wait for them, in collectives or before it launches the step. Who has the",
+            "most work waits least.",
+        ]
+    )
+
+
+def _line(row: RankRow, columns: Sequence[str], with_host: bool) -> list[str | float]:
+    work = row.parts["work"]
+    numbers = [work.p50_ms, work.p95_ms, work.mean_ms, row.p50_ms("wait"), row.p50_ms("step")]
+    numbers += [row.p50_ms(part) for part in columns]
+    return [str(row.rank), *([row.host] if with_host else []), *numbers]
+
+
+def ranks_lines(table: RankTable) -> list[str]:
+    """In sentences, which process the others wait for, and where it loses its time."""
+    slowest, fastest = table.slowest, table.fastest
+    work_ms, step_ms = slowest.p50_ms("work"), table.median_ms("step")
+    waits_ms = sorted(row.p50_ms("wait") for row in table.rows)
+    if work_ms - fastest.p50_ms("work") < _BEHIND * step_ms:
+        text = (
+            f"all {len(table.rows)} are as fast: {fastest.p50_ms('work'):.3f} to {work_ms:.3f} ms of"
+            f" their own in a step of {step_ms:.3f} ms, and {waits_ms[0]:.3f} to {waits_ms[-1]:.3f} ms"
+            " of waiting for one another"
+        )
+        return [text]
+    text = (
+        f"rank {slowest.rank}{_on_host(table, slowest)} is slowest: {work_ms:.3f} ms of its own in a"
+        f" step of {step_ms:.3f} ms, {_others(table, 'work')}"
+    )
+    if slowest.p50_ms("wait") <= waits_ms[0]:
+        text += f"; it waits least for others, {waits_ms[0]:.3f} ms, {_others(table, 'wait')}"
+    return [text, *_where(table, slowest)]
+
+
+def _others(table: RankTable, part: str) -> str:
+    """The median rank, or the other one of two, to compare the slowest with."""
+    if len(table.rows) == 2:
+        return f"rank {table.fastest.rank} {table.fastest.p50_ms(part):.3f} ms"
+    return f"median rank {table.median_ms(part):.3f} ms"
+
+
+def _on_host(table: RankTable, row: RankRow) -> str:
+    return f" ({row.host})" if len({other.host for other in table.rows}) > 1 else ""
+
+
+def _where(table: RankTable, slowest: RankRow) -> list[str]:
+    """The part of a step in which the slowest loses most against the fastest, if it is one."""
+    fastest = table.fastest
+    behind_ms = slowest.p50_ms("work") - fastest.p50_ms("work")
+    part = max(_WHERE, key=lambda part: slowest.p50_ms(part) - fastest.p50_ms(part))
+    lost_ms = slowest.p50_ms(part) - fastest.p50_ms(part)
+    if lost_ms < behind_ms / 2:
+        return []
+    times = f"{slowest.p50_ms(part):.3f} ms, rank {fastest.rank} {fastest.p50_ms(part):.3f} ms"
+    return [f"most of the difference is {_WHERE[part]}: {times}"]

@@ -1,0 +1,223 @@
+"""The lines of the report at the end of a run: what became of the steps, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_cudagraph.timing.output.stages import StageSummary
+from lightning_cudagraph.timing.output.tables import Layer, layers_of, timed_steps
+from lightning_cudagraph.timing.output.texts import shortened, table
+from lightning_cudagraph.timing.readings.lead_in import GAP_TAG
+from lightning_cudagraph.timing.readings.spans import (
+    BACKWARD_TAG,
+    EXPOSED_TAG,
+    FORWARD_TAG,
+    STEP_PARTS,
+    STEP_TAG,
+)
+from lightning_cudagraph.timing.readings.windows import WindowSummary
+
+__all__ = [
+    "eager_report",
+    "ended_lines",
+    "layer_lines",
+    "note_lines",
+    "stage_lines",
+    "time_lines",
+    "verdict",
+]
+
+_SLOWEST_LAYERS = 10
+_NAME_WIDTH = 48
+_BAR_WIDTH = 24
+_PARTS = (*STEP_PARTS, "copy")
+# The share of a step from which on a gap, or what the host does for timings, is worth a word.
+_LARGE_GAP = 0.1
+# A gain below the first is not worth a graph; one below the second is given with two digits.
+_LAUNCH_BOUND = 1.05
+_SMALL_GAIN = 2.0
+_NO_TIMES = WindowSummary([])
+_WATCHED = "watched, so slower: no measure of what is gained"
+
+
+def verdict(stage: StageSummary, unit: str) -> str:
+    """What is gained by graphs, where that was measured, and how much was replayed.
+
+    Args:
+        stage: the steps.
+        unit: what these are called.
+    """
+    # Rounded down: 100.0% is all of them.
+    percent = 1000 * stage.replayed // max(stage.steps, 1) / 10
+    share = f"{stage.replayed} of {stage.steps} {unit} replayed ({percent}%)"
+    speedup = stage.speedup
+    if speedup is None:
+        return share
+    gain = f"{speedup:.{1 if speedup >= _SMALL_GAIN else 2}f}x your plain step"
+    if speedup < _LAUNCH_BOUND:
+        return f"not launch-bound: {gain}, leave it out; {share}"
+    return f"{gain}; {share}"
+
+
+def stage_lines(label: str, stage: StageSummary) -> list[str]:
+    """What became of the steps of a stage.
+
+    Args:
+        label: its name.
+        stage: the steps.
+    """
+    captured = f"captured {stage.captures} time(s)"
+    if stage.captures:
+        captured += f" in {stage.capture_ms:.0f} ms, {stage.memory_bytes / 2**20:.1f} MiB taken"
+    became = f"{stage.warmed_up} warmed up, {stage.replayed} replayed, {stage.eager_steps} eager"
+    lines = [f"  {label:<10}{became}; {captured}"]
+    by_number = sorted(stage.eager.items(), key=lambda item: -item[1])
+    more = [f"{n} eager: {reason}" for reason, n in by_number]
+    if not stage.captures and stage.warmed_up:
+        why = stage.not_captured or "the run ended, or went on eagerly, before a capture"
+        more.append(f"nothing was captured: {why}")
+    more += [f"captured anew: {reason}" for reason in stage.recaptures]
+    if stage.captures:
+        more.append(f"{stage.checked} replay(s) verified against eager steps")
+    lines += [f"{'':<12}{line}" for line in more]
+    if stage.replay_ms is not None:
+        step = f"{stage.replay_ms:.2f} ms replayed"
+        if stage.plain_ms is None:
+            step += '; to know what is gained, run once with `backend="off"`'
+        else:
+            step += f", {stage.plain_ms:.2f} ms plain ({stage.plain_steps} steps before the capture)"
+        lines.append(f"  step      {step}")
+    return lines
+
+
+def ended_lines(ended: str) -> list[str]:
+    """What has ended a run, if it has not come to its end."""
+    return (
+        [f"  ended     by {ended}; what had not been read of the last times is left out"]
+        if ended
+        else []
+    )
+
+
+def note_lines(notes: Sequence[str]) -> list[str]:
+    """What the user should know besides."""
+    return [f"  note      {note}" for note in notes]
+
+
+def time_lines(
+    graph: WindowSummary,
+    eager: WindowSummary = _NO_TIMES,
+    ranks: Sequence[str] = (),
+    event_host_us: float = 0.0,
+) -> list[str]:
+    """Where the time of steps goes.
+
+    Args:
+        graph: the times inside the last replays.
+        eager: the times inside the eager steps of the warm-up, if they were timed.
+        ranks: what there is to say of several processes.
+        event_host_us: what an event takes of the host in each step, in microseconds, if all are timed.
+    """
+    lines = _parts_line("graph", graph)
+    lines += [f"{line}; {_WATCHED}" for line in _parts_line("warm-up", eager)]
+    return [*lines, *_gap_line(graph, event_host_us), *_ranks_lines(ranks)]
+
+
+def layer_lines(graph: WindowSummary, eager: WindowSummary = _NO_TIMES) -> list[str]:
+    """The slowest layers.
+
+    Args:
+        graph: the times inside the last replays.
+        eager: the times inside the eager steps of the warm-up, if they were timed.
+    """
+    return _layer_lines(graph, eager) or _layer_lines(eager, _NO_TIMES, "in warm-up, watched: ")
+
+
+def eager_report(
+    times: WindowSummary, notes: Sequence[str], ranks: Sequence[str] = (), ended: str = ""
+) -> str:
+    """The report of a run without graphs, as plain text with aligned columns.
+
+    Args:
+        times: the times of its last steps.
+        notes: what the user should know besides.
+        ranks: what there is to say of several processes.
+        ended: the exception that has ended the run, and where; nothing if it came to its end.
+    """
+    lines = ["lightning_cudagraph: the times of an eager run", *ended_lines(ended)]
+    lines += _parts_line("step", times)
+    lines += _gap_line(times)
+    lines += _ranks_lines(ranks)
+    lines += note_lines(notes)
+    return "\n".join(lines + [f"  {line}" for line in _layer_lines(times, _NO_TIMES)])
+
+
+def _parts_line(label: str, summary: WindowSummary) -> list[str]:
+    parts = [(part, times) for part in _PARTS if (times := summary.get(STEP_TAG + part)) is not None]
+    if not parts:
+        return []
+    texts = [f"{part} {times.p50_ms:.3f} ms" for part, times in parts]
+    reduced, exposed = summary.get(f"{STEP_TAG}all_reduce"), summary.get(EXPOSED_TAG)
+    if reduced is not None and exposed is not None:
+        texts.append(f"all_reduce {reduced.p50_ms:.3f} ms ({exposed.p50_ms:.3f} exposed)")
+    return [f"  {label:<10}" + ", ".join(texts)]
+
+
+def _ranks_lines(ranks: Sequence[str]) -> list[str]:
+    return [f"  {'' if index else 'ranks':<10}{line}" for index, line in enumerate(ranks)]
+
+
+def _gap_line(summary: WindowSummary, event_host_us: float = 0.0) -> list[str]:
+    """In a sentence, how much time passes between two steps."""
+    gap, period = summary.get(GAP_TAG), summary.period
+    if gap is None or period is None or period.p50_ms <= 0:
+        return []
+    text = (
+        f"  gap       between two steps, beside the copy of the batch, {gap.p50_ms:.3f} of"
+        f" {period.p50_ms:.3f} ms ({gap.share:.0%})"
+    )
+    waited = summary.waited
+    if waited is not None and waited.p50_ms >= gap.p50_ms / 2 > 0:
+        text += f": for {waited.p50_ms:.3f} ms of it this process waits for others to come to the step"
+    elif gap.share >= _LARGE_GAP:
+        text += ": the device waits for loggers, hooks or the dataloader, or works for them"
+        n_events = typical.layout.n_marks if (typical := summary.typical()) is not None else 0
+        events_ms = 1e-3 * event_host_us * n_events
+        if events_ms >= _LARGE_GAP * period.p50_ms:
+            text += (
+                f"; the {n_events} events of a timed step take the host about {events_ms:.2f} ms"
+                " (`LayerTimings(every_n_steps=50)` times fewer steps)"
+            )
+    return [text]
+
+
+def _layer_lines(summary: WindowSummary, eager: WindowSummary, which: str = "") -> list[str]:
+    """The slowest layers, in the graph and, where they were timed there, in eager steps beside it."""
+    layers = sorted(layers_of(summary), key=lambda layer: -layer.median_ms)[:_SLOWEST_LAYERS]
+    if not layers:
+        return []
+    passes = (FORWARD_TAG, BACKWARD_TAG)
+    summaries = [summary]
+    if any(tag + layer.name in eager for layer in layers for tag in passes):
+        summaries.append(eager)
+    rows: list[list[str | float | None]] = [
+        ["layer", *["forward ms", "backward ms"] * len(summaries), "share of step"]
+    ]
+    for layer in layers:
+        times = [found.get(tag + layer.name) for found in summaries for tag in passes]
+        times_ms = [None if one is None else one.p50_ms for one in times]
+        rows.append([shortened(layer.name, _NAME_WIDTH), *times_ms, _share(layer)])
+    lines = table(rows, left=(0, len(rows[0]) - 1))
+    if len(summaries) > 1:
+        begin, end = (lines[0].index("forward ms", at) for at in (0, lines[0].index("backward ms")))
+        lines.insert(
+            0, f"{'in the graph':>{begin + len('in the graph')}}".ljust(end) + "in warm-up, watched"
+        )
+    steps = timed_steps(summary.n_readings)
+    title = f"slowest layers, {which}median of {steps} (containers include their members)"
+    return [title, *(f"  {line}" for line in lines)]
+
+
+def _share(layer: Layer) -> str:
+    bar = "#" * round(min(layer.share, 1.0) * _BAR_WIDTH)
+    return f"{layer.share:>5.0%} {bar}".rstrip()

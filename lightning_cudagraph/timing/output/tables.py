@@ -1,0 +1,303 @@
+"""The times of a window as plain text: the parts of a step, and its layers as a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_cudagraph.timing.output.texts import shortened, table
+from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG, STEP_PARTS, STEP_TAG
+from lightning_cudagraph.timing.readings.windows import Times, WindowSummary
+
+__all__ = [
+    "Layer",
+    "layer_table",
+    "layers_of",
+    "mostly_members",
+    "parts_table",
+    "timed_steps",
+    "window_text",
+]
+
+_NAME_WIDTH = 40
+_BAR_WIDTH = 24
+# Members that take so many times as long as what they are members of are called elsewhere, too.
+_MORE = 1.2
+_NAMES_SHOWN = 5
+# Gap and copy come before the step, so these are no part of its time, and collectives are part of the
+# others' or run beside them.
+_BESIDE = {
+    "gap": "beside the copy",
+    "copy": "of the batch",
+    "all_reduce": "beside the backward pass",
+    "all_reduce_exposed": "what of it the step waits for",
+    **dict.fromkeys(
+        ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all"), "in the parts above"
+    ),
+}
+_BETWEEN = ("gap", "copy")
+_OF_PERIOD = "; of the time from step to step"
+
+
+def _median_ms(*passes: Times | None) -> float:
+    return sum(times.p50_ms for times in passes if times is not None)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A timed layer and its place among the others.
+
+    Attributes:
+        name: as `named_modules` gives it.
+        parent: the timed layer whose member it is by its name, or None.
+        depth: how many timed layers it is a member of.
+        has_members: whether the time of other timed layers is contained in its own.
+        is_sum: whether most of its time is that of these.
+        forward: its times in the forward pass, or None if it has none.
+        backward: those in the backward pass.
+    """
+
+    name: str
+    parent: str | None
+    depth: int
+    has_members: bool
+    is_sum: bool
+    forward: Times | None
+    backward: Times | None
+
+    @property
+    def mean_ms(self) -> float:
+        """Milliseconds of both passes."""
+        return sum(times.mean_ms for times in (self.forward, self.backward) if times is not None)
+
+    @property
+    def median_ms(self) -> float:
+        """Milliseconds of both passes, as the sum of their medians: no outlier changes it."""
+        return _median_ms(self.forward, self.backward)
+
+    @property
+    def share(self) -> float:
+        """The part of the step that both passes take."""
+        return sum(times.share for times in (self.forward, self.backward) if times is not None)
+
+    @property
+    def own_name(self) -> str:
+        """Its name without that of its parent."""
+        return self.name if self.parent is None else self.name[len(self.parent) + 1 :]
+
+
+def _parent(name: str, names: Collection[str]) -> str | None:
+    """The innermost of some names that another one is a member of."""
+    parent = name.rpartition(".")[0]
+    while parent and parent not in names:
+        parent = parent.rpartition(".")[0]
+    return parent or None
+
+
+def mostly_members(times_ms: Mapping[str, float]) -> set[str]:
+    """The layers most of whose time is that of their members, so that it is shown with these."""
+    inside_ms: dict[str, float] = {}
+    for name, time_ms in times_ms.items():
+        if (parent := _parent(name, times_ms)) is not None:
+            inside_ms[parent] = inside_ms.get(parent, 0.0) + time_ms
+    return {name for name, time_ms in inside_ms.items() if time_ms >= 0.5 * times_ms[name]}
+
+
+def layers_of(summary: WindowSummary) -> list[Layer]:
+    """The timed layers as a tree: each before its members, in the order of the model."""
+    names = dict.fromkeys(
+        tag.removeprefix(prefix)
+        for tag in summary.tags
+        for prefix in (FORWARD_TAG, BACKWARD_TAG)
+        if tag.startswith(prefix) and tag in summary.times
+    )
+    parents = {name: _parent(name, names) for name in names}
+    members: dict[str | None, list[str]] = {}
+    for name, parent in parents.items():
+        members.setdefault(parent, []).append(name)
+    passes = {
+        name: (summary.get(FORWARD_TAG + name), summary.get(BACKWARD_TAG + name)) for name in names
+    }
+    sums = mostly_members({name: _median_ms(*times) for name, times in passes.items()})
+    layers: list[Layer] = []
+    # A stack and not recursion: names may be as deep as they like.
+    waiting = [(name, 0) for name in reversed(members.get(None, []))]
+    while waiting:
+        name, depth = waiting.pop()
+        layers.append(
+            Layer(
+                name,
+                parents[name],
+                depth,
+                name in members,
+                name in sums,
+                *passes[name],
+            )
+        )
+        waiting += [(member, depth + 1) for member in reversed(members.get(name, []))]
+    return layers
+
+
+def timed_steps(number: int) -> str:
+    """So many timed steps, in words."""
+    return f"{number} timed step" + ("" if number == 1 else "s")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _bar(forward: float, backward: float) -> str:
+    """Both passes behind one another; the whole width is the whole step."""
+    end = min(forward + backward, 1.0)
+    marks = round(end * _BAR_WIDTH)
+    first = min(round(min(forward, 1.0) * _BAR_WIDTH), marks)
+    return "#" * first + "=" * (marks - first)
+
+
+def parts_table(summary: WindowSummary) -> list[str]:
+    """The parts of a step, which add up to it, and what is outside of it.
+
+    Shares are of medians. Those of the gap and of the copy are of the time from step to step.
+
+    Returns:
+        Lines; none if no part of the step was timed.
+    """
+    rows = [
+        (f"  {part}", times)
+        for part in STEP_PARTS
+        if (times := summary.get(STEP_TAG + part)) is not None
+    ]
+    if not rows or summary.step is None:
+        return []
+    step = summary.step
+    lines: list[tuple[str | float, ...]] = [
+        ("step", "p05 ms", "p50 ms", "p95 ms", "max ms", "mean ms", "share", "")
+    ]
+
+    def add(name: str, times: Times, note: str = "", share: str | None = None) -> None:
+        numbers = (times.p05_ms, times.p50_ms, times.p95_ms, times.max_ms, times.mean_ms)
+        lines.append((name, *numbers, share or _percent(times.share), note))
+
+    for name, times in rows:
+        add(name, times, _bar(times.share, 0.0))
+    add("  whole", step)
+    for part, what in _BESIDE.items():
+        if (times := summary.get(STEP_TAG + part)) is None:
+            continue
+        if part in _BETWEEN and summary.period is None:
+            add(f"  {part}", times, f"({what})", "-")
+        else:
+            add(f"  {part}", times, f"({what}{_OF_PERIOD if part in _BETWEEN else ''})")
+    return table(lines, left=(0, 7))
+
+
+def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
+    """The layers as a tree, with their times.
+
+    Args:
+        summary: the times.
+        max_layers: how many are shown; of more, the slowest, with what contains them.
+
+    Returns:
+        Lines; none if no layer was timed.
+    """
+    layers = layers_of(summary)
+    if not layers:
+        return []
+    by_name = {layer.name: layer for layer in layers}
+    shown: set[str] = set()
+    # A container takes at least the time of its members, and comes first by itself; but one that a
+    # member is called outside of need not, and is wanted above it all the same.
+    for layer in sorted(layers, key=lambda layer: (-layer.median_ms, layer.depth)):
+        lineage = [layer.name]
+        while (parent := by_name[lineage[-1]].parent) is not None:
+            lineage.append(parent)
+        missing = [name for name in lineage if name not in shown]
+        if len(shown) + len(missing) <= max_layers:
+            shown.update(missing)
+    rows = [
+        ("", "forward", "", "backward", "", "both", ""),
+        ("layer", "p50 ms", "p95 ms", "p50 ms", "p95 ms", "share", "# forward = backward"),
+        *(_layer_row(layer) for layer in layers if layer.name in shown),
+    ]
+    text = table(rows, left=(0, 6))
+    hidden = [layer for layer in layers if layer.name not in shown]
+    if hidden:
+        slowest_ms = max(layer.median_ms for layer in hidden)
+        text.append(f"and {len(hidden)} faster layers, none above {slowest_ms:.3f} ms in both passes")
+    return text + _sums(summary, layers)
+
+
+def _layer_row(layer: Layer) -> tuple[str | float | None, ...]:
+    indent = "  " * min(layer.depth, 8)
+    passes = (layer.forward, layer.backward)
+    times_ms = [(None, None) if times is None else (times.p50_ms, times.p95_ms) for times in passes]
+    shares = [0.0 if times is None else times.share for times in passes]
+    name = indent + shortened(layer.own_name, max(_NAME_WIDTH - len(indent), 12))
+    return name, *times_ms[0], *times_ms[1], _percent(layer.share), _bar(*shares)
+
+
+def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
+    """Layers whose members take longer than they do themselves, in one of the passes."""
+    members: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.parent is not None:
+            members.setdefault(layer.parent, []).append(layer.name)
+    found = []
+    for name, inside in members.items():
+        for prefix in (FORWARD_TAG, BACKWARD_TAG):
+            # Step by step: members can alternate.
+            inside_ms = summary.series_ms(*(prefix + member for member in inside))
+            ratios = inside_ms / np.maximum(summary.series_ms(prefix + name), 1e-6)
+            known = ratios[~np.isnan(ratios)]
+            if len(known) and np.median(known) > _MORE:
+                found.append(name)
+                break
+    return found
+
+
+def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
+    """Sentences about the sums of the table, and about times that are in it twice."""
+    lines = []
+    if any(layer.has_members for layer in layers):
+        text = "The time of an indented layer is contained in that of the one above it"
+        if elsewhere := _called_elsewhere(summary, layers):
+            more = ", ..." if len(elsewhere) > _NAMES_SHOWN else ""
+            names = "`, `".join(elsewhere[:_NAMES_SHOWN])
+            text += f"; but members of `{names}`{more} are called outside of it, too"
+        lines.append(f"{text}.")
+    outermost = [layer.name for layer in layers if layer.parent is None]
+    for part, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
+        whole = summary.get(STEP_TAG + part)
+        inside = summary.times_of(*(prefix + name for name in outermost))
+        if whole is None or inside is None or inside.count != whole.count:
+            continue
+        rest_ms = round(whole.mean_ms - inside.mean_ms, 3) + 0.0  # no minus before a zero
+        text = f"Mean {part}: {inside.mean_ms:.3f} ms in the outermost layers"
+        if rest_ms >= 0:
+            text += f" + {rest_ms:.3f} ms outside of them = {whole.mean_ms:.3f} ms"
+        else:
+            text += f", {whole.mean_ms:.3f} ms in all: some of them run inside of others"
+        lines.append(f"{text}.")
+    return lines
+
+
+def window_text(summary: WindowSummary, max_layers: int = 40) -> str:
+    """All of a window: the parts of the step, then its layers."""
+    if not summary.n_readings:
+        return "No step was timed."
+    steps = f"{summary.first_step} to {summary.last_step}"
+    parts = parts_table(summary)
+    layers = layer_table(summary, max_layers)
+    return "\n".join(
+        [
+            f"{timed_steps(summary.n_readings)}, {steps}",
+            *([""] if parts else []),
+            *parts,
+            *([""] if layers else []),
+            *layers,
+        ]
+    )

@@ -1,0 +1,5 @@
+"""All that knows TensorBoard, and Lightning's loggers."""
+
+from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter, other_loggers_writer
+
+__all__ = ["TensorBoardWriter", "other_loggers_writer"]

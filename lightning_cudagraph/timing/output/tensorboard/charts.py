@@ -1,0 +1,212 @@
+"""The tab of custom scalars: its charts, and the band of step times that one of them shows."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lightning_cudagraph.compat.features import CHARTS
+from lightning_cudagraph.compat.tables import available
+from lightning_cudagraph.timing.output.tables import mostly_members
+from lightning_cudagraph.timing.output.tensorboard.logger_writer import innards
+from lightning_cudagraph.timing.readings.spans import (
+    BACKWARD_TAG,
+    EXPOSED_TAG,
+    FORWARD_TAG,
+    MAX_LAYOUTS,
+    RANKS_TAG,
+    STEP_PARTS,
+    STEP_TAG,
+    Reading,
+    SpanLayout,
+)
+from lightning_cudagraph.timing.readings.windows import WindowSummary
+
+__all__ = ["BAND_TAG", "CATEGORY", "Band", "Charts", "StepBand"]
+
+BAND_TAG = "step_band_ms/"
+CATEGORY = "CUDA graph"
+
+# All lines of a run have one colour there, and are told apart by their markers.
+_LAYERS_PER_CHART = 4
+
+_PARTS = (f"{STEP_TAG}forward", f"{STEP_TAG}backward")
+_IN_CHART = (*STEP_PARTS, "all_reduce", "copy", "gap")
+
+_LAYOUT_TAG = b"custom_scalars__config__"
+# Layouts of charts stand near the beginning of a file.
+_SEARCHED_BYTES = 16 * 2**20
+# Of a record: its length with a checksum, and the checksum of its data.
+_HEADER_BYTES, _FOOTER_BYTES = 12, 4
+
+
+class Band(NamedTuple):
+    """The times of the steps of a window.
+
+    Attributes:
+        step: the last of them.
+        values_ms: tags and milliseconds.
+    """
+
+    step: int
+    values_ms: dict[str, float]
+
+
+class StepBand:
+    """Percentiles of the step's time, window by window.
+
+    Readings without the optimizer's step count only until there is one with it.
+    """
+
+    def __init__(self, window_steps: int) -> None:
+        self._window_steps = window_steps
+        self._times: list[tuple[int, float]] = []  # step and milliseconds
+        self._are_whole = False
+        self._calls = lru_cache(MAX_LAYOUTS)(_step_calls)
+
+    def add(self, readings: Iterable[Reading]) -> list[Band]:
+        """Take readings; returns the bands of the windows that are complete with them."""
+        for reading in readings:
+            is_whole, calls = self._calls(reading.layout)
+            if is_whole and not self._are_whole:
+                self._are_whole = True
+                self._times.clear()
+            if is_whole == self._are_whole:
+                offsets_ms = reading.offsets_ms
+                time_ms = sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
+                self._times.append((reading.step, time_ms))
+        bands = []
+        while len(self._times) >= self._window_steps:
+            bands.append(self._band(self._times[: self._window_steps]))
+            del self._times[: self._window_steps]
+        return bands
+
+    def rest(self) -> list[Band]:
+        """The band of the window that has begun, if there is any."""
+        return [self._band(self._times)] if self._times else []
+
+    def _band(self, window: list[tuple[int, float]]) -> Band:
+        percentiles_ms = np.percentile([ms for _, ms in window], (5, 50, 95)).tolist()
+        tags = (f"{BAND_TAG}p05", f"{BAND_TAG}p50", f"{BAND_TAG}p95")
+        return Band(max(step for step, _ in window), dict(zip(tags, percentiles_ms, strict=True)))
+
+
+def _step_calls(layout: SpanLayout) -> tuple[bool, list[tuple[int, int]]]:
+    """True if the step has that of the optimizer, and the marks that its time lies between."""
+    by_tag = {span.tag: span.calls for span in layout.spans}
+    if (total := by_tag.get(f"{STEP_TAG}total")) is not None:
+        return True, list(total)
+    return False, [call for tag in _PARTS for call in by_tag.get(tag, ())]
+
+
+def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
+    """A tag of each of the slowest kinds of layers, in the order of the model.
+
+    Layers that are repeated, such as ``blocks.0.mlp`` and ``blocks.1.mlp``, are of one kind. Containers
+    would hide their members, where most of their time is that of these.
+    """
+    of_layers_ms = {tag: ms for tag, ms in times_ms.items() if tag.startswith(prefix)}
+    sums = mostly_members(of_layers_ms)
+    innermost = [tag for tag in of_layers_ms if tag not in sums]
+    kinds: dict[str, list[str]] = {}
+    for tag in innermost:
+        kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", tag), []).append(tag)
+    # To a tenth: what takes the same time shall not be chosen by chance.
+    cost = {
+        members[0]: round(10 * math.log(max(sum(times_ms[tag] for tag in members), 1e-6)))
+        for members in kinds.values()
+    }
+    chosen = sorted(cost, key=lambda tag: -cost[tag])[:_LAYERS_PER_CHART]
+    return [tag for tag in innermost if tag in chosen]
+
+
+def _charts(summary: WindowSummary) -> dict[str, dict[str, list[str | list[str]]]]:
+    """The custom scalars, as `SummaryWriter.add_custom_scalars` takes them.
+
+    TensorBoard merges those of several runs by their titles, and shows equal charts once.
+    """
+    times_ms = {tag: summary[tag].p50_ms for tag in summary.tags}
+    # The tags of lines are regular expressions, which have to match at the beginning.
+    found: dict[str, list[str | list[str]]] = {
+        "step: p05, p50, p95 [ms]": ["Margin", [f"{BAND_TAG}p50", f"{BAND_TAG}p05", f"{BAND_TAG}p95"]],
+        "parts of the step [ms]": [
+            "Multiline",
+            [rf"{STEP_TAG}({'|'.join(_IN_CHART)})$"],
+        ],
+    }
+    if EXPOSED_TAG in times_ms:  # of several processes
+        found["all-reduces, and what of them the step waits for [ms]"] = [
+            "Multiline",
+            [rf"{STEP_TAG}all_reduce(_exposed)?$"],
+        ]
+        found["work of the ranks: fastest, median, slowest [ms]"] = [
+            "Margin",
+            [f"{RANKS_TAG}work_{which}" for which in ("median", "fastest", "slowest")],
+        ]
+    for way, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
+        lines: list[str] = [f"{re.escape(tag)}$" for tag in _slowest(times_ms, prefix)]
+        if lines:
+            found[f"slowest layers, {way} [ms]"] = ["Multiline", lines]
+    return {CATEGORY: found}
+
+
+class Charts:
+    """The custom scalars that one run writes for one logger: early, and again when it knows better."""
+
+    def __init__(self) -> None:
+        self._written: Any = None
+
+    def write(self, writer: Any, summary: WindowSummary) -> None:
+        """Write them, with those that the user has written: of a run, the last ones count."""
+        ours = _charts(summary)
+        if ours == self._written:
+            return
+        self._written = ours
+        writer.flush()
+        path = getattr(innards(writer)[1], "_file_name", None) if available(CHARTS) else None
+        theirs = _charts_in(path) if isinstance(path, str) else None
+        if theirs is None:
+            writer.add_custom_scalars(ours)
+            return
+        from torch.utils.tensorboard.summary import custom_scalars
+
+        written = custom_scalars(ours)
+        tensor = written.value[0].tensor
+        merged = type(theirs)(category=[c for c in theirs.category if c.title != CATEGORY])
+        merged.MergeFromString(tensor.string_val[0])
+        tensor.string_val[0] = merged.SerializeToString()
+        writer.file_writer.add_summary(written)
+
+
+def _charts_in(path: str) -> Any:
+    """The custom scalars at the beginning of an event file, or None."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_SEARCHED_BYTES)
+    except OSError:  # not a file of this machine
+        return None
+    if _LAYOUT_TAG not in head:
+        return None
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout  # type: ignore[attr-defined]
+
+    found, begin = None, 0
+    while begin + _HEADER_BYTES <= len(head):
+        (length,) = struct.unpack_from("<Q", head, begin)
+        record = head[begin + _HEADER_BYTES : begin + _HEADER_BYTES + length]
+        begin += _HEADER_BYTES + length + _FOOTER_BYTES
+        if _LAYOUT_TAG in record and len(record) == length:
+            try:
+                for value in Event.FromString(record).summary.value:
+                    if value.tag == _LAYOUT_TAG.decode() and value.tensor.string_val:
+                        found = Layout.FromString(value.tensor.string_val[0])
+            except DecodeError:  # of a run whose file was damaged
+                return found
+    return found

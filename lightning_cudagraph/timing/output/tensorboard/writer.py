@@ -1,0 +1,172 @@
+"""Times, charts and texts for the loggers of a trainer.
+
+The times of a step cost the training loop an append. Every some seconds the readings since then are put
+into the queue of TensorBoard's own writer: its thread makes records of them, many at once, and writes
+them in order, among the events of other code, into the same file.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_cudagraph.timing.output.metrics import MetricsWriter
+from lightning_cudagraph.timing.output.tensorboard.charts import Band, Charts, StepBand
+from lightning_cudagraph.timing.output.tensorboard.logger_writer import LoggerWriter
+from lightning_cudagraph.timing.output.tensorboard.records import n_bytes
+from lightning_cudagraph.timing.readings.sinks import Sink
+from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.timing.readings.whole_steps import StepJoiner
+from lightning_cudagraph.timing.readings.windows import WindowSummary
+
+__all__ = ["TensorBoardWriter", "other_loggers_writer"]
+
+_READINGS_PER_FLUSH = 128
+_SECONDS_BETWEEN_FLUSHES = 5.0
+# What is shown is a thousand points of each curve. A step of half a millisecond would fill a disk with
+# them in a day; so each time that this much has been written, every other step is left out from then on.
+_BYTES_BEFORE_THINNING = 256 * 2**20
+_TEXT_COLUMNS = 110
+# So many readings show that there is something to see, and so many tell which layers are slow: the first
+# ones may be unlike all others.
+_READINGS_FOR_CHARTS = 16
+_READINGS_FOR_CHOICE = 200
+
+
+class TensorBoardWriter(Sink):
+    """Shows the times of each step, and charts of them, in TensorBoard.
+
+    There is a point for each replay that was timed, at the trainer's step. With accumulation, each
+    batch is one: several points share a step, as those of `self.log` do, and the optimizer's time is in
+    the last of them. A long run has fewer points later on, and says so in ``cudagraph/events``.
+
+    Args:
+        loggers: the trainer's loggers; those for TensorBoard are written to.
+        window_steps: how many readings make a window of the band of step times.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], window_steps: int = 200) -> None:
+        self._writers = [LoggerWriter(x) for x in loggers if isinstance(x, TensorBoardLogger)]
+        if getattr(rank_zero_only, "rank", 0) != 0:
+            self._writers = []
+        self._readings: list[Reading] = []
+        self._flush_at_s = 0.0
+        self._n_bytes = 0  # of what has been handed to writers
+        self._thin_at_bytes = _BYTES_BEFORE_THINNING
+        self._every_n_steps = 1
+        self._band = StepBand(window_steps)
+        self._joiner = StepJoiner()
+        # The first readings, until the charts are written that show the slowest layers of them.
+        self._first: list[Reading] | None = []
+        self._charts: list[Charts] = []
+
+    @property
+    def is_shown(self) -> bool:
+        """There is a logger to write to; if not, texts and figures need not be made."""
+        return bool(self._writers)
+
+    def add(self, reading: Reading) -> None:
+        readings = self._readings
+        readings.append(reading)
+        if len(readings) >= _READINGS_PER_FLUSH or reading.walltime_s >= self._flush_at_s:
+            self.flush()
+
+    def pause(self) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what has been taken."""
+        readings, self._readings = self._readings, []
+        if not readings or not self._writers:
+            return
+        last = readings[-1]
+        self._flush_at_s = last.walltime_s + _SECONDS_BETWEEN_FLUSHES
+        bands = self._band.add(filter(None, map(self._joiner.add, readings)))
+        n = self._every_n_steps
+        shown = readings if n == 1 else [reading for reading in readings if (reading.step + 1) % n == 0]
+        for writer in self._writers:
+            writer.write(shown)
+        self._add_bands(bands)
+        self._n_bytes += n_bytes(shown)
+        if self._n_bytes >= self._thin_at_bytes:
+            self._thin(last.step)
+        if self._first is not None:
+            self._first += readings
+            if len(self._first) >= _READINGS_FOR_CHOICE:
+                self._choose_charts()
+            elif len(self._first) >= _READINGS_FOR_CHARTS and not self._charts:
+                self._add_charts(self._first)
+
+    def _thin(self, step: int) -> None:
+        self._thin_at_bytes += _BYTES_BEFORE_THINNING
+        self._every_n_steps *= 2
+        self.add_event(
+            f"{_BYTES_BEFORE_THINNING // 2**20} MiB of times are written. From here on, the curves have"
+            f" at most one step in {self._every_n_steps}; bands and tables have all that are timed."
+            " `LayerTimings(every_n_steps=...)` times fewer.",
+            step,
+        )
+
+    def add_scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write numbers that do not follow from readings."""
+        for tag, value in values.items():
+            for writer in self._writers:
+                writer.attempt(lambda summary: summary.add_scalar(tag, value, step))  # noqa: B023
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        """Write a text in a fixed-width font."""
+        for writer in self._writers:
+            writer.attempt(lambda summary: summary.add_text(tag, f"```\n{text}\n```", step))
+
+    def add_event(self, text: str, step: int) -> None:
+        """Write what became of the graphs, or of what is shown of them."""
+        self.add_text("cudagraph/events", textwrap.fill(text, _TEXT_COLUMNS), step)
+
+    def add_figure(self, tag: str, figure: Any, step: int) -> None:
+        """Write a picture; what goes wrong with it is raised."""
+        for writer in self._writers:
+            writer.draw(lambda summary: summary.add_figure(tag, figure, step))
+
+    def close(self) -> None:
+        """Write what is left, and leave the loggers' writers as they were."""
+        with ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.close)
+            self.flush()
+            self._add_bands(self._band.rest())
+            self._choose_charts()
+
+    def _add_bands(self, bands: list[Band]) -> None:
+        for step, values_ms in bands:
+            self.add_scalars(values_ms, step)
+
+    def _choose_charts(self) -> None:
+        """Write for good which custom scalars there are."""
+        first, self._first = self._first, None
+        if first:
+            self._add_charts(first)
+
+    def _add_charts(self, readings: Sequence[Reading]) -> None:
+        summary = WindowSummary(readings)
+        self._charts = self._charts or [Charts() for _ in self._writers]
+        for writer, charts in zip(self._writers, self._charts, strict=True):
+            writer.attempt(lambda writer: charts.write(writer, summary))  # noqa: B023
+
+
+def other_loggers_writer(
+    loggers: Sequence[Logger], window_steps: int, step_now: Callable[[], int]
+) -> MetricsWriter:
+    """A writer of medians to the loggers that are not for TensorBoard.
+
+    A `CSVLogger` is left out: each of its rows has all columns, and its file is what people compare.
+    """
+    others = [x for x in loggers if not isinstance(x, (TensorBoardLogger, CSVLogger, DummyLogger))]
+    if getattr(rank_zero_only, "rank", 0) != 0:
+        others = []
+    return MetricsWriter(others, window_steps, step_now)

@@ -1,0 +1,198 @@
+"""Timed steps as a trace file, to be opened in Perfetto (https://ui.perfetto.dev) or Chrome."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_cudagraph.timing.readings.lead_in import GAP_TAG
+from lightning_cudagraph.timing.readings.sinks import Sink
+from lightning_cudagraph.timing.readings.spans import STEP_TAG, Reading
+from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, Slice, slices_of, step_end
+
+__all__ = ["TraceWriter", "trace_of", "write_trace"]
+
+_TICKS_PER_US = TICKS_PER_MS // 1000
+_TRACK_NAMES = {
+    "host": "gap: waiting for the host",
+    "copy": "copy of the batch",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "communication": "communication",
+}
+# Threads of the file. Each track has room for rows of slices that overlap.
+_STEPS_THREAD = 1
+_THREADS_PER_TRACK = 100
+# Perfetto tells threads apart by their numbers, whatever their process.
+_THREADS_PER_RANK = 10_000
+
+
+def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int = 0) -> dict[str, Any]:
+    """A trace in the format of Chrome's trace viewer.
+
+    Steps that follow one another directly are laid out by the gaps between them; others by the time at
+    which they were read.
+
+    Args:
+        readings: in the order of their steps.
+        title: of the process that is shown.
+        rank: of the process, which tells traces apart that are opened together.
+
+    Returns:
+        What is written as JSON. Times are microseconds; slices of one thread contain one another or
+        are apart.
+    """
+    base = rank * _THREADS_PER_RANK
+    # The number of its first thread, as that of a process is; 0 is the idle process of a machine.
+    process = steps_thread = base + _STEPS_THREAD
+    events: list[dict[str, Any]] = []
+    threads: dict[int, str] = {steps_thread: "steps"}
+    origins = _origins(readings)
+    for reading, origin in zip(readings, origins, strict=True):
+        times_ms = dict(zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True))
+        parts_ms = {
+            tag.removeprefix(STEP_TAG): round(value_ms, 4)
+            for tag, value_ms in times_ms.items()
+            if tag.startswith(STEP_TAG)
+        }
+        whole = {"pid": process, "tid": steps_thread, "ts": origin / _TICKS_PER_US}
+        events.append(
+            whole
+            | {"ph": "X", "name": f"step {reading.step}", "cat": "step"}
+            | {"dur": step_end(reading) / _TICKS_PER_US, "args": {"step": reading.step, "ms": parts_ms}}
+        )
+        counted_ms = {part: parts_ms[part] for part in ("total", "gap") if part in parts_ms}
+        if counted_ms:
+            events.append(whole | {"ph": "C", "name": "step ms", "args": counted_ms})
+        for one in slices_of(reading):
+            thread = base + _thread(one)
+            threads.setdefault(
+                thread, _TRACK_NAMES[one.track] + (f" ({one.row + 1})" if one.row else "")
+            )
+            events.append(
+                {
+                    "ph": "X",
+                    "name": one.name,
+                    "cat": one.track,
+                    "pid": process,
+                    "tid": thread,
+                    "ts": (origin + one.begin) / _TICKS_PER_US,
+                    "dur": (one.end - one.begin) / _TICKS_PER_US,
+                    "args": {"step": reading.step, "all calls ms": round(times_ms[one.tag], 4)},
+                }
+            )
+    host = socket.gethostname()
+    about = [
+        ("process_name", {"name": title}),
+        ("process_labels", {"labels": host}),
+        ("process_sort_index", {"sort_index": rank}),
+    ]
+    named: list[dict[str, Any]] = [
+        {"ph": "M", "name": name, "pid": process, "tid": steps_thread, "args": args}
+        for name, args in about
+    ]
+    for thread, thread_name in sorted(threads.items()):
+        for name, args in (
+            ("thread_name", {"name": thread_name}),
+            ("thread_sort_index", {"sort_index": thread}),
+        ):
+            named.append({"ph": "M", "name": name, "pid": process, "tid": thread, "args": args})
+    return {
+        "traceEvents": named + events,
+        "displayTimeUnit": "ms",
+        "otherData": {"rank": rank, "hostname": host},
+    }
+
+
+def _thread(one: Slice) -> int:
+    return _THREADS_PER_TRACK * (TRACKS.index(one.track) + 1) + min(one.row, _THREADS_PER_TRACK - 1)
+
+
+def _origins(readings: Sequence[Reading]) -> list[int]:
+    """The beginning of each step, in ticks; nothing lies before 0."""
+    origins: list[int] = []
+    previous: Reading | None = None
+    for reading in readings:
+        lead_ticks = -min((round(ms * TICKS_PER_MS) for ms in reading.offsets_ms), default=0)
+        if previous is None:
+            origins.append(lead_ticks)
+        else:
+            origin = origins[-1] + step_end(previous) + lead_ticks
+            if GAP_TAG not in reading.layout.tags or reading.step - previous.step > 1:
+                apart_ticks = round((reading.walltime_s - previous.walltime_s) * 1000 * TICKS_PER_MS)
+                origin = max(origin, origins[-1] + apart_ticks)
+            origins.append(origin)
+        previous = reading
+    return origins
+
+
+def write_trace(
+    path: str | Path, readings: Sequence[Reading], title: str = "CUDA graph", rank: int = 0
+) -> None:
+    """Write a trace file; one that is there is replaced when the new one is complete.
+
+    Raises:
+        OSError: if it cannot be written; nothing is left of it then.
+    """
+    path = Path(path)
+    text = json.dumps(trace_of(readings, title, rank), separators=(",", ":"))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class TraceWriter(Sink):
+    """Keeps the last timed steps, and writes them as a trace file at the end.
+
+    Args:
+        where: tells the file, when it is to be written. Its folder is made if need be.
+        n_readings: the number of steps in the file, at most.
+        title: of the process that is shown.
+        rank: of the process.
+    """
+
+    def __init__(
+        self, where: Callable[[], Path], n_readings: int, title: str = "CUDA graph", rank: int = 0
+    ) -> None:
+        self._where = where
+        self._readings: deque[Reading] = deque(maxlen=n_readings)
+        self._title = title
+        self._rank = rank
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._where()
+
+    def add(self, reading: Reading) -> None:
+        self._readings.append(reading)
+
+    def close(self) -> None:
+        """Write the file. If that fails, it is said, and nothing else happens."""
+        readings = list(self._readings)
+        self._readings.clear()
+        if not readings:
+            return
+        path = self.path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_trace(path, readings, self._title, self._rank)
+        except OSError as error:
+            warnings.warn(
+                f"The trace of the last {len(readings)} timed steps was not written: {error}. Make room"
+                f" or another folder for {str(path)!r}, or pass `LayerTimings(trace_steps=0)`."
+                " Training is not concerned.",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,1 @@
+"""Readings of timed steps: spans, windows of them, and the same of several processes."""

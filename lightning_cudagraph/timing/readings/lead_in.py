@@ -1,0 +1,66 @@
+"""The time between a timed step and the one before it: the copy of its batch, and the gap.
+
+Timed by ordinary events on the stream of the replays, which are recorded only around timed steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_cudagraph.device.backend import Event
+from lightning_cudagraph.timing.readings.spans import STEP_TAG, Span, SpanLayout
+
+__all__ = ["COPY_TAG", "GAP_TAG", "LeadIn", "with_lead_in"]
+
+COPY_TAG = f"{STEP_TAG}copy"
+GAP_TAG = f"{STEP_TAG}gap"
+
+
+class LeadIn:
+    """The events before one timed step. Entered around each copy of its batch.
+
+    Args:
+        passed: a new event, which marks this point.
+        previous_end: the end of the step before, or None if something else than a replay came before.
+
+    Attributes:
+        events: all of them, in their order.
+    """
+
+    def __init__(self, passed: Callable[[], Event], previous_end: Event | None) -> None:
+        self._passed = passed
+        self._has_gap = previous_end is not None
+        self.events: list[Event] = [] if previous_end is None else [previous_end]
+
+    def __enter__(self) -> None:
+        self._copy_begin = self._passed()
+
+    def __exit__(self, *error: object) -> None:
+        self.events += (self._copy_begin, self._passed())
+
+    @property
+    def kind(self) -> tuple[bool, int]:
+        """True if there is a step before, and the number of events."""
+        return self._has_gap, len(self.events)
+
+
+def with_lead_in(step: SpanLayout, has_gap: bool, n_events: int) -> SpanLayout:
+    """The layout of a step, followed by the marks before it.
+
+    Args:
+        step: the layout of the step itself.
+        has_gap: the first mark before it is the end of the step before.
+        n_events: the number of marks before it.
+    """
+    numbers = list(range(step.n_marks, step.n_marks + n_events))
+    copied = numbers[1:] if has_gap else numbers
+    copies = tuple(zip(copied[::2], copied[1::2], strict=True))
+    spans = list(step.spans)
+    if copies:
+        spans.append(Span(COPY_TAG, "copy", copies))
+    if has_gap:
+        # What is left between the step before and this one, whose first mark has number 0.
+        begins = (numbers[0], *(end for _, end in copies))
+        ends = (*(begin for begin, _ in copies), 0)
+        spans.append(Span(GAP_TAG, "host", tuple(zip(begins, ends, strict=True))))
+    return SpanLayout(tuple(spans), step.n_marks + n_events)

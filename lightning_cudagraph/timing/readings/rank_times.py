@@ -1,0 +1,294 @@
+"""The times of all processes of a run, put side by side: which of them do the others wait for?
+
+Under synchronous data parallelism every step takes all processes the same time, since each waits in the
+collectives for the last one. So a straggler does not show in the times of steps. It is the process that
+has the most work of its own, and waits the least.
+
+Each process sums up its own steps. In pauses the sums of all are gathered in the first process, through
+the store that the process group was made with. No process waits for another: what one does not send is
+not shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from lightning_cudagraph.timing.readings.sinks import Sink
+from lightning_cudagraph.timing.readings.spans import (
+    EXPOSED_TAG,
+    RANKS_TAG,
+    STEP_TAG,
+    TOTAL_TAG,
+    Reading,
+)
+from lightning_cudagraph.timing.readings.windows import Times, WindowSummary, column_times
+
+__all__ = [
+    "PARTS",
+    "RankRow",
+    "RankTable",
+    "RankTimes",
+    "SharedRun",
+    "part_times",
+]
+
+# The parts of steps that processes exchange. The first three follow from the others.
+PARTS = (
+    "step",
+    "work",
+    "wait",
+    "forward",
+    "backward",
+    "host",
+    "optimizer",
+    "gap",
+    "copy",
+    "all_reduce",
+)
+_OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
+# The parts that tile the time from the end of a step to the end of the next.
+_TILES = ("copy", "gap", "forward", "backward", "host", "optimizer")
+# Windows that wait for a pause, or for those of other processes; older ones are dropped.
+_WAITING_WINDOWS = 8
+# The longest wait of the first process, at the end of training, for the last windows of the others.
+_LAST_WORD_S = 5.0
+_POLL_S = 0.005
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """A run of several processes.
+
+    Attributes:
+        name: all of them give it this one, and no other one of theirs.
+        waited_s: tells how long the host of this process has waited for others before its steps, in
+            seconds, all in all.
+    """
+
+    name: str
+    waited_s: Callable[[], float] = lambda: 0.0
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """The steps of one process.
+
+    Attributes:
+        rank: of the process.
+        host: its machine.
+        first_step: the first of the steps, as the trainer's loggers count.
+        last_step: the last.
+        n_steps: how many steps of the optimizer were timed.
+        parts: of `PARTS`, those that the steps have. ``step`` is the time from the end of a step to the
+            end of the next, ``wait`` what of it the process does nothing but wait for others, in
+            collectives or before it launches the step, ``work`` the rest: what it would take without
+            them. ``backward`` has no wait for all-reduces in it, and ``gap`` none for a launch.
+    """
+
+    rank: int
+    host: str
+    first_step: int
+    last_step: int
+    n_steps: int
+    parts: dict[str, Times]
+
+    def p50_ms(self, part: str) -> float:
+        """The median of a part; 0 if there is none."""
+        return self.parts[part].p50_ms if part in self.parts else 0.0
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """The same steps of all processes, in the order of their ranks."""
+
+    rows: tuple[RankRow, ...]
+
+    def median_ms(self, part: str) -> float:
+        """The median of the processes."""
+        return float(np.median([row.p50_ms(part) for row in self.rows]))
+
+    @property
+    def slowest(self) -> RankRow:
+        """The process with the most work of its own."""
+        return max(self.rows, key=lambda row: row.p50_ms("work"))
+
+    @property
+    def fastest(self) -> RankRow:
+        """The process with the least."""
+        return min(self.rows, key=lambda row: row.p50_ms("work"))
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The values of curves, by tag."""
+        slowest, fastest = self.slowest, self.fastest
+        work_ms = [row.p50_ms("work") for row in (fastest, slowest)]
+        waits_ms = [row.p50_ms("wait") for row in self.rows]
+        return {
+            f"{RANKS_TAG}step": self.median_ms("step"),
+            f"{RANKS_TAG}work_slowest": work_ms[1],
+            f"{RANKS_TAG}work_median": self.median_ms("work"),
+            f"{RANKS_TAG}work_fastest": work_ms[0],
+            f"{RANKS_TAG}work_spread": work_ms[1] - work_ms[0],
+            f"{RANKS_TAG}wait_least": min(waits_ms),
+            f"{RANKS_TAG}wait_most": max(waits_ms),
+            "ranks/slowest": float(slowest.rank),
+        }
+
+
+def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
+    """The times of steps, of `PARTS` those that they have."""
+    summary = WindowSummary(readings)
+    parts_ms = {part: summary.series_ms(STEP_TAG + part) for part in PARTS}
+    parts_ms["optimizer"] = summary.series_ms(*(STEP_TAG + part for part in _OF_OPTIMIZER))
+    known = {*(STEP_TAG + part for part in (*PARTS, *_OF_OPTIMIZER)), EXPOSED_TAG, TOTAL_TAG}
+    # Collectives that the step waits for from their beginning to their end.
+    others = [tag for tag in summary.tags if tag.startswith(STEP_TAG) and tag not in known]
+    exposed_ms = np.nan_to_num(summary.series_ms(EXPOSED_TAG))
+    # The device has waited as long as the host, if it had nothing left to do.
+    before_ms = np.minimum(summary.waited_ms, np.nan_to_num(parts_ms["gap"]))
+    wait_ms = exposed_ms + before_ms + np.nan_to_num(summary.series_ms(*others))
+    step_ms = np.nan_to_num([parts_ms[part] for part in _TILES]).sum(axis=0)
+    has_gap = ~np.isnan(parts_ms["gap"])
+    if has_gap.any():  # otherwise steps are what lies inside of them
+        step_ms = np.where(has_gap, step_ms, np.nan)  # behind a pause there is none
+    parts_ms |= {"step": step_ms, "work": step_ms - wait_ms, "wait": wait_ms}
+    parts_ms["backward"] = parts_ms["backward"] - exposed_ms
+    parts_ms["gap"] = parts_ms["gap"] - before_ms
+    columns = column_times(np.stack([parts_ms[part] for part in PARTS], axis=1), step_ms)
+    return {part: times for part, times in zip(PARTS, columns, strict=True) if times is not None}
+
+
+class RankTimes(Sink):
+    """Sums up the steps of this process, window by window; in the first process, shows those of all.
+
+    A window has the steps of so many numbers: the same ones in all processes. Windows are exchanged in
+    pauses, through a store and not by a collective: a process that fails, or comes to a pause of its
+    own, holds up none of the others.
+
+    Args:
+        store: a `torch.distributed.Store`, of this run alone.
+        rank: of this process.
+        size: the number of processes.
+        window_steps: the number of steps of a window.
+        on_table: called in the first process for each window that all have sent.
+
+    Attributes:
+        trouble: why the times of the others are not known, or no more of them; or nothing.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        window_steps: int,
+        on_table: Callable[[RankTable], None],
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._window_steps = window_steps
+        self._on_table = on_table
+        self._host = socket.gethostname()
+        # Readings by the number of the window; the last one is not complete.
+        self._windows: dict[int, list[Reading]] = {}
+        # Windows that this process has sent, and that have not been shown.
+        self._open: deque[int] = deque(maxlen=_WAITING_WINDOWS)
+        self._tables: deque[RankTable] = deque(maxlen=2)
+        self.trouble = ""
+
+    def add(self, reading: Reading) -> None:
+        window = reading.step // self._window_steps
+        if window not in self._windows:
+            self._windows[window] = []
+            if len(self._windows) > _WAITING_WINDOWS:
+                del self._windows[next(iter(self._windows))]
+        self._windows[window].append(reading)
+
+    def pause(self) -> None:
+        self._send(list(self._windows)[:-1])
+        self._receive()
+
+    def finish(self) -> RankTable | None:
+        """Exchange the last windows, with a short wait for those of the others.
+
+        Returns:
+            In the first process, the last steps of all; None if they are not known.
+        """
+        self._send(list(self._windows))
+        deadline_s = monotonic() + _LAST_WORD_S
+        self._receive()
+        while self._rank == 0 and self._open and monotonic() < deadline_s and not self.trouble:
+            threading.Event().wait(_POLL_S)
+            self._receive()
+        if self._open and not (self._tables or self.trouble):
+            self.trouble = f"not all have sent theirs within {_LAST_WORD_S:.0f} s of the end"
+        # The last window may have a few steps only.
+        return max(
+            self._tables,
+            key=lambda table: table.rows[0].n_steps * (2 if table is self._tables[-1] else 1),
+            default=None,
+        )
+
+    def _send(self, windows: list[int]) -> None:
+        for window in windows:
+            readings = self._windows.pop(window)
+            if self.trouble:
+                continue
+            first, last = readings[0].step, readings[-1].step
+            row = RankRow(self._rank, self._host, first, last, len(readings), part_times(readings))
+            key, text = self._key(window, self._rank), json.dumps(asdict(row))
+            self._try(lambda: self._store.set(key, text))  # noqa: B023
+            if self._rank == 0:
+                self._open.append(window)
+
+    def _receive(self) -> None:
+        """In the first process: show the windows that all have sent."""
+        for window in tuple(self._open):
+            rows = None if self.trouble else self._try(lambda: self._taken(window))  # noqa: B023
+            if rows is None:
+                continue
+            while self._open and self._open[0] <= window:  # one that all are past does not come any more
+                self._open.popleft()
+            table = RankTable(rows)
+            self._tables.append(table)
+            self._on_table(table)
+
+    def _taken(self, window: int) -> tuple[RankRow, ...] | None:
+        """The rows of all processes for a window, or None if one of them has sent none."""
+        keys = [self._key(window, rank) for rank in range(self._size)]
+        if not self._store.check(keys):
+            return None
+        rows = tuple(_unpacked(self._store.get(key)) for key in keys)
+        with contextlib.suppress(NotImplementedError):
+            for key in keys:
+                self._store.delete_key(key)
+        return rows
+
+    @staticmethod
+    def _key(window: int, rank: int) -> str:
+        return f"{window}/{rank}"
+
+    def _try(self, do: Callable[[], Any]) -> Any:
+        """Use the store, which can be gone with the process that had it."""
+        try:
+            return do()
+        except RuntimeError as error:
+            self.trouble = f"{type(error).__name__}: {error}"
+            return None
+
+
+def _unpacked(text: bytes) -> RankRow:
+    found = json.loads(text)
+    found["parts"] = {part: Times(**times) for part, times in found["parts"].items()}
+    return RankRow(**found)

@@ -1,0 +1,97 @@
+"""A reading as slices of time in rows, of which those of one row contain one another or are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_cudagraph.timing.readings.spans import (
+    BACKWARD_TAG,
+    EXPOSED_TAG,
+    FORWARD_TAG,
+    STEP_TAG,
+    TOTAL_TAG,
+    Reading,
+    Track,
+)
+
+__all__ = ["TICKS_PER_MS", "TRACKS", "Slice", "slices_of", "step_end"]
+
+# From top to bottom.
+TRACKS: tuple[Track, ...] = ("host", "copy", "forward", "backward", "optimizer", "communication")
+
+# Time in whole numbers, so that what ends at a mark and what begins there do so at one time, however
+# it is written. A tick is 125 ns, finer than events are, and an eighth of a microsecond, which is the
+# unit of trace files, is a number that floating point holds exactly.
+TICKS_PER_MS = 8000
+
+_PREFIXES = (FORWARD_TAG, BACKWARD_TAG, STEP_TAG)
+# Sums of what is shown otherwise.
+_NOT_SHOWN = (TOTAL_TAG, EXPOSED_TAG)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One call of a layer, or one of another part of the step.
+
+    Attributes:
+        tag: of the span.
+        name: the layer, or the part of the step.
+        track: where it is drawn.
+        row: the row of the track: 0, or more for what overlaps another slice and is not contained in it.
+        depth: how many slices of the row contain it.
+        begin: in ticks after the first mark of the step.
+        end: likewise; not before `begin`.
+    """
+
+    tag: str
+    name: str
+    track: Track
+    row: int
+    depth: int
+    begin: int
+    end: int
+
+
+def _name(tag: str) -> str:
+    prefix = next((prefix for prefix in _PREFIXES if tag.startswith(prefix)), "")
+    return tag[len(prefix) :]
+
+
+def slices_of(reading: Reading) -> list[Slice]:
+    """The slices of a step, track by track; neither the step as a whole nor what it waits for is one."""
+    ticks = [round(offset_ms * TICKS_PER_MS) for offset_ms in reading.offsets_ms]
+    by_track: dict[Track, list[tuple[int, int, str]]] = {track: [] for track in TRACKS}
+    for span in reading.layout.spans:
+        if span.tag not in _NOT_SHOWN:
+            by_track[span.track] += [
+                (ticks[begin], max(ticks[begin], ticks[end]), span.tag) for begin, end in span.calls
+            ]
+    return [one for track, calls in by_track.items() for one in _stacked(track, calls)]
+
+
+def _stacked(track: Track, calls: Iterable[tuple[int, int, str]]) -> list[Slice]:
+    def outermost_first(call: tuple[int, int, str]) -> tuple[int, int, bool, int]:
+        begin, end, tag = call
+        # Of two that take the same time, the container is the one with the shorter path.
+        return begin, -end, not tag.startswith(STEP_TAG), tag.count(".")
+
+    rows: list[list[int]] = []  # the ends of the slices that are open in each row
+    slices = []
+    for begin, end, tag in sorted(calls, key=outermost_first):
+        for row, open_ends in enumerate(rows):  # noqa: B007
+            while open_ends and open_ends[-1] <= begin:
+                open_ends.pop()
+            if not open_ends or end <= open_ends[-1]:
+                break
+        else:
+            row, open_ends = len(rows), []
+            rows.append(open_ends)
+        slices.append(Slice(tag, _name(tag), track, row, len(open_ends), begin, end))
+        open_ends.append(end)
+    return slices
+
+
+def step_end(reading: Reading) -> int:
+    """The time of the last mark of a step, in ticks after its first."""
+    return max((round(offset_ms * TICKS_PER_MS) for offset_ms in reading.offsets_ms), default=0)

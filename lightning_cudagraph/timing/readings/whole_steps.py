@@ -1,0 +1,120 @@
+"""Steps of the optimizer as one reading each, where it takes the gradients of several batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+from lightning_cudagraph.timing.readings.lead_in import GAP_TAG
+from lightning_cudagraph.timing.readings.sinks import Sink, Sinks
+from lightning_cudagraph.timing.readings.spans import (
+    MAX_LAYOUTS,
+    STEP_PARTS,
+    STEP_TAG,
+    TOTAL_TAG,
+    Reading,
+    Span,
+    SpanLayout,
+)
+
+__all__ = ["StepJoiner", "WholeSteps"]
+
+_PARTS = tuple(STEP_TAG + part for part in STEP_PARTS)
+
+
+class StepJoiner:
+    """Makes one reading of those of a step's batches, as if they were one long step.
+
+    A layer has the sum of its calls in all batches then, and the optimizer's time is a share of the
+    whole step. Of a step that lacks a batch, because that was eager, nothing is made.
+
+    Args:
+        apart: batches are timed in different steps. One that lacks is replaced by the last that was
+            timed of its kind: a first one, or one between the first and the last.
+    """
+
+    def __init__(self, apart: bool = False) -> None:
+        self._apart = apart
+        self._batches: list[Reading] = []
+        # The last that were timed apart: the first of a step, and one that is not.
+        self._kinds: dict[bool, Reading] = {}
+        self._layout_of = lru_cache(MAX_LAYOUTS)(_joined_layout)
+
+    def add(self, reading: Reading) -> Reading | None:
+        """Take the reading of a batch; returns that of the step which is complete with it."""
+        if reading.batch == 0 and reading.is_last:
+            return reading
+        return self._add_apart(reading) if self._apart else self._add_next(reading)
+
+    def _add_apart(self, reading: Reading) -> Reading | None:
+        if not reading.is_last:
+            self._kinds[reading.batch == 0] = reading
+            return None
+        first, between = self._kinds.get(True), self._kinds.get(False)
+        n_between = reading.batch - 1
+        if first is None or (n_between and between is None):
+            return None
+        return self._joined([first, *[between or first] * n_between, reading])
+
+    def _add_next(self, reading: Reading) -> Reading | None:
+        if reading.batch == 0:
+            self._batches = [reading]
+            return None
+        batches = self._batches
+        if not batches or batches[-1].batch != reading.batch - 1:
+            self._batches = []
+            return None
+        batches.append(reading)
+        if not reading.is_last:
+            return None
+        self._batches = []
+        return self._joined(batches)
+
+    def _joined(self, batches: list[Reading]) -> Reading:
+        layout = self._layout_of(tuple(batch.layout for batch in batches))
+        offsets_ms = list(batches[0].offsets_ms)
+        origin_ms = 0.0
+        for before, batch in pairwise(batches):
+            # What lies before a batch begins where the one before it ends.
+            origin_ms += max(before.offsets_ms) - min(batch.offsets_ms)
+            offsets_ms += [origin_ms + offset_ms for offset_ms in batch.offsets_ms]
+        last = batches[-1]
+        waited_ms = sum(batch.waited_ms for batch in batches)
+        return Reading(layout, last.step, last.walltime_s, offsets_ms, waited_ms=waited_ms)
+
+
+def _joined_layout(layouts: tuple[SpanLayout, ...]) -> SpanLayout:
+    """The layout of batches whose marks follow one another."""
+    calls: dict[str, list[tuple[int, int]]] = {}
+    spans: dict[str, Span] = {}
+    # The last one has the optimizer, and with it the most spans: it decides on their order.
+    for layout in (layouts[-1], *layouts):
+        for span in layout.spans:
+            spans.setdefault(span.tag, span)
+    if GAP_TAG not in layouts[0].tags:
+        spans.pop(GAP_TAG, None)  # what lies between its batches alone is no gap between two steps
+    first = 0
+    for layout in layouts:
+        by_tag = {span.tag: span.calls for span in layout.spans}
+        if TOTAL_TAG in spans and TOTAL_TAG not in by_tag:
+            by_tag[TOTAL_TAG] = tuple(call for part in _PARTS for call in by_tag.get(part, ()))
+        for tag, of_batch in by_tag.items():
+            calls.setdefault(tag, []).extend((first + begin, first + end) for begin, end in of_batch)
+        first += layout.n_marks
+    return SpanLayout(
+        tuple(Span(tag, span.track, tuple(calls[tag])) for tag, span in spans.items()), first
+    )
+
+
+class WholeSteps(Sinks):
+    """Gives sinks one reading for each step of the optimizer, and not one for each batch."""
+
+    def __init__(self, sinks: Sequence[Sink], apart: bool = False) -> None:
+        super().__init__(sinks)
+        self._joiner = StepJoiner(apart)
+
+    def add(self, reading: Reading) -> None:
+        step = self._joiner.add(reading)
+        if step is not None:
+            super().add(step)

@@ -1,0 +1,225 @@
+"""Statistics of a window of readings: the usual time of each span, and how much it varies."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_cudagraph.timing.readings.lead_in import COPY_TAG, GAP_TAG
+from lightning_cudagraph.timing.readings.sinks import Sink
+from lightning_cudagraph.timing.readings.spans import (
+    STEP_PARTS,
+    STEP_TAG,
+    TOTAL_TAG,
+    Reading,
+    SpanLayout,
+)
+
+__all__ = ["ReadingWindow", "Times", "WindowSummary", "column_times"]
+
+# What a step is made of where its whole has no tag: one that ends with the backward pass.
+_PARTS = tuple(STEP_TAG + part for part in STEP_PARTS)
+# What lies between two steps.
+_BETWEEN = (GAP_TAG, COPY_TAG)
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times of one span over a window.
+
+    Attributes:
+        count: how many of the readings have the span. The other numbers are about these alone.
+        mean_ms: their mean.
+        p05_ms: what a twentieth of them stays below.
+        p50_ms: their median.
+        p95_ms: what a twentieth of them exceeds.
+        max_ms: the slowest.
+        share: the part of the time of their steps that the span takes, median against median, which no
+            outlier changes; 0 where that is not known. Of what lies between two steps, the part of the
+            time from the end of a step to that of the next.
+    """
+
+    count: int
+    mean_ms: float
+    p05_ms: float
+    p50_ms: float
+    p95_ms: float
+    max_ms: float
+    share: float
+
+
+class WindowSummary:
+    """The times of all spans over some readings.
+
+    Readings need not have one layout: steps of a window of accumulation differ, and a step may be
+    captured again in the middle. Spans are joined by their tags, and each counts in the readings that
+    have it. So what a new capture no longer times stays until the last reading of it leaves the window.
+
+    Attributes:
+        n_readings: how many they are.
+        first_step: the step of the first of them, as the trainer's loggers count; 0 if there is none.
+        last_step: that of the last.
+        tags: of all spans, in the order in which they are shown.
+        durations_ms: a row for each reading and a column for each tag; NaN where a reading lacks it.
+        waited_ms: the host's wait for other processes before each.
+    """
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        self.n_readings = len(readings)
+        self.waited_ms = np.array([reading.waited_ms for reading in readings])
+        self.first_step = readings[0].step if readings else 0
+        self.last_step = readings[-1].step if readings else 0
+        self._offsets_ms: dict[int, NDArray[np.float64]] = {}
+        self._layouts: dict[int, SpanLayout] = {}
+        rows: dict[int, list[int]] = {}
+        for row, reading in enumerate(readings):
+            rows.setdefault(id(reading.layout), []).append(row)
+            self._layouts[id(reading.layout)] = reading.layout
+        newest_first = sorted(rows, key=lambda key: -rows[key][-1])
+        self._newest = newest_first
+        # The fullest layout decides on the order; what only others have comes behind.
+        fullest_first = sorted(newest_first, key=lambda key: -len(self._layouts[key].spans))
+        columns: dict[str, int] = {}
+        for key in fullest_first:
+            for tag in self._layouts[key].tags:
+                columns.setdefault(tag, len(columns))
+        self.tags = tuple(columns)
+        self.durations_ms = np.full((len(readings), len(columns)), np.nan)
+        for key, of_layout in rows.items():
+            layout = self._layouts[key]
+            offsets_ms = np.array([readings[row].offsets_ms for row in of_layout], np.float64)
+            self._offsets_ms[key] = offsets_ms
+            places = [columns[tag] for tag in layout.tags]
+            self.durations_ms[np.ix_(of_layout, places)] = layout.durations_ms(offsets_ms)
+        self._columns = columns
+
+    def __contains__(self, tag: str) -> bool:
+        return tag in self._columns
+
+    def __getitem__(self, tag: str) -> Times:
+        return self.times[tag]
+
+    def get(self, tag: str) -> Times | None:
+        """The times of one span, or None if no reading has it."""
+        return self.times.get(tag)
+
+    def series_ms(self, *tags: str) -> NDArray[np.float64]:
+        """For each reading the sum of some spans; what it lacks counts as 0, and NaN if it has none."""
+        columns = self.durations_ms[:, [self._columns[tag] for tag in tags if tag in self._columns]]
+        missing = np.isnan(columns)
+        return np.where(missing.all(axis=1), np.nan, np.where(missing, 0.0, columns).sum(axis=1))
+
+    def times_of(self, *tags: str) -> Times | None:
+        """The times of the sum of some spans, or None if no reading has one of them."""
+        return column_times(self.series_ms(*tags)[:, None], self.step_ms)[0]
+
+    @cached_property
+    def step_ms(self) -> NDArray[np.float64]:
+        """The time of each reading's step, without the gap before it; NaN where it is not known."""
+        total_ms = self.series_ms(TOTAL_TAG)
+        return np.where(np.isnan(total_ms), self.series_ms(*_PARTS), total_ms)
+
+    @cached_property
+    def step(self) -> Times | None:
+        """The times of the steps, or None if nothing says what they are."""
+        return column_times(self.step_ms[:, None], self.step_ms)[0]
+
+    @cached_property
+    def _period_ms(self) -> NDArray[np.float64]:
+        before_ms = np.where(
+            np.isnan(self.series_ms(GAP_TAG)), np.nan, self.series_ms(GAP_TAG, COPY_TAG)
+        )
+        # Where the optimizer steps behind a graph, what it takes is in none of the spans.
+        return before_ms + self.series_ms(TOTAL_TAG)
+
+    @cached_property
+    def period(self) -> Times | None:
+        """The times from the end of a step to that of the next, where the gap between them is known."""
+        return column_times(self._period_ms[:, None], self._period_ms)[0]
+
+    @cached_property
+    def waited(self) -> Times | None:
+        """The part of the gaps before steps that is a wait for other processes."""
+        waited_ms = np.minimum(self.waited_ms, self.series_ms(GAP_TAG))
+        return column_times(waited_ms[:, None], self._period_ms)[0]
+
+    @cached_property
+    def times(self) -> dict[str, Times]:
+        """The times of all spans, by tag."""
+        if not self.n_readings:
+            return {}
+        times = column_times(self.durations_ms, self.step_ms)
+        for column, tag in enumerate(self.tags):
+            if tag in _BETWEEN:
+                [times[column]] = column_times(self.durations_ms[:, [column]], self._period_ms)
+        return {tag: found for tag, found in zip(self.tags, times, strict=True) if found is not None}
+
+    def typical(self) -> Reading | None:
+        """A step in which each mark has the median of its offsets; None if there is no reading.
+
+        Medians keep the order of marks, so spans that contain one another still do. It is of the newest
+        layout that has a step of the optimizer, and of the newest if none has.
+        """
+        if not self._newest:
+            return None
+        optimizer = f"{STEP_TAG}optimizer"
+        key = next(
+            (key for key in self._newest if optimizer in self._layouts[key].tags), self._newest[0]
+        )
+        offsets_ms = np.median(self._offsets_ms[key], axis=0).tolist()
+        return Reading(self._layouts[key], self.last_step, 0.0, offsets_ms)
+
+
+def column_times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64]) -> list[Times | None]:
+    """The times of each column; None for columns without a number.
+
+    Args:
+        durations_ms: a row for each reading.
+        whole_ms: what these are parts of, for each reading; NaN where it is not known.
+    """
+    present = ~np.isnan(durations_ms)
+    # Columns that the same readings have are worked on together; there are about as many such groups
+    # as layouts.
+    groups: dict[bytes, list[int]] = {}
+    for column, pattern in enumerate(np.packbits(present, axis=0).T):
+        groups.setdefault(pattern.tobytes(), []).append(column)
+    times: list[Times | None] = [None] * durations_ms.shape[1]
+    for columns in groups.values():
+        rows = present[:, columns[0]]
+        if not rows.any():
+            continue
+        values_ms = durations_ms[rows][:, columns]
+        p05_ms, p50_ms, p95_ms = np.percentile(values_ms, [5, 50, 95], axis=0)
+        # Both medians are of the readings whose whole is known.
+        known = ~np.isnan(whole_ms[rows])
+        shares = np.zeros(len(columns))
+        if known.any() and (median_ms := np.median(whole_ms[rows][known])) > 0:
+            shares = np.median(values_ms[known], axis=0) / median_ms
+        numbers = np.stack(
+            [values_ms.mean(axis=0), p05_ms, p50_ms, p95_ms, values_ms.max(axis=0), shares], axis=1
+        )
+        for column, row in zip(columns, numbers.tolist(), strict=True):
+            times[column] = Times(len(values_ms), *row)
+    return times
+
+
+class ReadingWindow(Sink):
+    """The last readings; they stay when it is closed, for the report."""
+
+    def __init__(self, size: int = 200) -> None:
+        self._readings: deque[Reading] = deque(maxlen=size)
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    def add(self, reading: Reading) -> None:
+        self._readings.append(reading)
+
+    def summary(self) -> WindowSummary:
+        """Their statistics."""
+        return WindowSummary(self._readings)

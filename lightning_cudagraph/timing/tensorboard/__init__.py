@@ -1,5 +1,0 @@
-"""All that knows TensorBoard, and Lightning's loggers."""
-
-from lightning_cudagraph.timing.tensorboard.writer import TensorBoardWriter, other_loggers_writer
-
-__all__ = ["TensorBoardWriter", "other_loggers_writer"]

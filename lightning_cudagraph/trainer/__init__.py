@@ -1,0 +1,1 @@
+"""The seat in Lightning: training, evaluation, logs and metrics. All that knows Lightning is here."""

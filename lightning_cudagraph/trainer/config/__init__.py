@@ -1,0 +1,1 @@
+"""The user's settings, and what is refused before the first step."""

@@ -1,0 +1,86 @@
+"""Checks of what the callback is given: its arguments, and the trainer that it is put into."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from lightning_cudagraph.errors import ConfigurationError
+from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, wrong_argument
+from lightning_cudagraph.timing.layers.layers import LayerTimings
+from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, callbacks_of
+from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
+
+__all__ = ["check_arguments", "check_company"]
+
+_CALLBACK = "CUDAGraphCallback"
+
+
+def check_arguments(
+    *,
+    scope: object,
+    warmup_steps: object,
+    timings: object,
+    evaluation: object,
+    compile: object,
+    **shared: object,
+) -> None:
+    """Check the arguments of `CUDAGraphCallback`, which documents them.
+
+    Raises:
+        ConfigurationError: if one of them is not what it should be.
+    """
+    if not (timings is None or isinstance(timings, LayerTimings)):
+        expected = (
+            'a `LayerTimings`, such as `LayerTimings(modules=["blocks.*"])`, or None for no timings'
+        )
+        raise _wrong("timings", timings, expected)
+    if not isinstance(evaluation, bool):
+        expected = "True, to capture the steps of validation, test and prediction too, or False"
+        raise _wrong("evaluation", evaluation, expected)
+    if not isinstance(compile, bool):
+        expected = "True, to compile the training step, or False"
+        raise _wrong("compile", compile, expected)
+    if scope not in (scopes := ("auto", "step", "forward_backward")):
+        raise _wrong("scope", scope, f"one of {', '.join(map(repr, scopes))}")
+    given = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
+    check_shared_arguments(_CALLBACK, warmup_steps=given, **shared)
+
+
+def _wrong(name: str, value: object, expected: str) -> ConfigurationError:
+    return wrong_argument(_CALLBACK, name, value, expected)
+
+
+def check_company(trainer: pl.Trainer, kind: type[Callback], is_off: bool) -> None:
+    """Check what the callback is put into, and beside what.
+
+    Args:
+        trainer: the trainer.
+        kind: the class of the callback.
+        is_off: the run is to be one as without it.
+
+    Raises:
+        ConfigurationError: if the trainer is not that of `lightning.pytorch`, or has callbacks that do
+            not go together.
+    """
+    foreign = [c for c in type(trainer).__mro__ if c.__module__.startswith("pytorch_lightning")]
+    if foreign:
+        raise ConfigurationError(
+            f"The trainer is a `{foreign[0].__module__}.{foreign[0].__qualname__}`; expected one of"
+            " `lightning.pytorch`. The two packages do not mix: import `Trainer` with"
+            " `from lightning.pytorch import Trainer`, or leave this callback out."
+        )
+    ours = [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
+    if len(ours) > 1:
+        raise ConfigurationError(
+            f"The trainer has {len(ours)} `CUDAGraphCallback`s; expected one, since there is one"
+            " training step to capture. Remove the others."
+        )
+    for monitor in callbacks_of(trainer):
+        if isinstance(monitor, LayerTimingsMonitor) and not is_off:
+            raise ConfigurationError(
+                "The trainer has a `LayerTimingsMonitor` beside its `CUDAGraphCallback`; it times eager"
+                " steps, and these are replays. Pass what it times as"
+                f" `CUDAGraphCallback(timings={monitor.timings!r})`, or, to time the run without graphs,"
+                ' pass `CUDAGraphCallback(backend="off")`.'
+            )

@@ -1,0 +1,30 @@
+"""The arguments of the callback, as the parts of a run are given them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_cudagraph.capture.stream_choice import Streams
+from lightning_cudagraph.checks.verify.verification import Verification
+from lightning_cudagraph.timing.layers.layers import LayerTimings
+
+__all__ = ["Scope", "Settings"]
+
+Scope = Literal["auto", "step", "forward_backward"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `CUDAGraphCallback`, which documents each."""
+
+    scope: Scope
+    warmup_steps: int
+    raise_unsupported: bool
+    timings: LayerTimings | None
+    verify: Verification
+    max_graphs: int
+    harmless: frozenset[str] = frozenset()
+    streams: Streams = 1
+    compile: bool = False
+    measures_plain_steps: bool = False

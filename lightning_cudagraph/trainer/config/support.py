@@ -1,0 +1,367 @@
+"""What is captured, and what is refused before the first step.
+
+Everything here is decided from the configuration of a run. What only the step itself can show (a
+host value in `forward`, say) is found by the capture.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from torch.amp import GradScaler
+from torch.cuda.amp import GradScaler as CudaGradScaler
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_cudagraph.checks.unfit import refuse_unfit_modules
+from lightning_cudagraph.compat.features import CAPTURES, EVALUATION
+from lightning_cudagraph.compat.method_patches import StandIn
+from lightning_cudagraph.compat.names.lightning_names import _MockOptimizer
+from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.device.backend import Backend, CudaBackend
+from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.optim.compiled import is_compiled
+from lightning_cudagraph.processes.ddp import COMM_HOOKS, check_wrapper
+from lightning_cudagraph.processes.shards import check_shards
+from lightning_cudagraph.trainer.config.strategies import refuse_strategy
+
+__all__ = [
+    "ALONE",
+    "DEFAULT_WARMUP_STEPS",
+    "TELL_LIGHTNING",
+    "BackendName",
+    "Stage",
+    "callbacks_of",
+    "check_closures",
+    "check_evaluation",
+    "check_optimizer_part",
+    "check_replicas",
+    "check_run",
+    "check_where_evaluated",
+    "described_hook",
+    "is_overridden",
+    "make_backend",
+    "scaler_of",
+]
+
+BackendName = Literal["auto", "cuda", "emulator", "off"]
+# Evaluations, as the names of their steps and hooks have them.
+Stage = Literal["validation", "test", "predict"]
+
+# Training steps before a capture: they settle lazily made state, library handles and the allocator.
+DEFAULT_WARMUP_STEPS = 3
+
+# Methods of a strategy that are called in steps, or with their batches.
+_STEP_METHODS = (
+    *("training_step", "validation_step", "test_step", "predict_step", "post_training_step"),
+    *("pre_backward", "backward", "post_backward", "optimizer_step", "batch_to_device", "reduce"),
+)
+
+# Of collectives in a run whose strategy knows of one process only, in a group of several.
+ALONE = "a run that is one process to Lightning"
+TELL_LIGHTNING = (
+    'Pass `Trainer(strategy="ddp", devices=..., num_nodes=...)`, and Lightning averages gradients; or'
+    " keep collectives out of the step."
+)
+
+# Arguments of `DistributedDataParallel` that a graph takes for granted.
+_DDP_ARGUMENTS = frozenset(
+    {
+        *("bucket_cap_mb", "broadcast_buffers", "forward_sync_buffers", "check_reduction", "init_sync"),
+        *("gradient_as_bucket_view", "static_graph", "find_unused_parameters", "dim"),
+    }
+)
+# Those that keep nothing from step to step.
+_COMM_WRAPPERS = (default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper)
+
+# Hooks of callbacks that may do anything with the gradients, before the optimizer's step uses them
+# (plugins/precision/precision.py). They run on the host, and the optimizer behind them.
+_CALLBACK_HOOKS_BEHIND = ("on_after_backward", "on_before_optimizer_step")
+
+
+def make_backend(name: BackendName, device: torch.device) -> Backend:
+    """The backend for a device.
+
+    Args:
+        name: ``"auto"`` takes CUDA on a GPU and the emulator on a CPU.
+        device: where the run trains.
+
+    Raises:
+        ConfigurationError: if a backend was asked for that is not this device's.
+        UnsupportedError: if there is none for this kind of device.
+    """
+    kinds = {"cuda": "cuda", "emulator": "cpu"}
+    if name in kinds and device.type != kinds[name]:
+        raise ConfigurationError(
+            f"`CUDAGraphCallback(backend={name!r})` needs a {kinds[name]} device, and the trainer uses"
+            f' {device}. Pass `backend="auto"`, or choose another accelerator in the Trainer.'
+        )
+    if device.type == "cuda":
+        return CudaBackend(device)
+    if device.type == "cpu":
+        return EmulatorBackend()
+    raise UnsupportedError(
+        f"The trainer uses {device}, which has no CUDA graphs.", "Train on a CUDA GPU."
+    )
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """All callbacks of a trainer, which sets this attribute without declaring it."""
+    return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
+
+
+def is_overridden(name: str, instance: Any, base: type) -> bool:
+    """Whether a hook is not that of its base class.
+
+    By identity: Lightning's own test stumbles over partials, mocks and wrapped functions.
+    """
+    method = getattr(instance, name)
+    return getattr(method, "__func__", method) is not getattr(base, name)
+
+
+def described_hook(owner: Any, name: str) -> str:
+    """A hook in words, with its line if it is written in Python."""
+    code = getattr(inspect.unwrap(getattr(owner, name)), "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"`{type(owner).__qualname__}.{name}`{where}"
+
+
+def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse a run whose steps are not known to come out the same from a graph.
+
+    Raises:
+        UnsupportedError: naming what was found, and what to do about it.
+    """
+    _check_placement(trainer)
+    _check_precision(trainer)
+    _check_loop(trainer, module)
+    _check_modules(trainer, module)
+
+
+def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
+    """Refuse evaluations whose steps are not known to come out the same from a graph.
+
+    Raises:
+        UnsupportedError: naming what was found, and what to do about it.
+    """
+    require(CAPTURES, EVALUATION)
+    _check_placement(trainer)
+    check_where_evaluated(trainer)
+    _check_precision(trainer)
+    _check_batches(module, f"{stage}_step")
+    _check_modules(trainer, module)
+
+
+def check_where_evaluated(trainer: pl.Trainer) -> None:
+    """Refuse evaluations of several processes.
+
+    Raises:
+        UnsupportedError: if there are, or can be, several.
+    """
+    if isinstance(trainer.strategy, (DDPStrategy, ModelParallelStrategy)):
+        name = type(trainer.strategy).__qualname__
+        raise UnsupportedError(
+            f"Evaluation on {trainer.world_size} device(s) with `{name}` is not captured yet.",
+            "Leave out `evaluation=True`.",
+        )
+
+
+def _check_placement(trainer: pl.Trainer) -> None:
+    strategy = trainer.strategy
+    refuse_strategy(strategy)
+    if isinstance(strategy, SingleDeviceStrategy):
+        base: type = SingleDeviceStrategy
+    elif isinstance(strategy, DDPStrategy):
+        base = DDPStrategy
+        _check_ddp(strategy)
+    elif isinstance(strategy, ModelParallelStrategy):
+        base = ModelParallelStrategy
+        check_shards(trainer.lightning_module)
+    else:
+        raise UnsupportedError(
+            f"`{type(strategy).__qualname__}` claims a step that is captured, and is no strategy of"
+            " `lightning.pytorch`.",
+            "Use Lightning's own.",
+        )
+    check_replicas(strategy)
+    for name in _STEP_METHODS:
+        ours = type(getattr(strategy, name)) is StandIn
+        if ours or not is_overridden(name, strategy, base):
+            continue
+        raise UnsupportedError(
+            f"{described_hook(strategy, name)} is not Lightning's own; it takes part in steps, and what"
+            " it reads from the strategy is not watched.",
+            f"Move it to the module, or pass Lightning's `{base.__qualname__}`.",
+        )
+
+
+def check_replicas(strategy: Strategy) -> None:
+    """Refuse what graphs cannot hold of the wrapper around the module, if it has one.
+
+    Raises:
+        UnsupportedError: naming it.
+        CUDAGraphError: if torch has lost private names that captured steps are built on.
+    """
+    if not isinstance(strategy.model, DistributedDataParallel):
+        return
+    known_hooks = 0
+    if isinstance(strategy, DDPStrategy) and strategy.root_device.type == "cuda":
+        # The strategy has put in its own, which is the only one then, and may have wrapped it.
+        known_hooks = int(strategy._ddp_comm_hook is not None)
+    check_wrapper("The strategy's `DistributedDataParallel`", strategy.model, True, known_hooks)
+
+
+def _check_ddp(strategy: DDPStrategy) -> None:
+    arguments: dict[str, Any] = strategy._ddp_kwargs
+    if arguments.get("static_graph") and strategy.root_device.type == "cpu":
+        raise UnsupportedError(
+            "`DDPStrategy(static_graph=True)` keeps a table on the host and reads it in every backward"
+            " pass; the CPU emulator cannot tell it from tensors of the step, as a GPU can.",
+            "Leave it out on a CPU.",
+        )
+    if unknown := sorted(arguments.keys() - _DDP_ARGUMENTS):
+        raise UnsupportedError(
+            f"`DDPStrategy({unknown[0]}=...)` is not known to come out the same from a graph; known are"
+            f" {', '.join(sorted(_DDP_ARGUMENTS))}.",
+            "Leave it out.",
+        )
+    for name, value, known in (
+        ("ddp_comm_hook", strategy._ddp_comm_hook, COMM_HOOKS),
+        ("ddp_comm_wrapper", strategy._ddp_comm_wrapper, _COMM_WRAPPERS),
+    ):
+        if value is not None and value not in known:
+            raise UnsupportedError(
+                f"`DDPStrategy({name}={getattr(value, '__qualname__', value)})` runs Python in every"
+                " backward pass, and may keep something from step to step.",
+                "Use one of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, such as"
+                " `bf16_compress_hook`.",
+            )
+    # Of the group itself: it can have been made before the strategy.
+    backend = dist.get_backend_config() if dist.is_initialized() else "cuda:nccl"
+    if strategy.root_device.type == "cuda" and "cuda:nccl" not in backend:
+        raise UnsupportedError(
+            f"The process group uses {backend}, which averages gradients on the host.",
+            'Leave out `DDPStrategy(process_group_backend=...)`: it is "nccl" on GPUs. A group that was'
+            ' made before the trainer needs `init_process_group("nccl")`.',
+        )
+
+
+def _check_precision(trainer: pl.Trainer) -> None:
+    plugin = trainer.precision_plugin
+    scaler = scaler_of(trainer)
+    if scaler is not None and type(scaler) not in (GradScaler, CudaGradScaler):
+        raise UnsupportedError(
+            f"The gradient scaler is a `{type(scaler).__module__}.{type(scaler).__qualname__}`; expected"
+            " torch's `torch.amp.GradScaler`.",
+            "Use that one, or `precision='bf16-mixed'`, which needs no scaler.",
+        )
+    bf16_true = type(plugin) is HalfPrecision and plugin.precision == "bf16-true"
+    if not (bf16_true or type(plugin) in (Precision, MixedPrecision)):
+        raise UnsupportedError(
+            f"The precision plugin is `{type(plugin).__qualname__}` (precision {plugin.precision!r});"
+            " captured so far are 32-true, 16-mixed, bf16-mixed and bf16-true.",
+            "Use one of these.",
+        )
+
+
+def scaler_of(trainer: pl.Trainer) -> GradScaler | None:
+    """The gradient scaler of a run in fp16."""
+    scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    name = type(module).__qualname__
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            f"`{name}` uses manual optimization: its step calls optimizers by itself, in an order that"
+            " may change. This callback captures the whole step of automatic optimization.",
+            "Capture the parts: in `on_fit_start`, `self.part = GraphedStep(self._part,"
+            " optimizers=self.optimizers())`, where `_part` is a method of yours that does backward pass"
+            " and optimizer step, and in `training_step`, `loss = self.part(batch)`.",
+        )
+    # What Lightning takes in the place of none.
+    if any(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
+        raise UnsupportedError(
+            f"`{name}.configure_optimizers` gives no optimizer, so that a step trains nothing.",
+            "Return one; or run this without the callback.",
+        )
+    if len(trainer.optimizers) != 1:
+        raise UnsupportedError(
+            f"`{name}.configure_optimizers` gives {len(trainer.optimizers)} optimizers; expected one.",
+            "Use one optimizer, with several param groups if need be.",
+        )
+    if trainer._detect_anomaly:
+        raise UnsupportedError(
+            "`Trainer(detect_anomaly=True)` reads values back to the host in every backward pass.",
+            "Leave `detect_anomaly` out.",
+        )
+    check_closures(trainer, module, trainer.optimizers[0])
+    _check_batches(module, "training_step")
+
+
+def check_closures(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
+    """Refuse compiled code around the closure of a step: Dynamo would compile this package, too.
+
+    Raises:
+        UnsupportedError: naming what is compiled.
+    """
+    whose = None
+    if is_compiled(module.optimizer_step):
+        whose = described_hook(module, "optimizer_step")
+    # With a gradient scaler, Lightning calls the closure by itself (plugins/precision/amp.py).
+    elif is_compiled(optimizer.step) and scaler_of(trainer) is None:
+        whose = f"`step` of the `{type(optimizer).__qualname__}`"
+    if whose is not None:
+        raise UnsupportedError(
+            f"{whose} is compiled, and Lightning calls forward and backward pass in it, through a"
+            " closure: all of Lightning's loop is compiled with it.",
+            "Leave out `torch.compile` there: the graph holds the optimizer's step as it is. Or have it"
+            " compiled behind a graph of forward and backward: make `self.fast ="
+            " torch.compile(optimizer.step)` in `configure_optimizers`, and in the module's"
+            " `optimizer_step` call `optimizer_closure()` and then `self.fast()`.",
+        )
+
+
+def _check_batches(module: pl.LightningModule, step: str) -> None:
+    if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
+        raise UnsupportedError(
+            f"`{type(module).__qualname__}.{step}` takes `dataloader_iter`, and fetches batches inside"
+            " the step.",
+            "Take `batch` instead.",
+        )
+
+
+def check_optimizer_part(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what keeps the part of the step after its backward pass out of a graph.
+
+    Raises:
+        UnsupportedError: with `in_optimizer` set.
+    """
+    for callback in callbacks_of(trainer):
+        for hook in _CALLBACK_HOOKS_BEHIND:
+            if is_overridden(hook, callback, Callback):
+                raise UnsupportedError(
+                    f"{described_hook(callback, hook)} runs on the host, between the backward pass and"
+                    " the optimizer's step.",
+                    "Move it to `on_train_batch_end` to have the optimizer's step in the graph too.",
+                    in_optimizer=True,
+                )
+
+
+def _check_modules(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    refuse_unfit_modules(module, sharded=isinstance(trainer.strategy, ModelParallelStrategy))

@@ -1,0 +1,393 @@
+"""The seat in Lightning's evaluation loops: validation, test and prediction.
+
+One method of the strategy is replaced, in which the step of the module is called with its batch. There a
+batch is warmed up, captured or replayed, by an engine like that of training, with guards and checks of
+its own: evaluation has the modules in another mode. What training does to the parameters between two
+evaluations is no concern of the graphs, as long as they stay where they are. Several batch signatures
+have graphs, so that the last batch of a dataloader has its own, and so has another dataloader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_cudagraph.capture.engine import StepEngine
+from lightning_cudagraph.capture.steps import Phase, Place, Step
+from lightning_cudagraph.checks.audit.frozen import FrozenIndex, frozen_python_audit
+from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.compat.method_patches import replace_method
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
+from lightning_cudagraph.tensors.batch import (
+    compared_outputs,
+    copied_leaf,
+    flatten_batch,
+    map_leaves,
+    refuse_odd_outputs,
+)
+from lightning_cudagraph.tensors.recomputed import Recomputed, recomputed_apart
+from lightning_cudagraph.timing.output.stages import StageSummary
+from lightning_cudagraph.trainer.config.settings import Settings
+from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING, Stage, check_evaluation
+from lightning_cudagraph.trainer.host_rules import (
+    OWN_ATTRIBUTES,
+    RUN_STATE,
+    host_rules,
+    outside_of_model,
+    refuse_replaced_methods,
+)
+from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
+from lightning_cudagraph.trainer.logs.recorder import Logs
+from lightning_cudagraph.trainer.metrics.calls import Later
+from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.metrics.states import StepMetrics
+from lightning_cudagraph.trainer.profilers import unprofiled
+
+__all__ = ["GraphedEvaluation"]
+
+# The step drops no gradients that matter, and none is added to them: one kind of step.
+_PLACE = Place(drops=True, steps=False)
+# A capture is under `no_grad`.
+_NO_INFERENCE_MODE = {
+    torch.is_inference_mode_enabled: (
+        "torch.is_inference_mode_enabled()",
+        "Ask `self.training` or `torch.is_grad_enabled()`, which say the same in it.",
+    )
+}
+
+
+@dataclass
+class _Outputs:
+    """The static outputs of a captured step of evaluation.
+
+    Attributes:
+        returned: what the step returned.
+        logs: what was logged.
+        recomputed: attributes of modules that hooks of torch have set.
+    """
+
+    returned: Any
+    logs: LoggedStep
+    recomputed: list[Recomputed]
+
+
+class GraphedEvaluation:
+    """The evaluations of one run, whose steps are captured.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it evaluates.
+        backend: where steps are captured.
+        settings: what the user asked for.
+        stage: which evaluation it is.
+
+    Raises:
+        UnsupportedError: if the steps of the run cannot be captured.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        settings: Settings,
+        stage: Stage,
+    ) -> None:
+        check_evaluation(trainer, module, stage)
+        self._trainer = trainer
+        self._module = module
+        self._backend = backend
+        self._harmless = settings.harmless
+        self._stage = stage
+        self._step_name = f"{stage}_step"
+        self._patches = ExitStack()
+        self._eager_step: Callable[..., Any] | None = None
+        self._metrics = StepMetrics(module, trainer, backend, host_rules(trainer, settings.harmless))
+        self._logs = Logs(trainer, module, self._metrics, adds=False)
+        self._guards = Guards(
+            module,
+            self._metrics.described,
+            self._thorough_state,
+            OWN_ATTRIBUTES | settings.harmless,
+            lambda: (self._metrics.fits(),),
+            stays_on_host=self._metrics.stays_on_host,
+            around={"trainer": trainer},
+            host_names=self._metrics.host_names,
+            callees=lambda: [trainer.strategy, trainer.precision_plugin],
+            stops=RUN_STATE,
+            outside=lambda: outside_of_model(trainer),
+        )
+        self._carried = CarriedTensors(
+            module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric
+        )
+        self._verifier = Verifier(
+            backend,
+            settings.verify.replays,
+            settings.verify.every_n_steps,
+            budget=settings.verify.budget,
+        )
+        self._engine: StepEngine[_Outputs] = StepEngine(
+            backend=backend,
+            guards=self._guards,
+            carried=self._carried,
+            verifier=self._verifier,
+            is_settled=lambda: True,
+            warmup_steps=settings.warmup_steps,
+            raise_unsupported=settings.raise_unsupported,
+            streams=settings.streams,
+            announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
+            narrow=self._say_of_stage,
+            on_give_up=lambda: None,
+            what="Evaluation",
+            max_signatures=settings.max_graphs,
+        )
+
+    @property
+    def stage_name(self) -> str:
+        """The stage as the trainer's methods are called."""
+        return "validate" if self._stage == "validation" else self._stage
+
+    @property
+    def stage(self) -> StageSummary:
+        """What became of the batches so far."""
+        return StageSummary.of(self._engine.counts, self._verifier.checked)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the checks."""
+        said = [*self._verifier.notes, *self._engine.notes, *self._metrics.notes]
+        return [f"evaluation: {note}" for note in said]
+
+    def start(self) -> None:
+        """An evaluation begins: take the seat, and look at everything that may have changed since."""
+        self._engine.pause()
+        if self._eager_step is not None:
+            return
+        strategy = self._trainer.strategy
+        self._eager_step = getattr(strategy, self._step_name)
+        replace_method(strategy, self._step_name, self._step, self._patches)
+
+    def close(self) -> None:
+        """Leave the seat: put everything back, and let go of graphs and their memory."""
+        with ExitStack() as stack:  # every part, also where one of them fails
+            stack.callback(self._engine.close)
+            stack.callback(self._patches.close)
+
+    def _step(self, batch: Any, *indices: int) -> Any:
+        """In the place of the strategy's method: takes a batch through its phase."""
+        eager_step = self._eager_step
+        assert eager_step is not None
+        returned: list[Any] = []
+        # The index of the dataloader comes after that of the batch, and only if there are several.
+        dataloader_idx = indices[1:]
+        in_inference_mode = torch.is_inference_mode_enabled()
+
+        def run() -> None:
+            with self._logs.noted():
+                returned.append(eager_step(batch, *indices))
+
+        step = Step(
+            batch=batch,
+            run=run,
+            record=lambda static, cut, timed: self._record(static, indices, True, in_inference_mode),
+            rehearse=lambda static: self._record(static, indices, False, in_inference_mode),
+            between=_no_turn,
+            values=self._values,
+            state=self._state,
+            transaction=self._undone,
+            parameters=lambda: ([], []),
+            place=_PLACE,
+            in_window=False,
+            kept=lambda: False,
+            beside={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
+            learning=self._learning,
+        )
+        try:
+            phase, outputs = self._engine.step(step, self._metrics.adopt)
+        except UnsupportedError as error:
+            self._say_of_stage(error)
+            raise
+        if phase is Phase.WARMING:
+            self._logs.warmed_up(_kind(batch, indices), batch)
+        if outputs is None:
+            return returned[0]
+        for attribute in outputs.recomputed:
+            attribute.hand_over()
+        outputs.logs.hand_over(self._trainer)
+        self._metrics.count_references()
+        # Copies, because predictions are kept, and the next replay overwrites the static ones.
+        return map_leaves(outputs.returned, copied_leaf)
+
+    def _record(
+        self, batch: Any, indices: tuple[int, ...], capturing: bool, in_inference_mode: bool
+    ) -> _Outputs:
+        """Run a step on the static batch.
+
+        Args:
+            batch: the static batch.
+            indices: of the batch, and of its dataloader.
+            capturing: whether a capture is under way.
+            in_inference_mode: whether the step is in inference mode without us.
+
+        Raises:
+            CaptureError: if it leaves something on the host that a replay would not leave.
+        """
+        assert self._eager_step is not None
+        called = (self._trainer.strategy, self._trainer.precision_plugin)
+        refuse_replaced_methods(self._module, None, self._harmless, self._step_name, called)
+        arguments: list[Any] = [*indices]
+        if arguments and "batch_idx" not in self._harmless:
+            arguments[0] = FrozenIndex("batch_idx")
+        with ExitStack() as stack:
+            stack.enter_context(unprofiled(self._trainer))
+            stack.enter_context(self._without_gradients())
+            kind = _kind(batch, indices)
+            logs = stack.enter_context(self._logs.recorded(kind, batch, capturing))
+            if capturing and are_several():
+                stack.enter_context(CollectiveRules(ALONE, TELL_LIGHTNING))
+            if capturing:
+                audit = frozen_python_audit(
+                    self._module,
+                    self._trainer,
+                    self._backend.device,
+                    replace(
+                        host_rules(self._trainer, self._harmless, self._metrics.stays_on_host),
+                        other_in_captures=_NO_INFERENCE_MODE if in_inference_mode else {},
+                    ),
+                )
+                mentioned = stack.enter_context(audit).mentioned
+                self._guards.mentioned.append(mentioned)
+            recomputed = stack.enter_context(recomputed_apart(self._module))
+            stack.enter_context(self._carried.inside(lambda: ""))
+            try:
+                returned = self._eager_step(batch, *arguments)
+            except RuntimeError as error:
+                if "Inplace update to inference tensor" not in str(error):
+                    raise
+                raise CaptureError(
+                    f"`{self._step_name}` writes into a tensor that was made in inference mode, which a"
+                    " capture is not in.",
+                    "Pass `Trainer(inference_mode=False)`, or make the tensor in `setup`.",
+                ) from error
+            self._metrics.write_back()
+            self._metrics.undo()
+            if capturing:
+                self._metrics.tell_reads(mentioned)
+        logged = self._logs.finished(logs, kind, capturing)
+        refuse_odd_outputs(returned, f"the output of `{self._step_name}`")
+        return _Outputs(map_leaves(returned, self._detached), logged, recomputed)
+
+    def _detached(self, leaf: Any) -> Any:
+        if isinstance(leaf, FrozenIndex):
+            raise CaptureError(
+                f"The output of `{self._step_name}` holds `batch_idx`, which would stay what it is in"
+                " this step.",
+                f"Leave it out: `on_{self._stage}_batch_end` is given it.",
+            )
+        if isinstance(leaf, Later):
+            leaf.refuse()
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.requires_grad and leaf.grad_fn is not None:
+            raise CaptureError(
+                f"The output of `{self._step_name}` holds a tensor with autograd's graph of one step,"
+                " which a replay cannot renew.",
+                "Return it detached: `tensor.detach()`.",
+            )
+        return leaf.detach()
+
+    def _values(self, outputs: _Outputs) -> dict[str, Tensor]:
+        """What can be compared just after the step, by name, in its order."""
+        returned = compared_outputs(outputs.returned, f"the output of `{self._step_name}`")
+        return {**outputs.logs.values(), **returned}
+
+    def _state(self) -> dict[str, Tensor]:
+        buffers = {f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()}
+        return {**buffers, **self._metrics.tensors()}
+
+    def _thorough_state(self) -> dict[str, Any]:
+        plugin = self._trainer.precision_plugin
+        described = f"{type(plugin).__qualname__} ({plugin.precision}, {id(plugin)})"
+        return {"the precision plugin of the trainer": described}
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        with self._metrics.learning(), self._guards.effects.watched():
+            yield
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Undo what Lightning's own code does on the host in a capture."""
+        self._logs.begin_transaction()
+        fx_name = self._module._current_fx_name
+        self._metrics.prepare()
+        try:
+            yield
+        finally:
+            self._module._current_fx_name = fx_name
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Refuse a step that leaves gradients behind, which are those of the training graphs."""
+        before = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+        versions = [_version(gradient) for _, gradient in before]
+        try:
+            yield
+            for (parameter, gradient), version in zip(before, versions, strict=True):
+                if parameter.grad is not gradient or _version(gradient) != version:
+                    raise CaptureError(
+                        f"`{self._step_name}` leaves gradients in `{self._name_of(parameter)}`.",
+                        "Use `torch.autograd.grad`, which returns them.",
+                    )
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, p in self._module.named_parameters() if p is parameter)
+
+    def _say_of_stage(self, error: UnsupportedError) -> bool:
+        """Say of this stage what the capture says of training; there is no less to be captured."""
+        error.rephrase(
+            {
+                "training_step": self._step_name,
+                "training step": f"{self._stage} step",
+                "on_train_batch_": f"on_{self._stage}_batch_",
+                "To train on": "To go on",
+                # No events are in its graphs.
+                "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": (
+                    "Use"
+                ),
+                'to switch graphs off altogether, pass `backend="off"`': (
+                    "to have graphs for training alone, leave out `evaluation=True`"
+                ),
+            }
+        )
+        return False
+
+
+def _kind(batch: Any, indices: tuple[int, ...]) -> Hashable:
+    """What tells one graph from another: the dataloader, and the shapes of the batch."""
+    return (
+        indices[1:],
+        tuple(leaf.shape for _, leaf in flatten_batch(batch) if isinstance(leaf, Tensor)),
+    )
+
+
+def _no_turn(outputs: _Outputs, index: int) -> None:
+    """No code of the host in the middle of a step."""
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version

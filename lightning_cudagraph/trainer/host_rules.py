@@ -1,0 +1,246 @@
+"""What Lightning's names mean to the audit of a captured step.
+
+Which getters move at every step and which seldom, which calls print or write, and which methods the step
+calls, that must not have been replaced by objects whose doings nobody can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any
+from unittest.mock import NonCallableMock
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_utilities.core import rank_zero
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from lightning_cudagraph.checks.audit.effects import OF_OPTIMIZER
+from lightning_cudagraph.checks.audit.host_calls import HostRules, allowance
+from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
+from lightning_cudagraph.checks.audit.parts import PRIVATE
+from lightning_cudagraph.checks.audit.walker import Root
+from lightning_cudagraph.compat.method_patches import StandIn
+from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
+from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.trainer.metrics.of_model import is_metric
+
+__all__ = ["RUN_STATE", "host_rules", "outside_of_model", "refuse_replaced_methods"]
+
+# What torch and Lightning keep for themselves in every module.
+OWN_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
+
+_MODULE_METHODS = (
+    "forward",
+    "backward",
+    "on_before_backward",
+    "on_after_backward",
+    "log",
+    "log_dict",
+    "print",
+)
+# Called between the backward pass and the optimizer's step.
+_METHODS_BEHIND = ("on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients")
+_OPTIMIZER_METHODS = ("step", "zero_grad")
+_CALLABLES = (FunctionType, MethodType, BuiltinFunctionType, StandIn)
+
+
+def _getters(owner: type, label: str, *names: str) -> dict[CodeType, str]:
+    return {vars(owner)[name].fget.__code__: f"{label}.{name}" for name in names}
+
+
+@cache
+def _moving() -> dict[CodeType, str]:
+    """The getters of numbers that move from step to step."""
+    return {
+        **_getters(pl.LightningModule, "self", "global_step"),
+        **_getters(
+            pl.Trainer,
+            "trainer",
+            "global_step",
+            "is_last_batch",
+            "callback_metrics",
+            "logged_metrics",
+            "progress_bar_metrics",
+        ),
+        **_getters(_FitLoop, "trainer.fit_loop", "batch_idx", "total_batch_idx"),
+        **_getters(
+            _TrainingEpochLoop,
+            "trainer.fit_loop.epoch_loop",
+            "batch_idx",
+            "total_batch_idx",
+            "global_step",
+        ),
+        CombinedLoader.__next__.__code__: "next(CombinedLoader)",
+    }
+
+
+# What has getters for other objects, and for numbers that can move without anybody's seeing.
+_HANDS_OUT = (
+    *(pl.Trainer, pl.LightningModule, pl.LightningDataModule, Strategy, Callback, _Loop),
+    *(Optimizer, LightningOptimizer, LRScheduler, DataLoader, CombinedLoader),
+)
+# Objects that Lightning changes in every step by itself.
+_OF_GROUPS = frozenset({"params"})
+RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader)
+_EFFECTS: dict[CodeType, str] = {
+    pl.LightningModule.print.__code__: "self.print",
+    pl.Trainer.print.__code__: "trainer.print",
+    pl.Trainer.save_checkpoint.__code__: "trainer.save_checkpoint",
+}
+
+
+def host_rules(
+    trainer: pl.Trainer,
+    harmless: frozenset[str],
+    stays_on_host: Callable[[Any], bool] = is_metric,
+) -> HostRules:
+    """The rules for one run.
+
+    Args:
+        trainer: the trainer.
+        harmless: names that the user says may be frozen, or not repeated.
+        stays_on_host: whether a module is only called on the host, such as a metric.
+
+    Returns:
+        The rules.
+    """
+    schedulers = {LRScheduler, *(type(c.scheduler) for c in trainer.lr_scheduler_configs)}
+    moving = dict(_moving())
+    for scheduler in schedulers:
+        for name in ("get_last_lr", "get_lr"):
+            if isinstance(method := getattr(scheduler, name, None), FunctionType):
+                moving[method.__code__] = f"LRScheduler.{name}"
+
+    def epoch() -> int:
+        return trainer.current_epoch
+
+    seldom: dict[CodeType, tuple[str, Callable[[], Any]]] = {
+        vars(owner)["current_epoch"].fget.__code__: ("current_epoch", epoch)
+        for owner in (pl.LightningModule, pl.Trainer)
+    }
+
+    def records(value: Any) -> bool:
+        # Lightning's loggers keep their experiment under this name; the getter would make one.
+        return isinstance(value, Logger) or any(
+            value is not None and value is vars(logger).get("_experiment") for logger in trainer.loggers
+        )
+
+    passing_on = frozenset({str(rank_zero.__file__)})
+    return HostRules(
+        moving,
+        seldom,
+        _EFFECTS,
+        passing_on,
+        records,
+        stays_on_host,
+        harmless,
+        hands_out=lambda value: issubclass(type(value), _HANDS_OUT),
+        stops=RUN_STATE,
+    )
+
+
+def outside_of_model(trainer: pl.Trainer) -> list[Root]:
+    """Objects of the user's around the model, in which a step may leave something."""
+    trainers: Any = trainer  # which sets attributes without declaring them
+    loader = trainer.train_dataloader
+    found = [
+        *trainers.callbacks,
+        trainers.datamodule,
+        *trainer.loggers,
+        getattr(loader, "dataset", None),
+    ]
+    roots = []
+    for value in found:
+        attributes = None if value is None else attributes_of(value)
+        if attributes is None or type(value).__module__.startswith("lightning_cudagraph."):
+            continue
+        left_out: set[str] = set()
+        if not is_users_class(type(value)):  # only what is plain: the rest is the library's own
+            left_out = {n for n, part in attributes.items() if type(part) not in (*VALUES, list, dict)}
+        of = f"the `{type(value).__qualname__}`"
+        roots.append(Root(value, "", of, frozenset(left_out), is_entered=True))
+    for optimizer in trainer.optimizers:
+        of = f"{OF_OPTIMIZER} `{type(optimizer).__qualname__}`"
+        roots.append(Root(optimizer, "", of, frozenset({"state", "param_groups", PRIVATE}), True))
+        roots += [
+            Root(group, f"param_groups[{index}]", of, _OF_GROUPS, True)
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+    return roots
+
+
+def refuse_replaced_methods(
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    harmless: frozenset[str],
+    step: str = "training_step",
+    callees: Iterable[object] = (),
+) -> None:
+    """Refuse a step that calls mocks, partials or other objects in the place of methods.
+
+    Functions and bound methods are audited with the rest of the user's code; what other objects do with
+    a call, no audit sees.
+
+    Args:
+        module: the module that is trained.
+        optimizer: the optimizer, if its step is captured.
+        harmless: names of methods that may be replaced.
+        step: the method that is the step.
+        callees: other objects with methods that are called in it.
+
+    Raises:
+        CaptureError: naming the method, and the class of what is in its place.
+    """
+    methods = (step, *_MODULE_METHODS)
+    owners: list[tuple[Any, tuple[str, ...]]] = [(module, methods)]
+    if optimizer is not None:
+        owners += [(module, _METHODS_BEHIND), (optimizer, _OPTIMIZER_METHODS)]
+    for owner, names in owners:
+        for name in names:
+            found = vars(owner).get(name)
+            if found is None:
+                found = _of_class(type(owner), name)
+                suspicious = issubclass(type(found), NonCallableMock)
+            else:
+                suspicious = not isinstance(found, _CALLABLES)
+            if suspicious and name not in harmless:
+                error = _replaced(f"`{name}` of the `{type(owner).__qualname__}`", name, found)
+                error.in_optimizer = names is not methods
+                raise error
+    for kind in (Tensor, *map(type, callees)):
+        for base in kind.__mro__:
+            for name, found in vars(base).items():
+                if issubclass(type(found), NonCallableMock) and name not in harmless:
+                    raise _replaced(f"`{name}` of the class `{base.__qualname__}`", name, found)
+    for path, child in module.named_modules():
+        found = vars(child).get("forward") or _of_class(type(child), "forward")
+        if issubclass(type(found), NonCallableMock) and "forward" not in harmless:
+            raise _replaced(f"`forward` of `{path}`", "forward", found)
+
+
+def _of_class(cls: type, name: str) -> Any:
+    """An attribute of a class or its bases, not bound.
+
+    `inspect.getattr_static` of Python 3.12 has a cache that keeps classes alive.
+    """
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+
+
+def _replaced(method: str, name: str, found: Any) -> CaptureError:
+    what = "partial" if isinstance(found, partial) else type(found).__qualname__
+    return CaptureError(
+        f"The training step calls {method}, and a `{what}` object has been put in the place of that"
+        " method; what it does on the host with each call, a replay would not do. Expected a function or"
+        " a method.",
+        f"Override the method in the class, or put a plain function there.{allowance(name)}",
+    )

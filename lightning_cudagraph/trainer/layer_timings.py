@@ -1,0 +1,140 @@
+"""The callback that times the layers of an eager run, with the tags that a run with graphs has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_cudagraph.errors import ConfigurationError
+from lightning_cudagraph.timing.layers.layers import LayerTimings
+from lightning_cudagraph.trainer.config.support import callbacks_of
+from lightning_cudagraph.trainer.training.times.eager_times import EagerTimes
+
+__all__ = ["LayerTimingsMonitor"]
+
+_AUTOMATIC = LayerTimings()
+
+
+class LayerTimingsMonitor(Callback):
+    """Times the layers of a run without graphs, by the same marks and with the same tags as in a graph.
+
+    It changes no number of the run. With `CUDAGraphCallback`, pass the `LayerTimings` to that instead.
+
+    Args:
+        timings: which layers are timed, and how often.
+
+    Attributes:
+        report: the report of the last run, or None before its end.
+
+    Raises:
+        ConfigurationError: if `timings` are not `LayerTimings`.
+
+    Example::
+
+        trainer = Trainer(callbacks=[LayerTimingsMonitor(LayerTimings(types=["Linear"]))])
+    """
+
+    def __init__(self, timings: LayerTimings = _AUTOMATIC) -> None:
+        if not isinstance(timings, LayerTimings):
+            raise ConfigurationError(
+                f"`LayerTimingsMonitor({timings!r})`: expected a `LayerTimings`, such as"
+                ' `LayerTimings(modules=["blocks.*"])`.'
+            )
+        self.timings = timings
+        self.report: str | None = None
+        self._run: EagerTimes | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is bound to a trainer, so that copies and pickles work at any time."""
+        return {**vars(self), "_run": None}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()  # a run that another callback's exception ended before our hooks
+        if stage == "fit":
+            self.report = None  # which may end before its first step
+        ours = [
+            callback for callback in callbacks_of(trainer) if isinstance(callback, LayerTimingsMonitor)
+        ]
+        if len(ours) > 1:
+            raise ConfigurationError(
+                f"The trainer has {len(ours)} `LayerTimingsMonitor`s; expected one, for which"
+                " `LayerTimings` may name several `modules` and `types`. Remove the others."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close()
+        self.report = None
+        self._run = EagerTimes(trainer, pl_module, self.timings)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.epoch_changes()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.epoch_changes()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._run is not None:
+            self._run.pause()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.pause()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._run is not None:
+            self._run.batch_starts()
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        if self._run is not None:
+            self._run.forward_ended(loss)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.backward_ended()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._run is not None:
+            self._run.batch_ended()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self.report = self._run.finish()
+        self._close()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.report is not None:
+            rank_zero_info(self.report)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        try:
+            if self._run is not None:
+                self.report = self._run.finish(exception)
+                rank_zero_info(f"\n{self.report}")  # below the line of a progress bar
+        finally:
+            self._close()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()

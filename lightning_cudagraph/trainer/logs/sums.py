@@ -1,0 +1,271 @@
+"""Sums of logged values in the graph, as Lightning makes them on the host.
+
+For each name that is logged, Lightning keeps a value and a number of samples, and makes new ones in
+every step: several small ops a name. Here they are static tensors that the captured step writes.
+Lightning's own objects hold these very tensors as long as replays follow one another. Where an eager
+step or the end of an epoch has put others in their place, those are copied back before the next replay;
+and where what a replay adds is not to count, Lightning's objects are given copies before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.compat.names.lightning_names import (
+    _get_default_dtype,
+    _ResultCollection,
+    _ResultMetric,
+)
+
+__all__ = ["RESULT_NAMES", "LoggedValue", "RunningSums", "Slot", "SumsOfPlace", "add", "converted"]
+
+
+# Attributes of Lightning's objects that are set here.
+RESULT_NAMES = (
+    *("value", "cumulated_batch_size", "_forward_cache"),
+    *("_update_count", "_computed", "_defaults", "has_reset"),
+)
+
+
+def converted(value: Tensor) -> Tensor:
+    """The value in the dtype that Lightning reduces it in (`_ResultMetric.update`)."""
+    return value if value.dtype in (torch.float32, torch.float64) else value.to(_get_default_dtype())
+
+
+@dataclass
+class LoggedValue:
+    """A value that a step logs.
+
+    Attributes:
+        key: what Lightning keeps it under.
+        value: the static tensor, converted.
+        batch_size: the number of samples that it stands for.
+    """
+
+    key: str
+    value: Tensor
+    batch_size: Any
+
+
+@dataclass(eq=False)
+class Slot:
+    """The static tensors of one name.
+
+    Attributes:
+        metric: Lightning's object for it.
+        value: what it adds up, or takes the largest of; None if it keeps only the last value.
+        count: the number of samples, for means.
+    """
+
+    metric: _ResultMetric
+    value: Tensor | None
+    count: Tensor | None
+
+    def __post_init__(self) -> None:
+        self._state: dict[str, Any] = vars(self.metric)
+
+    def is_held(self) -> bool:
+        """Tell if Lightning's object holds these tensors."""
+        if self.value is None:
+            return True
+        state = self._state  # no look-up through the class
+        return state["value"] is self.value and (
+            self.count is None or state["cumulated_batch_size"] is self.count
+        )
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of these tensors and those of Lightning's object."""
+        state = self._state
+        pairs = [] if self.value is None else [(self.value, state["value"])]
+        return pairs if self.count is None else [*pairs, (self.count, state["cumulated_batch_size"])]
+
+    def hold(self) -> None:
+        """Let Lightning's object hold these tensors."""
+        if self.value is not None:
+            self.metric.value = self.value
+        if self.count is not None:
+            self.metric.cumulated_batch_size = self.count
+
+    def let_go(self) -> None:
+        """Let Lightning's object hold copies, if it holds these tensors."""
+        if self.value is not None and self.metric.value is self.value:
+            self.metric.value = self.value.clone()
+        if self.count is not None and self.metric.cumulated_batch_size is self.count:
+            self.metric.cumulated_batch_size = self.count.clone()
+
+    def updated(self, value: Tensor, replays: int) -> None:
+        """Leave what as many calls of `_ResultMetric.update` as replays leave, but for the sums.
+
+        Args:
+            value: a copy of what was logged in the last one.
+            replays: how many.
+        """
+        state, meta = self._state, self.metric.meta
+        state["_update_count"] += replays
+        state["_computed"] = None
+        state["has_reset"] = False
+        if meta.on_step:
+            state["_forward_cache"] = value
+            if self.value is None:
+                state["value"] = value
+
+
+class RunningSums:
+    """The static tensors of all names of a run. All graphs share them; none owns their memory."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, Slot] = {}
+
+    def make_room(self, results: _ResultCollection) -> None:
+        """Make tensors for names that were first logged since. Not to be called in a capture."""
+        for key, metric in results.items():
+            if metric.is_tensor and (key not in self._slots or self._slots[key].metric is not metric):
+                self._slots[key] = _new_slot(metric)
+
+    def usable(self, logged: Iterable[LoggedValue]) -> dict[str, Slot]:
+        """The slots of those values that a graph can add up just as Lightning would."""
+        several: set[str] = set()
+        found: dict[str, Slot] = {}
+        for each in logged:
+            slot = self._slots.get(each.key)
+            if each.key in found:
+                several.add(each.key)
+            elif slot is not None and _can_add(slot, each):
+                found[each.key] = slot
+        return {key: slot for key, slot in found.items() if key not in several}
+
+    def let_go(self) -> None:
+        """Leave Lightning's objects with tensors of their own."""
+        for slot in self._slots.values():
+            slot.let_go()
+
+
+def _new_slot(metric: _ResultMetric) -> Slot:
+    if not metric.meta.on_epoch:
+        return Slot(metric, None, None)
+    # Of its own, even where two names share one now.
+    value = metric.value.detach().clone()
+    count = metric.cumulated_batch_size.clone() if metric.meta.is_mean_reduction else None
+    return Slot(metric, value, count)
+
+
+def _can_add(slot: Slot, logged: LoggedValue) -> bool:
+    meta = slot.metric.meta
+    if meta.sync.should:
+        return False
+    if slot.value is None:
+        return True
+    default = slot.metric._defaults["value"]
+    assert isinstance(default, Tensor)
+    if slot.value.dtype != torch.promote_types(default.dtype, logged.value.dtype):
+        return False
+    if slot.value.device != logged.value.device:
+        return False
+    if meta.is_mean_reduction:
+        return type(logged.batch_size) is int
+    # Python's own `max` and `min` read the values on the host.
+    return meta.is_sum_reduction or meta.reduce_fx in (torch.max, torch.min)
+
+
+@dataclass
+class SumsOfPlace:
+    """The sums of the graphs of one kind of step.
+
+    Attributes:
+        slots: where, by key.
+        batch_size: the size that Lightning finds the batch to have, if the step makes it look.
+        entered: Lightning has seen each name with its arguments since the capture.
+        live: the replay that comes, or has just been, counts: Lightning's objects hold the tensors.
+    """
+
+    slots: dict[str, Slot] = field(default_factory=dict)
+    batch_size: int | None = None
+    entered: bool = False
+    live: bool = False
+
+    def adopt(self, results: _ResultCollection, counts: bool) -> None:
+        """Bring what Lightning's objects hold to where the graph adds to it, before a replay.
+
+        Args:
+            results: Lightning's objects.
+            counts: whether Lightning would go on adding to what is there, in this step.
+        """
+        self.live = (
+            counts
+            and self.entered
+            and (self.batch_size is None or results.batch_size in (None, self.batch_size))
+            and self._hold(results)
+        )
+        if not self.live:
+            for slot in self.slots.values():
+                slot.let_go()
+
+    def _hold(self, results: _ResultCollection) -> bool:
+        stale: list[Slot] = []
+        for key, slot in self.slots.items():
+            if results.get(key) is not slot.metric:
+                return False
+            if not slot.is_held():
+                stale.append(slot)
+        pairs = [pair for slot in stale for pair in slot.pairs()]
+        for ours, theirs in pairs:
+            # Only if the copy changes nothing.
+            if torch.promote_types(theirs.dtype, ours.dtype) != ours.dtype:
+                return False
+            if theirs.device != ours.device:
+                return False
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
+            for slot in stale:
+                slot.hold()
+        return True
+
+
+@dataclass
+class _Means:
+    totals: list[Tensor] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+
+def add(logged: Iterable[LoggedValue], slots: dict[str, Slot]) -> None:
+    """Add up in the step, on the static tensors, in the order in which Lightning does on the host.
+
+    Args:
+        logged: what the step has logged, each name once.
+        slots: where to add it, by key; what is not in it is left to the host.
+    """
+    means: dict[Any, _Means] = {}
+    sums: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    with torch.no_grad():
+        for each in logged:
+            slot = slots.get(each.key)
+            if slot is None or slot.value is None:
+                continue
+            dtypes = (slot.value.dtype, each.value.dtype)
+            if slot.count is not None:
+                group = means.setdefault(dtypes, _Means())
+                group.totals.append(slot.value)
+                group.counts.append(slot.count)
+                group.values.append(each.value)
+                group.sizes.append(each.batch_size)
+            elif slot.metric.meta.is_sum_reduction:
+                totals, values = sums.setdefault(dtypes, ([], []))
+                totals.append(slot.value)
+                values.append(each.value)
+            else:
+                extreme = slot.metric.meta.reduce_fx
+                extreme(slot.value, each.value.to(slot.value.dtype), out=slot.value)
+        for group in means.values():
+            products = torch._foreach_mul(group.values, group.sizes)
+            torch._foreach_add_(group.totals, products)
+            torch._foreach_add_(group.counts, group.sizes)
+        for totals, values in sums.values():
+            torch._foreach_add_(totals, values)

@@ -1,0 +1,188 @@
+"""Trials, in warm-up and on copies, of calls of metrics that may be in a graph.
+
+On the copy everything is done that a capture would do, with everything watched that a capture would
+refuse, and nothing of it captured. So a metric that cannot be in a graph costs no capture, and no step:
+its calls are put off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
+
+from lightning_cudagraph.capture.graph import outside_inference_mode
+from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
+from lightning_cudagraph.checks.audit.host_calls import HostRules
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.tensors.batch import map_leaves
+from lightning_cudagraph.tensors.state import StaticState
+from lightning_cudagraph.tensors.writes import storage_id
+from lightning_cudagraph.trainer.metrics.calls import BOOKS, Probe
+from lightning_cudagraph.trainer.metrics.fixed_counts import FixedCounts
+from lightning_cudagraph.trainer.metrics.of_model import metrics_of, states_of
+
+__all__ = ["MetricTrials", "keep_states", "known_only"]
+
+# What `forward` makes of the state before and that of the batch, without a count.
+_REDUCTIONS = (dim_zero_sum, dim_zero_max, dim_zero_min)
+# What a metric's own code must not read: a graph would go on with what it read once.
+_READS = {*BOOKS, "update_count", "update_called", "_update_called"}
+
+_SUBJECTS = re.compile(r"^(A call of the metric `[^`]*` |The training step )")
+
+
+def keep_states(state: StaticState, name: str, metric: nn.Module) -> None:
+    """Give all states of a metric, and of those inside it, a place each."""
+    for path, own, attribute in states_of(metric):
+        where = f"{name}.{path}" if path else name
+        state.keep(own, attribute, f"the state `{attribute}` of the metric `{where}`")
+
+
+@contextmanager
+def known_only(known: set[int]) -> Iterator[None]:
+    """Refuse calls of metrics that are not known: inside a graph they would happen once.
+
+    Args:
+        known: the metrics that may be called, by identity.
+    """
+    plain = Metric.__setattr__
+
+    def checked(self: Metric, name: str, value: Any) -> None:
+        if name == "_update_count" and id(self) not in known:
+            forbid(
+                f"a call of a `{type(self).__qualname__}` that is no attribute of the model",
+                "Make the metric an attribute of the LightningModule.",
+                user_location(),
+            )
+        plain(self, name, value)
+
+    Metric.__setattr__ = checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Metric.__setattr__ = plain  # type: ignore[method-assign]
+
+
+class MetricTrials:
+    """Trials of calls."""
+
+    def __init__(self, module: nn.Module, trainer: Any, backend: Backend, rules: HostRules) -> None:
+        self._trainer = trainer
+        self._backend = backend
+        self._rules = replace(rules, stays_on_host=lambda module: False)
+        # Whoever holds one of these must not have it copied.
+        self._shared = {id(held): held for held in (module, trainer)}
+
+    def why_not(
+        self, name: str, metric: Metric, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """Return why a call cannot be in a graph, in a few words, or None if it can."""
+        if (reason := self._at_sight(metric, method)) is not None:
+            return reason
+        rng_state = self._backend.rng_state()
+        try:
+            with outside_inference_mode():  # as a capture is
+                copy = self._copy(metric)
+                copied_args, copied_kwargs = map_leaves((args, kwargs), _copied)
+                self._run(name, copy, method, copied_args, copied_kwargs)
+        except UnsupportedError as error:
+            return _in_short(error)
+        except Exception as error:
+            # Of a copy that cannot be made, or of the call itself, which is made again, on the metric.
+            return f"a trial of it raised `{type(error).__qualname__}`"
+        finally:
+            draws = not torch.equal(rng_state, self._backend.rng_state())
+            if draws:
+                self._backend.set_rng_state(rng_state)
+        return "it draws random numbers" if draws else None
+
+    def _at_sight(self, metric: Metric, method: str) -> str | None:
+        if any(True for _ in metric.parameters()):
+            return "it holds a network"
+        for _, inner in metrics_of(metric):
+            if inner.dist_sync_on_step:
+                return "`dist_sync_on_step`"
+            if any(isinstance(default, list) for default in inner._defaults.values()):
+                return "it keeps all that it is given, in a list"
+            reduces = method == "forward" and inner.full_state_update is False
+            if reduces and not all(r in _REDUCTIONS for r in inner._reductions.values()):
+                return "its `forward` reduces a state by another rule than sum, minimum or maximum"
+        for _, own, state in states_of(metric):
+            value = own.get(state)
+            if not isinstance(value, Tensor) or value.device.type != self._backend.device.type:
+                return f"its state `{state}` is not on the device"
+        return _shared(metric)
+
+    def _copy(self, metric: Metric) -> Metric:
+        """A copy, without results of the past, which may hold autograd's graph."""
+        memo: dict[int, Any] = dict(self._shared)
+        spaces = [vars(inner) for _, inner in metrics_of(metric)]
+        for own in spaces:
+            if own.get("process_group") is not None:
+                memo[id(own["process_group"])] = own["process_group"]
+        kept = [{name: own[name] for name in BOOKS} for own in spaces]
+        try:
+            for own in spaces:
+                own.update(_computed=None, _forward_cache=None)
+            return deepcopy(metric, memo)
+        finally:
+            for own, books in zip(spaces, kept, strict=True):
+                own.update(books)
+
+    def _run(
+        self, name: str, copy: Metric, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        state = StaticState()
+        keep_states(state, name, copy)
+        with ExitStack() as stack:
+            device = self._backend.device
+            audit = frozen_python_audit(copy, self._trainer, device, self._rules)
+            mentioned = stack.enter_context(audit).mentioned
+            stack.enter_context(known_only({id(inner) for _, inner in metrics_of(copy)}))
+            stack.enter_context(self._backend.checked())
+            with FixedCounts(), Probe(name, copy) as probe:
+                getattr(copy, method)(*args, **kwargs)
+                call = probe.call()
+            if (shared := _shared(copy)) is not None:
+                raise CaptureError(f"{shared}.", "Give each its own tensor.")
+            state.write_back()
+        for output in call.outputs():
+            if output.device.type != self._backend.device.type:
+                raise CaptureError("its result is not on the device.", "Keep it there.")
+        if reads := _READS & mentioned.of_users_objects():
+            raise CaptureError(f"its code reads `{sorted(reads)[0]}`.", "Count in a tensor.")
+
+
+def _shared(metric: Metric) -> str | None:
+    """Two states that lie in the same memory, in words, or None."""
+    seen: dict[int, str] = {}
+    for _, own, state in states_of(metric):
+        value = own.get(state)
+        if isinstance(value, Tensor) and value.numel():
+            other = seen.setdefault(storage_id(value), state)
+            if other is not state:
+                return f"its states `{other}` and `{state}` lie in the same memory"
+    return None
+
+
+def _in_short(error: UnsupportedError) -> str:
+    """The reason of a refusal without its line, for a list."""
+    reason = error.reason.split(": found ")[0].split(", which a replay would not ")[0]
+    return _SUBJECTS.sub("it ", reason.replace("A CUDA graph cannot hold", "it needs")).rstrip(".")
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)

@@ -1,0 +1,97 @@
+"""Lightning's profilers and progress bars with graphs: what they see of them, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import RichProgressBar, ThroughputMonitor, TQDMProgressBar
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler, PyTorchProfiler
+
+from lightning_cudagraph.trainer.config.support import callbacks_of
+
+__all__ = ["around_replays", "delay_notes", "profiler_notes", "progress_bar_notes", "unprofiled"]
+
+# A bar that is refreshed less often costs little.
+_OFTEN = 20
+
+# `PyTorchProfiler` moves its schedule on after actions whose names end so.
+_ACTION = "[CUDAGraphCallback]replay.training_step"
+
+
+def _profiler_of(trainer: pl.Trainer) -> Profiler | None:
+    """The profiler that the user has asked for; Lightning sets the attribute without declaring it."""
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+    return None if isinstance(profiler, PassThroughProfiler) else profiler
+
+
+@contextmanager
+def unprofiled(trainer: pl.Trainer) -> Iterator[None]:
+    """Inside, the actions of Lightning are not profiled.
+
+    A profiler in a capture would switch off the audit's hook of the interpreter (`AdvancedProfiler`), or
+    start a trace, for which CUDA has to be idle (`PyTorchProfiler`). Rehearsals are no steps of the run.
+    """
+    if (profiler := _profiler_of(trainer)) is None:
+        yield
+        return
+    vars(trainer)["profiler"] = PassThroughProfiler()
+    try:
+        yield
+    finally:
+        vars(trainer)["profiler"] = profiler
+
+
+def around_replays(trainer: pl.Trainer) -> Callable[[], AbstractContextManager[object]]:
+    """A context for each replay: an action of the trainer's profiler, if it has one."""
+    profiler = _profiler_of(trainer)
+    return nullcontext if profiler is None else partial(profiler.profile, _ACTION)
+
+
+def profiler_notes(trainer: pl.Trainer) -> list[str]:
+    """Sentences for the user of a profiler, or of a callback that measures."""
+    notes = []
+    if (profiler := _profiler_of(trainer)) is not None:
+        name = type(profiler).__qualname__
+        notes.append(
+            f"`{name}` sees each replay as `{_ACTION}`; the actions inside are those of eager steps"
+        )
+    if any(isinstance(callback, ThroughputMonitor) for callback in callbacks_of(trainer)):
+        notes.append(
+            "`ThroughputMonitor` waits for the GPU after every batch: less of what a graph gains is left"
+        )
+    return notes
+
+
+def delay_notes(trainer: pl.Trainer) -> list[str]:
+    """A sentence about what torch's profiler does to the times of layers in a graph, for the report."""
+    if not isinstance(_profiler_of(trainer), PyTorchProfiler):
+        return []
+    if trainer.strategy.root_device.type != "cuda":
+        return []
+    note = (
+        "`torch.profiler` delays the first events of a graph, also when it is off again: the times of a"
+        " step's first layers can be too short or too long. To know them, do without `PyTorchProfiler`"
+    )
+    return [note]
+
+
+def progress_bar_notes(trainer: pl.Trainer) -> list[str]:
+    """A sentence about a progress bar that waits for the device, for the report."""
+    bar = trainer.progress_bar_callback
+    if not (isinstance(bar, (TQDMProgressBar, RichProgressBar)) and bar.is_enabled):
+        return []
+    if not trainer._logger_connector._progress_bar_metrics:
+        return []
+    name = type(bar).__qualname__
+    every_n_steps = bar.refresh_rate if isinstance(bar, TQDMProgressBar) else 1
+    if every_n_steps >= _OFTEN:
+        return []
+    how_often = "every step" if every_n_steps == 1 else f"one step in {every_n_steps}"
+    note = (
+        f"`{name}` reads logged values in {how_often}, and waits for the device: less of what a graph"
+        " gains is left. `TQDMProgressBar(refresh_rate=50)` reads them less often"
+    )
+    return [note]

@@ -1,0 +1,243 @@
+"""The optimizer's part of a training step: in the graph, or eagerly behind it.
+
+What comes after the backward pass (unscaling, clipping, hooks, the optimizer's step, the scaler's
+update) is captured with the rest where it can be. Where it cannot, it is left as it is and runs behind
+the replay. What guards and verification have to know of it depends on which of the two it is, and is
+asked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cudagraph.capture.steps import Place
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.optim.optimizers import EagerOptimizer, PreparedOptimizer
+from lightning_cudagraph.optim.scaler import PreparedScaler
+from lightning_cudagraph.processes.agreement import Agreement, of_ranks
+from lightning_cudagraph.trainer.config.settings import Scope
+from lightning_cudagraph.trainer.config.support import check_closures, check_optimizer_part, scaler_of
+
+__all__ = ["OptimizerPart"]
+
+
+class OptimizerPart:
+    """The optimizer and the gradient scaler of a run, as far as they are captured.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it trains.
+        backend: where steps run.
+        scope: what the user wants captured.
+        forget: told why graphs that hold this part are stale.
+        announce: told, in a sentence, what the user should know once.
+
+    Attributes:
+        optimizer: the optimizer, prepared for capture or left as it is.
+        scaler: the gradient scaler of a run in fp16, or None.
+        behind: why the optimizer steps eagerly behind the graph; None as long as it is in the graph.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        scope: Scope,
+        forget: Callable[[str], None],
+        announce: Callable[[str], None],
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._backend = backend
+        self._scope = scope
+        self._forget = forget
+        self._announce = announce
+        self.behind: str | None = '`scope="forward_backward"`' if scope == "forward_backward" else None
+        self.scaler = self._prepared_scaler()
+        self.optimizer = EagerOptimizer(trainer.optimizers[0])
+
+    @property
+    def notes(self) -> list[str]:
+        """What was changed for the capture, in words."""
+        behind = (
+            [f"forward and backward are captured, and the optimizer steps eagerly: {self.behind}"]
+            if self.behind
+            else []
+        )
+        return [*behind, *self.optimizer.notes]
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Make an optimizer fit for capture, as far as it is in the graph.
+
+        Raises:
+            UnsupportedError: if it cannot be in it, and the user asked for that; nothing is changed.
+        """
+        self.optimizer = EagerOptimizer(optimizer)
+        if self.behind is not None:
+            return
+        try:
+            check_optimizer_part(self._trainer, self._module)
+            self.optimizer = PreparedOptimizer(
+                optimizer,
+                self._backend.device,
+                self._forget,
+                self.scaler is not None,
+            )
+        except UnsupportedError as error:
+            if self._scope == "step" or not error.in_optimizer:
+                raise
+            self.behind = error.reason
+
+    def put_behind(self, error: UnsupportedError) -> bool:
+        """Let the optimizer step eagerly behind the graph, if that is what `error` asks for."""
+        if not error.in_optimizer or self._scope != "auto" or self.behind is not None:
+            return False
+        self.behind = error.reason
+        self.let_go()
+        self._announce(
+            "Forward and backward are captured from now on, and the optimizer steps eagerly:"
+            f" {error.reason}"
+        )
+        return True
+
+    def agree(self, agreement: Agreement) -> None:
+        """Before the first step: let the optimizer step behind the graph in all processes, or in none.
+
+        What is in the graph is done again by checks, with its collectives, and what is behind it is not.
+
+        Args:
+            agreement: with the other processes of the run, which ask, too.
+        """
+        behind = of_ranks(agreement.gather(self.behind and self.behind.rstrip(".")))
+        if behind and self.behind is None:
+            self.behind = f"so it does in other processes: {behind}"
+            self.optimizer.restore()
+            self.optimizer = EagerOptimizer(self.optimizer.optimizer)
+
+    def let_go(self) -> None:
+        """Give the optimizer back as the user made it; it steps eagerly from now on."""
+        self.optimizer.restore()
+        notes = [f"until then, {note}" for note in self.optimizer.notes]
+        self.optimizer = EagerOptimizer(self.optimizer.optimizer)
+        self.optimizer.notes = notes
+
+    def adopt(self, optimizer: Optimizer, has_graphs: bool) -> None:
+        """Take over an optimizer, or a scaler, that somebody has put in the place of the one before.
+
+        Args:
+            optimizer: the one that is about to step.
+            has_graphs: the run has not given up its graphs.
+
+        Raises:
+            UnsupportedError: if it cannot be captured as the user asked for.
+        """
+        if has_graphs:
+            check_closures(self._trainer, self._module, optimizer)
+        if not self._has_scaler():
+            self.scaler = self._prepared_scaler()
+            self._forget("the trainer has another gradient scaler")
+        if optimizer is self.optimizer.optimizer:
+            return
+        self.optimizer.restore()
+        self.optimizer = EagerOptimizer(optimizer)
+        if has_graphs:
+            self._forget("the trainer has another optimizer")
+            self.prepare(optimizer)
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Whether `adopt` would find nothing new in an optimizer that is about to step."""
+        return optimizer is self.optimizer.optimizer and self._has_scaler()
+
+    def _has_scaler(self) -> bool:
+        return scaler_of(self._trainer) is (self.scaler.scaler if self.scaler is not None else None)
+
+    @contextmanager
+    def arithmetic(self, optimizer: Optimizer, capturing: bool) -> Iterator[None]:
+        """Inside, scaler and optimizer compute as in a graph, whether one is captured or not."""
+        with ExitStack() as stack:
+            if self.scaler is not None:
+                stack.enter_context(self.scaler.step_arithmetic((optimizer,), capturing))
+            stack.enter_context(self.optimizer.step_arithmetic(capturing))
+            yield
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what a captured step does to the scaler on the host."""
+        with ExitStack() as stack:
+            if self.scaler is not None:
+                stack.enter_context(self.scaler.undone())
+            yield
+
+    def is_settled(self) -> bool:
+        """Whether the optimizer has had a step to make its state in."""
+        return self.behind is not None or self.scaler is None or self.scaler.applied
+
+    def state(self, place: Place) -> dict[str, Tensor]:
+        """All tensors that a captured step changes, by name, in the order of the step."""
+        state: dict[str, Tensor] = {
+            **{f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()},
+            **{
+                f"the gradient of a parameter that the step only adds to ({index})": parameter.grad
+                for index, parameter in enumerate(self.parameters(place)[1])
+                if parameter.grad is not None
+            },
+        }
+        if not place.steps:
+            return state
+        if self.scaler is not None:
+            state |= self.scaler.tensors()
+        return {
+            **state,
+            **self.optimizer.state_tensors(),
+            **{f"parameter `{name}`": value for name, value in self._module.named_parameters()},
+        }
+
+    def parameters(self, place: Place) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Those whose gradients a step drops and makes anew, and those to whose it only adds."""
+        stepped = self.optimizer.parameters
+        known = {id(parameter) for parameter in stepped}
+        others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in known]
+        return (stepped, others) if place.drops else ([], stepped + others)
+
+    def cheap_state(self) -> dict[str, Any]:
+        """What a capture freezes and can be compared before every replay, by name."""
+        state = self.optimizer.hyperparameters()
+        state["`accumulate_grad_batches` of the trainer"] = self._trainer.accumulate_grad_batches
+        if self.behind is None:
+            state["`gradient_clip_val` of the trainer"] = self._trainer.gradient_clip_val
+            state["`gradient_clip_algorithm` of the trainer"] = self._trainer.gradient_clip_algorithm
+            if self.scaler is not None:
+                state |= self.scaler.frozen()
+        return state
+
+    def quick_state(self) -> tuple[Any, ...]:
+        """The values of `cheap_state` without the words."""
+        values = (*self.optimizer.frozen_values(), self._trainer.accumulate_grad_batches)
+        if self.behind is not None:
+            return values
+        return (
+            *values,
+            self._trainer.gradient_clip_val,
+            self._trainer.gradient_clip_algorithm,
+            *(() if self.scaler is None else self.scaler.frozen().values()),
+        )
+
+    def thorough_state(self) -> dict[str, Any]:
+        """What else a capture freezes: objects, by name."""
+        plugin = self._trainer.precision_plugin
+        described = f"{type(plugin).__qualname__} ({plugin.precision}, {id(plugin)})"
+        return {**self.optimizer.addresses(), "the precision plugin of the trainer": described}
+
+    def _prepared_scaler(self) -> PreparedScaler | None:
+        scaler = scaler_of(self._trainer)
+        if scaler is None:
+            return None
+        return PreparedScaler(scaler, self._backend.device, lambda: self.optimizer.device_state())

@@ -1,0 +1,314 @@
+"""The training step as it is captured: Lightning's own code, on the static batch.
+
+Runs in a capture, and, for the verification of replays, without one. Whatever it does on the host is
+undone; what a replay would leave out is refused.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import deepcopy
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+
+from lightning_cudagraph.capture.graph import Cut
+from lightning_cudagraph.checks.audit.frozen import FrozenIndex, StepAudit, frozen_python_audit
+from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.guards.structure import Identity
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.sentry.compiled import recompilation
+from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
+from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
+from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
+from lightning_cudagraph.tensors.recomputed import recomputed_apart
+from lightning_cudagraph.timing.events.marks import StepMarks
+from lightning_cudagraph.timing.layers.layers import Placement, never_timed
+from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING, check_optimizer_part
+from lightning_cudagraph.trainer.host_rules import host_rules, refuse_replaced_methods
+from lightning_cudagraph.trainer.logs.recorder import Logs
+from lightning_cudagraph.trainer.metrics.states import StepMetrics
+from lightning_cudagraph.trainer.profilers import unprofiled
+from lightning_cudagraph.trainer.replicas import has_replicas
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
+    HostTurn,
+    StepBody,
+    StepOutputs,
+)
+from lightning_cudagraph.trainer.training.closures import GraphClosure, GraphedOptimization
+from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
+from lightning_cudagraph.trainer.training.times.marked_steps import timed_forward, timed_stages
+
+__all__ = ["Recorder"]
+
+
+# A gradient, and how often it was written, or nothing.
+_Gradient = tuple[Identity, int] | None
+
+# Set by Lightning around each hook, and put back after it.
+_OF_LIGHTNING = frozenset({"_current_fx_name"})
+
+
+class Recorder:
+    """Runs steps so that they can be captured.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it trains.
+        backend: where the steps run.
+        optimization: Lightning's loop, in our form.
+        guards: told what the step mentions.
+        hooks: those that are left out, and run on the host.
+        carried: attributes whose tensors are others in every step.
+        harmless: names that the user says may be frozen, or not repeated.
+        metrics: the metrics of the module.
+        placement: where events are put, between kernels or beside them.
+
+    Attributes:
+        logs: what the steps log.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        optimization: GraphedOptimization,
+        guards: Guards,
+        hooks: InnerHooks,
+        carried: CarriedTensors,
+        harmless: frozenset[str],
+        metrics: StepMetrics,
+        placement: Placement = "forked",
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._backend = backend
+        self._placement = placement
+        self._untimed: dict[str, str] | None = None  # in no step so far
+        self._optimization = optimization
+        self._guards = guards
+        self._hooks = hooks
+        self._carried = carried
+        self._harmless = harmless
+        self._metrics = metrics
+        self.logs = Logs(trainer, module, metrics, adds=True)
+
+    def record(
+        self,
+        batch: Any,
+        closure: GraphClosure,
+        body: StepBody,
+        layers: Mapping[str, nn.Module] | None,
+        cut: Cut | None,
+    ) -> StepOutputs:
+        """Run a step on the static batch.
+
+        Args:
+            batch: the static batch.
+            closure: Lightning's closure for the batch of this step.
+            body: what is captured of the step.
+            layers: the layers to time, by name, or None for no events.
+            cut: what is called where the host has a turn in every replay, if a capture is under way.
+
+        Raises:
+            CaptureError: if it leaves something on the host that a replay would not leave.
+        """
+        capturing = cut is not None
+        body.optimizer.check_state()
+        self._hooks.refuse_gradients_left()
+        if body.has_optimizer:
+            check_optimizer_part(self._trainer, self._module)  # callbacks may have been added since
+        optimizer = body.optimizer.optimizer if body.has_optimizer else None
+        called = (self._trainer.strategy, self._trainer.precision_plugin)
+        refuse_replaced_methods(self._module, optimizer, self._harmless, callees=called)
+        inner = self._optimization.closure_for_capture(
+            self._arguments(batch, closure), body.optimizer.optimizer, closure.batch_idx, _plainly
+        )
+        marks: StepMarks | None = None
+        if layers is not None:
+            marks = StepMarks(
+                self._backend,
+                layers,
+                body.has_optimizer,
+                self._placement,
+                with_collectives=has_replicas(self._trainer.strategy),
+            )
+        if marks is not None:
+            inner._step_fn = timed_forward(inner._step_fn, marks)
+        drops = inner._zero_grad_fn is not None
+        # Each call of the closure drops them once, before its backward pass.
+        counts_drops = drops and not self._hooks.around_zero_grad()
+        uncounted = 0
+        place = body.place
+
+        def call(own: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
+            nonlocal uncounted
+            uncounted += counts_drops
+            with body.optimizer.floats_inside(capturing):
+                loss = plain()
+            end_backward()
+            return loss
+
+        inner._call = call
+        audit: StepAudit | None = None
+        behind = False
+
+        def end_backward() -> None:
+            nonlocal behind
+            if marks is not None:
+                marks.backward_ended()
+            if audit is not None:
+                with recomputed.as_before(), self._metrics.as_before(), self._carried.as_before():
+                    audit.end_backward()
+            behind = True
+
+        turns: list[HostTurn] = []
+        before = {id(p): _gradient(p) for p in self._module.parameters()}
+        taken = 0
+        with ExitStack() as stack:
+            stack.enter_context(unprofiled(self._trainer))
+
+            def turn(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
+                nonlocal taken, uncounted
+                self._metrics.write_back()
+                part = self.logs.finished(logs[taken:], place, capturing, is_last=False)
+                turns.append(HostTurn(whose, part, uncounted, run, recomputed.so_far()))
+                taken, uncounted = len(logs), 0
+                if cut is not None:
+                    with marks.stage("host") if marks is not None else nullcontext():
+                        cut(whose, drops_here)
+
+            left_out = self._hooks.left_out(inner, body.optimizer.optimizer, turn, end_backward)
+            stack.enter_context(left_out)
+            logs = stack.enter_context(self.logs.recorded(place, batch, capturing))
+            if marks is not None:  # before the audit, which would take its hooks for the step's
+                stack.enter_context(marks.recording())
+                stack.enter_context(timed_stages(marks, self._trainer, self._module))
+            if capturing and self._trainer.world_size == 1 and are_several():
+                stack.enter_context(CollectiveRules(ALONE, TELL_LIGHTNING))
+            if capturing:
+                audit = stack.enter_context(
+                    frozen_python_audit(
+                        self._module,
+                        self._trainer,
+                        self._backend.device,
+                        host_rules(
+                            self._trainer, self._harmless | _OF_LIGHTNING, self._metrics.stays_on_host
+                        ),
+                    )
+                )
+                self._guards.mentioned.append(audit.mentioned)
+            recomputed = stack.enter_context(recomputed_apart(self._module))
+            stack.enter_context(self._carried.inside(lambda: ", ".join(turn.whose for turn in turns)))
+            stack.enter_context(body.arithmetic(capturing))
+            _run(body, inner, lambda: behind)
+            result = inner.consume_result()
+            self._metrics.write_back()
+            self._metrics.undo()
+            if audit is not None:
+                self._metrics.tell_reads(audit.mentioned)
+        if result.loss is None:
+            raise self.returned_none()
+        logged = self.logs.finished(logs[taken:], place, capturing, result.loss)
+        # The result still holds autograd's graph, and with it the memory of all activations.
+        refuse_odd_outputs(result.extra, "the output of `training_step`")
+        extra = map_leaves(result.extra, _detached)
+        if marks is not None:
+            self._untimed = never_timed(self._untimed, marks.untimed)
+        trained = {} if body.has_optimizer else self._trained(before)
+        return StepOutputs(
+            result.loss,
+            extra,
+            logged,
+            marks,
+            trained,
+            uncounted,
+            turns,
+            self._hooks.after_backward,
+            recomputed,
+        )
+
+    @property
+    def untimed(self) -> dict[str, str]:
+        """What has times in none of the timed steps that were captured, in words, and why."""
+        return self._untimed or {}
+
+    def _arguments(self, batch: Any, closure: GraphClosure) -> OrderedDict[str, Any]:
+        arguments = OrderedDict(closure.kwargs)
+        arguments[next(iter(arguments))] = batch
+        if "batch_idx" in arguments and "batch_idx" not in self._harmless:
+            arguments["batch_idx"] = FrozenIndex("batch_idx")
+        return arguments
+
+    def _trained(self, before: Mapping[int, _Gradient]) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients the step has made or added to, and not the host before it."""
+        return {
+            name: parameter
+            for name, parameter in self._module.named_parameters()
+            if parameter.grad is not None and _gradient(parameter) != before.get(id(parameter))
+        }
+
+    def returned_none(self) -> UnsupportedError:
+        """The error for a step without a loss."""
+        return UnsupportedError(
+            f"`{type(self._module).__qualname__}.training_step` returned None to skip the batch; a"
+            " graph cannot skip.",
+            "Return a loss for every batch, such as one multiplied with zero.",
+        )
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what Lightning's own code does on the host in a capture: counters and names."""
+        self.logs.begin_transaction()
+        progress = self._optimization.optim_progress
+        saved = deepcopy(progress.state_dict())
+        fx_name = self._module._current_fx_name
+        try:
+            yield
+        finally:
+            progress.load_state_dict(saved)
+            self._module._current_fx_name = fx_name
+
+
+def _run(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -> None:
+    """Run it, and say of what fails whether it comes after the backward pass."""
+    try:
+        body.run(closure)
+    except Exception as error:
+        if not is_behind() or isinstance(error, HookError):
+            raise
+        error = recompilation(error) or error
+        if isinstance(error, UnsupportedError):
+            error.in_optimizer = True
+            raise error
+        # A hook, or an optimizer of which nothing is known, that cannot do with a tensor for a learning
+        # rate, or makes CUDA wait.
+        raise CaptureError(
+            f"What comes after the backward pass cannot be captured: {type(error).__name__}: {error}",
+            "Use one of torch's own optimizers, and keep host code out of `on_after_backward`,"
+            " `on_before_optimizer_step` and `configure_gradient_clipping`.",
+            in_optimizer=True,
+        ) from error
+
+
+def _gradient(parameter: nn.Parameter) -> _Gradient:
+    gradient = parameter.grad
+    return None if gradient is None else (Identity(gradient), gradient._version)
+
+
+def _plainly(closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
+    return plain()
+
+
+def _detached(leaf: Any) -> Any:
+    if isinstance(leaf, FrozenIndex):
+        raise CaptureError(
+            "The output of `training_step` holds `batch_idx`, which would stay what it is in this step.",
+            "Leave it out: `on_train_batch_end` is given it.",
+        )
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,102 @@
+"""Lightning's automatic optimization, with closures that can be captured instead of called."""
+
+from __future__ import annotations
+
+import copyreg
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch.loops.optimization.automatic import Closure
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_cudagraph.compat.names.lightning_names import _AutomaticOptimization, _TrainingEpochLoop
+
+__all__ = ["GraphClosure", "GraphedOptimization"]
+
+Call = Callable[["GraphClosure", Callable[[], Tensor | None]], Tensor | None]
+
+
+class GraphClosure(Closure):
+    """A closure that remembers its batch, so that it can be captured or replayed instead of called.
+
+    Args:
+        closure: Lightning's own.
+        kwargs: the arguments of `training_step`, the batch first.
+        batch_idx: the index of the batch.
+        call: what a call of this closure does, given the closure and what Lightning's own would do.
+    """
+
+    def __init__(
+        self, closure: Closure, kwargs: OrderedDict[str, Any], batch_idx: int, call: Call
+    ) -> None:
+        super().__init__(closure._step_fn, closure._backward_fn, closure._zero_grad_fn)
+        self.kwargs = kwargs
+        self.batch_idx = batch_idx
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        return self._call(self, lambda: super(GraphClosure, self).__call__(*args, **kwargs))
+
+    @property
+    def drops_gradients(self) -> bool:
+        """Whether this is the first batch in a window of those whose gradients are accumulated."""
+        return self._zero_grad_fn is not None
+
+    @property
+    def batch(self) -> Any:
+        return next(iter(self.kwargs.values()))
+
+
+class GraphedOptimization(_AutomaticOptimization):
+    """Lightning's automatic optimization, with closures that can be captured.
+
+    Attributes:
+        call: what a call of one of its closures does.
+        skipped: told why a batch is none that could be captured.
+    """
+
+    call: Call
+    skipped: Callable[[str], None]
+
+    def install(
+        self,
+        loop: _TrainingEpochLoop,
+        call: Call,
+        skipped: Callable[[str], None],
+        patches: ExitStack,
+    ) -> None:
+        """Take the place of a loop's own until `patches` is closed, with all that is in it."""
+        original = loop.automatic_optimization
+        self.__dict__.update(original.__dict__)
+        self.call = call
+        self.skipped = skipped
+
+        def give_back() -> None:
+            del self.call, self.skipped
+            original.__dict__.update(self.__dict__)
+            loop.automatic_optimization = original
+
+        loop.automatic_optimization = self
+        patches.callback(give_back)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are Lightning's own, and belong to no run with graphs."""
+        state = {name: value for name, value in vars(self).items() if name not in ("call", "skipped")}
+        return copyreg._reconstructor, (_AutomaticOptimization, object, None), state  # type: ignore[attr-defined]
+
+    def _make_closure(
+        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
+    ) -> Closure:
+        if self._skip_backward:
+            self.skipped("`StochasticWeightAveraging` updates batch norm, without training")
+            return super()._make_closure(kwargs, optimizer, batch_idx)
+        return self.closure_for_capture(kwargs, optimizer, batch_idx, self.call)
+
+    def closure_for_capture(
+        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int, call: Call
+    ) -> GraphClosure:
+        closure = super()._make_closure(kwargs, optimizer, batch_idx)
+        return GraphClosure(closure, kwargs, batch_idx, call)

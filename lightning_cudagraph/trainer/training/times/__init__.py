@@ -1,0 +1,1 @@
+"""The times of a fit: what is measured, and where in a step."""

@@ -1,0 +1,185 @@
+"""The marks of a captured step, put into the eager steps of a run.
+
+Where the parts of a step begin and end is told by Lightning's hooks. Modules, gradient scaler and
+strategy have hooks and stand-ins of ours during a timed step only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_cudagraph.compat.method_patches import in_place, replace_method
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.timing.events.marks import StepMarks
+from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
+from lightning_cudagraph.timing.readings.rank_times import SharedRun
+from lightning_cudagraph.trainer.config.support import make_backend
+from lightning_cudagraph.trainer.training.times.marked_steps import timed_optimizers, timed_stages
+from lightning_cudagraph.trainer.training.times.run_times import RunTimes, batch_of_step, ended_by
+from lightning_cudagraph.trainer.training.transfer import TRANSFER
+
+__all__ = ["EagerTimes"]
+
+_runs = 0
+
+
+class EagerTimes:
+    """The clock of a `fit` without graphs.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it trains.
+        choice: what is timed.
+
+    Raises:
+        ConfigurationError: if the choice names a layer that is not there.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, choice: LayerTimings) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._choice = choice
+        self._backend = _clock_of(trainer)
+        global _runs
+        _runs += 1
+        self._times = RunTimes(trainer, module, self._backend, choice, SharedRun(f"eager/{_runs}"))
+        self._clock = self._times.clock
+        self._marks: StepMarks | None = None
+        self._is_recording = False
+        # Those of a step that has come to its end, before its batch has.
+        self._finished: StepMarks | None = None
+        # What is in place during a timed step.
+        self._step = ExitStack()
+        self._untimed: dict[str, str] | None = None  # in no step so far
+        self._patches = ExitStack()
+        self._move = trainer.strategy.batch_to_device
+        replace_method(trainer.strategy, "batch_to_device", self._batch_to_device, self._patches)
+
+    def batch_starts(self) -> None:
+        """A batch of training begins."""
+        self._abandon()
+        if not self._is_due(0):
+            return
+        trainer, module = self._trainer, self._module
+        # Without the optimizer if the gradients of more batches come to these.
+        steps = not (module.automatic_optimization and trainer.fit_loop._should_accumulate())
+        marks = self._marks = self._times.eager_marks(steps)
+        places: list[tuple[str, Callable[..., Any]]] = [("training_step", self._forwards)]
+        if module.automatic_optimization:
+            places.append(("optimizer_step", self._steps))
+        for name, instead in places:
+            original = getattr(trainer.strategy, name)
+            self._step.enter_context(in_place(trainer.strategy, name, partial(instead, marks, original)))
+
+    def forward_ended(self, loss: Any) -> None:
+        """The backward pass from a loss begins."""
+        if self._marks is not None and self._is_recording:
+            self._marks.forward_ended(loss)
+
+    def backward_ended(self) -> None:
+        """A backward pass has ended."""
+        if self._marks is None or not self._is_recording:
+            return
+        self._marks.backward_ended()
+        if not self._module.automatic_optimization:
+            self._marks.forward_began()  # what comes next is told by what it turns out to be
+
+    def batch_ended(self) -> None:
+        """A batch of training has ended."""
+        self._end_marks()
+        marks, self._finished, self._marks = self._finished, None, None
+        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._clock.ended(marks, step, self._is_due(1), *batch_of_step(self._trainer))
+        if marks is not None:
+            self._untimed = never_timed(self._untimed, marks.untimed)
+
+    def pause(self) -> None:
+        """Something that is not a training step comes now (validation, a checkpoint), even in a step."""
+        self._times.pause()
+
+    def epoch_changes(self) -> None:
+        """An epoch begins or ends."""
+        self._abandon()  # a batch that a hook has skipped has no end
+        self._times.pause()
+
+    def finish(self, exception: BaseException | None = None) -> str:
+        """Read what is left to read, and write the report.
+
+        Args:
+            exception: what has ended the run, if it has not come to its end.
+        """
+        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        ended = ended_by(self._trainer, exception)
+        return self._times.eager_report(self._untimed or {}, step, ended)
+
+    def close(self) -> None:
+        """Put everything back, and write what is left."""
+        with ExitStack() as stack:  # every part, also where one of them fails
+            stack.callback(self._times.close)
+            stack.callback(self._patches.close)
+            stack.callback(self._abandon)
+
+    def _is_due(self, batches_ahead: int) -> bool:
+        """True if a batch is timed.
+
+        Args:
+            batches_ahead: 0 for the one that Lightning counts as the latest, 1 for the next one.
+        """
+        if self._module.automatic_optimization:
+            return self._clock.is_due(self._trainer.global_step)
+        # The optimizers may step any number of times; batches are counted instead.
+        return self._clock.is_due(self._trainer.fit_loop.total_batch_idx + batches_ahead)
+
+    def _forwards(
+        self, marks: StepMarks, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """In the place of `Strategy.training_step`, with which a timed step begins, as in a graph."""
+        if self._is_recording:  # LBFGS comes here several times in a step
+            marks.forward_began()
+        else:
+            self._is_recording = True
+            self._step.enter_context(marks.recording())
+            self._step.enter_context(timed_stages(marks, self._trainer, self._module))
+            if not self._module.automatic_optimization:
+                self._step.enter_context(timed_optimizers(marks, self._trainer))
+        return original(*args, **kwargs)
+
+    def _steps(self, marks: StepMarks, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of `Strategy.optimizer_step`, with which a timed step ends."""
+        result = original(*args, **kwargs)
+        self._end_marks()
+        return result
+
+    def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of `Strategy.batch_to_device`."""
+        by_loop = self._trainer.training and self._module._current_fx_name == TRANSFER
+        if not (by_loop and self._is_due(1)):
+            return self._move(batch, *args, **kwargs)
+        with self._clock.copying():
+            return self._move(batch, *args, **kwargs)
+
+    def _end_marks(self) -> None:
+        """The step has come to its end, if it has begun. What the batch still does has no marks."""
+        self._step.close()
+        if self._is_recording:
+            self._finished, self._is_recording = self._marks, False
+
+    def _abandon(self) -> None:
+        """Leave a step that has not come to its end."""
+        self._step.__exit__(GeneratorExit, GeneratorExit(), None)
+        self._marks = self._finished = None
+        self._is_recording = False
+
+
+def _clock_of(trainer: pl.Trainer) -> Backend:
+    try:
+        return make_backend("auto", trainer.strategy.root_device)
+    except UnsupportedError:  # neither CUDA nor a CPU: times of the host
+        return EmulatorBackend()

@@ -1,0 +1,346 @@
+"""All that is measured of one run, and where it is shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
+
+from lightning_cudagraph.capture.steps import Place
+from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE, TIMES
+from lightning_cudagraph.compat.tables import notes, require
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.processes.peers import own_store
+from lightning_cudagraph.timing.events.clock import FitClock
+from lightning_cudagraph.timing.events.marks import StepMarks
+from lightning_cudagraph.timing.layers.layers import (
+    LayerTimings,
+    layers_at,
+    left_out,
+    select_layers,
+    untimed_notes,
+)
+from lightning_cudagraph.timing.output.dashboard import Dashboard
+from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_text
+from lightning_cudagraph.timing.output.report import eager_report, layer_lines, time_lines
+from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter, other_loggers_writer
+from lightning_cudagraph.timing.output.trace import TraceWriter
+from lightning_cudagraph.timing.readings.pace import StepPace
+from lightning_cudagraph.timing.readings.rank_times import RankTable, RankTimes, SharedRun
+from lightning_cudagraph.timing.readings.sinks import Sink
+from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
+from lightning_cudagraph.timing.readings.windows import ReadingWindow
+from lightning_cudagraph.trainer.profilers import delay_notes
+from lightning_cudagraph.trainer.replicas import has_replicas
+
+__all__ = ["RunTimes", "batch_of_step", "ended_by", "step_number"]
+
+# Under which the first process leaves the folder of its trace.
+_FOLDER = "folder"
+
+
+def batch_of_step(trainer: pl.Trainer) -> tuple[int, bool]:
+    """The place of the batch at hand among those whose gradients one step of the optimizer takes.
+
+    Args:
+        trainer: the trainer.
+
+    Returns:
+        Its number, the first being 0, and whether it is the last.
+    """
+    n_batches = trainer.accumulate_grad_batches
+    if n_batches == 1:
+        return 0, True
+    loop = trainer.fit_loop.epoch_loop
+    return loop.batch_idx % n_batches, not loop._should_accumulate()
+
+
+def step_number(trainer: pl.Trainer) -> int:
+    """The step at hand as the trainer's loggers count it."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def ended_by(trainer: pl.Trainer, exception: BaseException | None) -> str:
+    """In words, what has ended a `fit` before its end; nothing if nothing has."""
+    return "" if exception is None else f"{type(exception).__name__} after step {trainer.global_step}"
+
+
+class RunTimes:
+    """The clocks of one run, and what shows their readings.
+
+    Args:
+        trainer: the trainer.
+        module: the module that it trains.
+        backend: where the steps run.
+        choice: what is timed; None for nothing but the pace.
+        run: as all its processes know it; None if there is one.
+
+    Attributes:
+        names: those of the layers that are timed.
+        off: what of the times is off because private names are gone, in words.
+        pace: how long steps take as the host sees them.
+        clock: that of the steps that are shown.
+        eager_clock: that of eager steps beside them, which are shown in comparison.
+        eager: the readings of these.
+
+    Raises:
+        ConfigurationError: if the choice names a layer that is not there.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        choice: LayerTimings | None,
+        run: SharedRun | None = None,
+    ) -> None:
+        self.off: list[str] = []
+        if choice is not None:
+            require(TIMES)
+            self.off = notes(EVENT_QUEUE, CHARTS)
+        self.names: list[str] = [] if choice is None else list(select_layers(module, choice))
+        self._module = module
+        self._left_out = {} if choice is None else left_out(module, choice)
+        self.pace = StepPace()
+        self._trainer = trainer
+        self._backend = backend
+        self._every_n_steps = 0 if choice is None else choice.every_n_steps
+        self._takes_in_turn = backend.graphs_per_step > 1
+        window_steps = LayerTimings.window_steps if choice is None else choice.window_steps
+        self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps)
+        self.eager = ReadingWindow(window_steps)
+        loop = trainer.fit_loop.epoch_loop
+        others = other_loggers_writer(trainer.loggers, window_steps, lambda: loop._batches_that_stepped)
+        model = type(module).__qualname__
+        self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
+        # Closed from the last to the first: what writes for others comes before these.
+        of_steps: list[Sink] = [others, self._dashboard]
+        run = run if trainer.world_size > 1 and dist.is_initialized() else None
+        store = None if run is None else own_store(f"times/{run.name}")
+        self._trace: TraceWriter | None = None
+        if choice is not None and choice.trace_steps > 0:
+            rank = trainer.global_rank
+            title = f"{model}, rank {rank}" if trainer.world_size > 1 else model
+            path = _TracePath(trainer, store)
+            self._trace = TraceWriter(path.found, choice.trace_steps, title, rank)
+            of_steps.append(self._trace)
+        self._others = others
+        self._ranks: RankTimes | None = None
+        self._ranks_shown: RankTable | None = None
+        if choice is not None and store is not None:
+            self._ranks = RankTimes(
+                store,
+                dist.get_rank(),
+                dist.get_world_size(),
+                window_steps * self._every_n_steps,
+                self._show_ranks,
+            )
+            of_steps.append(self._ranks)
+        self.clock = FitClock(
+            backend,
+            [self._tensorboard, WholeSteps(of_steps)],
+            self._every_n_steps,
+            *([] if run is None else [run.waited_s]),
+        )
+        self.eager_clock = FitClock(
+            backend, [WholeSteps([self.eager], apart=True)], min(self._every_n_steps, 1)
+        )
+
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers that are timed, by name, as they are now."""
+        return layers_at(self._module, self.names)
+
+    def takes(self, place: Place, accumulate_grad_batches: int) -> tuple[bool, ...]:
+        """The captures of a step that are needed, by whether they have events.
+
+        Args:
+            place: its place in the window of batches whose gradients are accumulated.
+            accumulate_grad_batches: the length of this window.
+        """
+        if self._every_n_steps == 0:
+            return (False,)
+        # Replayed twice in a row if every step is timed, or in the middle of a window, all of which is.
+        in_the_middle = not (place.drops or place.steps) and accumulate_grad_batches > 3
+        in_turn = self._takes_in_turn and (self._every_n_steps == 1 or in_the_middle)
+        timed = (True, True) if in_turn else (True,)
+        return timed if self._every_n_steps == 1 else (False, *timed)
+
+    def eager_marks(self, has_optimizer: bool) -> StepMarks:
+        """Marks for an eager step.
+
+        Args:
+            has_optimizer: the step ends with that of the optimizer, and not with the backward pass.
+        """
+        return StepMarks(
+            self._backend,
+            self.layers(),
+            has_optimizer,
+            with_collectives=has_replicas(self._trainer.strategy),
+        )
+
+    def pause(self) -> None:
+        """Something that is not a training step comes now (validation, a checkpoint)."""
+        self.pace.pause()
+        self.clock.pause()
+        self.eager_clock.pause()
+        self._tell_ranks()
+
+    def _show_ranks(self, table: RankTable) -> None:
+        """The first process has the times of all for a window."""
+        step = table.rows[0].last_step
+        self._tensorboard.add_scalars(table.scalars, step)
+        self._others.add_beside(table.scalars)
+        self._ranks_shown = table
+
+    def _tell_ranks(self) -> None:
+        """In a pause: the last of these windows in words."""
+        table, self._ranks_shown = self._ranks_shown, None
+        if table is not None and self._tensorboard.is_shown:
+            self._tensorboard.add_text("cudagraph/ranks", ranks_text(table), table.rows[0].last_step)
+
+    def happened(self, text: str, step_number: int) -> None:
+        """Note what became of the graphs, beside their times.
+
+        Args:
+            text: a sentence.
+            step_number: the step at hand as the trainer's loggers count it.
+        """
+        self._tensorboard.add_event(text, step_number)
+
+    def finish(self, summary: RunSummary) -> RunSummary:
+        """Read what is left to read.
+
+        Args:
+            summary: of the run; if an exception has ended it, nothing is waited for.
+
+        Returns:
+            The same with the times.
+        """
+        ranks = self._finish(summary.ended)
+        graph, eager = self._dashboard.window.summary(), self.eager.summary()
+        notes = [*(delay_notes(self._trainer) if self._every_n_steps else []), *self._notes()]
+        event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
+        return replace(
+            summary,
+            times=tuple(time_lines(graph, eager, ranks, event_host_us)),
+            layers=tuple(layer_lines(graph, eager)),
+            notes=(*summary.notes, *notes),
+            tensorboard_dir=_tensorboard_dir(self._trainer),
+        )
+
+    def show(self, report: str, step_number: int) -> None:
+        """Show the report in TensorBoard.
+
+        Args:
+            report: the text.
+            step_number: the last step as the trainer's loggers count it.
+        """
+        self._tensorboard.add_text("cudagraph/report", report, step_number)
+
+    def eager_report(self, untimed: Mapping[str, str], step_number: int, ended: str = "") -> str:
+        """Read what is left to read, and write the report of a run without graphs.
+
+        Args:
+            untimed: what is not timed, in words, and why.
+            step_number: the last step as the trainer's loggers count it.
+            ended: the exception that has ended the run, and where. Then nothing is waited for.
+        """
+        ranks = self._finish(ended)
+        notes = [*untimed_notes(untimed), *self._notes()]
+        text = eager_report(self._dashboard.window.summary(), notes, ranks, ended)
+        self._tensorboard.add_text("layer_timings/report", text, step_number)
+        return text
+
+    def _finish(self, ended: str) -> list[str]:
+        """Read what is left to read.
+
+        Returns:
+            What there is to say of the processes, in the first of them.
+        """
+        if ended:  # the device may never come to its last events, and other processes never to this end
+            return []
+        self.clock.finish()
+        self.eager_clock.finish()
+        table = None if self._ranks is None else self._ranks.finish()
+        self._tell_ranks()
+        return [] if table is None else ranks_lines(table)
+
+    def _notes(self) -> list[str]:
+        gone = "the model has it no more; its times are those of before"
+        there = self.layers()
+        notes = untimed_notes({f"`{name}`": gone for name in self.names if name not in there})
+        notes += untimed_notes(self._left_out)
+        if self._ranks is not None and self._ranks.trouble:
+            notes.append(f"the times of other processes are not known: {self._ranks.trouble}")
+        if self._every_n_steps > 1:
+            came = "" if len(self._dashboard.window) else ", and the run has come to none of them"
+            notes.append(f"one step of the optimizer in {self._every_n_steps} is timed{came}")
+        if self._trace is not None and len(self._dashboard.window):
+            notes.append(
+                f"the last timed steps are in {str(self._trace.path)!r}: open it at"
+                " https://ui.perfetto.dev"
+            )
+        return notes
+
+    def close(self) -> None:
+        """Write what is left; events that have not been read are left alone."""
+        with ExitStack() as stack:  # both, also where one of them fails
+            stack.callback(self.eager_clock.close)
+            stack.callback(self.clock.close)
+
+
+def _device_name(trainer: pl.Trainer) -> str:
+    device = trainer.strategy.root_device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+class _TracePath:
+    """The file of a process's trace: beside those of the others, in the folder of the first one.
+
+    Each logger of each process has a folder of its own in mind, and `trainer.log_dir` has all processes
+    wait for the first one's, whether they all ask or not. Here it is left with the store.
+
+    Args:
+        trainer: the trainer.
+        store: of this run alone; None if there is one process.
+    """
+
+    def __init__(self, trainer: pl.Trainer, store: Any) -> None:
+        self._store = store
+        self._rank = trainer.global_rank
+        self._folder = _folder(trainer)
+        if store is not None and self._rank == 0:
+            store.set(_FOLDER, self._folder)
+
+    def found(self) -> Path:
+        """The file, as far as is known now."""
+        with suppress(RuntimeError):  # the store may be gone, with the process that had it
+            if self._store is not None and self._store.check([_FOLDER]):
+                self._folder = self._store.get(_FOLDER).decode()
+        name = "layer_trace.json" if self._rank == 0 else f"layer_trace_rank{self._rank}.json"
+        return Path(self._folder) / name
+
+
+def _tensorboard_dir(trainer: pl.Trainer) -> str | None:
+    """The folder of the first `TensorBoardLogger`, if there is one."""
+    found = (logger.log_dir for logger in trainer.loggers if isinstance(logger, TensorBoardLogger))
+    return next((os.fspath(folder) for folder in found), None)
+
+
+def _folder(trainer: pl.Trainer) -> str:
+    """The value of `trainer.log_dir`, without the wait for other processes."""
+    logger = trainer.logger
+    own = logger.log_dir if isinstance(logger, (TensorBoardLogger, CSVLogger)) else None
+    folder = os.fspath(own or (logger and logger.save_dir) or trainer.default_root_dir)
+    return "." if "://" in folder else folder  # a store elsewhere takes no ordinary files
