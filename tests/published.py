@@ -17,7 +17,7 @@ def check() -> None:
     assert Path(str(found.locate_file("lightning_cudagraph"))) == root, "another copy was imported"
     names = {str(file) for file in found.files or []}
     assert "lightning_cudagraph/py.typed" in names
-    assert "lightning_cudagraph/capture/streams/checked_ops.txt" in names
+    assert "lightning_cudagraph/device/streams/checked_ops.txt" in names
     assert any(name.endswith("LICENSE") for name in names)
     rooms = {name.partition("/")[0] for name in names}
     assert {room for room in rooms if not room.endswith(".dist-info") and room != ".."} <= {

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["check_installed", "gpu_without_cuda"]
+__all__ = ["PACKAGE_DIR", "check_installed", "gpu_without_cuda"]
+
+# The folder of this package, ending in a separator.
+PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 _OLDEST = {"torch": (2, 10), "lightning": (2, 6)}
 # What torch's packages bring of compiled code, which must be of one build with it.

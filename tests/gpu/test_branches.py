@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_cudagraph.device.backend import CudaBackend
 from lightning_cudagraph.device.streams.branches import Branches
-from lightning_cudagraph.device.streams.dataflow import Flow, Kept
+from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory
 from tests.harness import differences
 
 _DEVICE = torch.device("cuda", 0)
@@ -122,7 +122,7 @@ def test_memory_is_not_given_again_while_another_stream_uses_it(
     assert branches.used > 1
     assert differences(one, several) == []
     # Without it: what is freed is given again at once, to whoever asks on the stream that it is from.
-    monkeypatch.setattr(Kept, "use", lambda *args: None)
+    monkeypatch.setattr(HeldMemory, "use", lambda *args: None)
     made = Flow.made
     early: list[int] = []
 

@@ -8,7 +8,6 @@ torch remembers.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.compat.names.torch_names import OpOverload, OpOverloadPacket
 
 __all__ = ["reaching"]
@@ -31,7 +31,6 @@ _CALL_OTHERS = {
     "aten::linalg_pinv": "aten::pinverse",
 }
 _TORCHS = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "quantized"})
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def reaching(
@@ -54,7 +53,7 @@ def reaching(
             if getattr(caller, "overloadpacket", caller)._qualified_op_name != name:
                 unknown(name)
         elif frame.f_code.co_name == "__torch_dispatch__" and not frame.f_code.co_filename.startswith(
-            _PACKAGE
+            PACKAGE_DIR
         ):
             return nullcontext()  # a mode of the user's, or torch's, below which autocast is off anyway
     dtype = torch.get_autocast_dtype(device_type)

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.sentry.autocast import reaching
@@ -37,7 +38,6 @@ from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import Writes
 
-_PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STDLIB_DIR = sysconfig.get_paths()["stdlib"] + os.sep
 # What code is called that has no file because tools have made it: Python itself, torch.fx, attrs, numpy.
 _MADE_BY_TOOLS = (
@@ -193,7 +193,7 @@ def _is_library(path: str) -> bool:
 
 def is_user_code(path: str) -> bool:
     """Whether a source file is neither Python's, torch's, Lightning's nor this package's."""
-    return not path.startswith(("<", _PACKAGE_DIR + os.sep)) and not _is_library(path)
+    return not path.startswith(("<", PACKAGE_DIR)) and not _is_library(path)
 
 
 def is_users(code: CodeType, namespace: Mapping[str, Any]) -> bool:
@@ -235,7 +235,6 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
     the captured step was called from, and what lies further out is the script that called `fit`.
     Modes do not count: torch calls them in the middle of everything.
     """
-    own = _PACKAGE_DIR + os.sep
     left_own_frames = False
     called: Location | None = None
     without_file: Location | None = None
@@ -248,7 +247,7 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
                 left_own_frames = True
             continue
         path = os.path.abspath(code.co_filename)
-        if path.startswith(own):
+        if path.startswith(PACKAGE_DIR):
             if left_own_frames:
                 break
             continue
