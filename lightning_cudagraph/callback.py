@@ -200,6 +200,7 @@ class CUDAGraphCallback(Callback):
         self._close()
         self._backend, self._processes = backend, processes
         self._begin()
+        self._interrupted = None
         if self.backend == "off":
             processes.compare(self._arguments())
             self._leave_others()
@@ -306,7 +307,7 @@ class CUDAGraphCallback(Callback):
 
     def _begin(self) -> None:
         """A run begins, of which nothing is known yet."""
-        self._summary, self._interrupted, self._is_printed = RunSummary(), None, True
+        self._summary, self._is_printed = RunSummary(), True
 
     def _interrupt(self, training: GraphedTraining, stage: str) -> None:
         """A hook of a `fit` has called another of a trainer's methods, which takes all down.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_cudagraph import CUDAGraphCallback, RunSummary
-from lightning_cudagraph.capture.steps import Phase
+from lightning_cudagraph.capture.steps import Phase, StepCounts
 from lightning_cudagraph.timing.readings import pace as pace_module
 from lightning_cudagraph.timing.readings.pace import Plain, StepPace
 from lightning_cudagraph.trainer.training.loop import GraphedTraining
@@ -85,9 +87,8 @@ def test_plain_steps_change_no_number(tmp_path: Path, accelerator: str, precisio
         {"accumulate_grad_batches": 2},
         {"train_loader": loader(ragged=False, batches=6), "max_epochs": LONG},
         {"given": {"warmup_steps": 3}},
-        {"given": {"compile": True}},
     ],
-    ids=["few epochs", "few steps", "accumulation", "short epochs", "a number is given", "compiled"],
+    ids=["few epochs", "few steps", "accumulation", "short epochs", "a number is given"],
 )
 def test_no_measure_where_it_would_be_none(
     tmp_path: Path, accelerator: str, kwargs: dict[str, Any]
@@ -102,6 +103,51 @@ def test_no_measure_where_it_would_be_none(
     assert "your plain step" not in str(callback.summary)
     if "accumulate_grad_batches" not in kwargs:
         assert callback.summary.fit.warmed_up == 3
+
+
+LONG_RUN: dict[str, Any] = {
+    "accumulate_grad_batches": 1,
+    "world_size": 1,
+    "num_training_batches": 100,
+    "max_epochs": 100,
+    "current_epoch": 0,
+    "max_steps": -1,
+    "global_step": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        ({}, 10),
+        ({"num_training_batches": float("inf")}, 10),
+        ({"max_epochs": -1}, 10),
+        ({"max_epochs": None, "max_steps": 2000}, 4),
+        ({"max_epochs": 20}, 4),
+        ({"max_epochs": 20, "current_epoch": 6}, 0),
+        ({"max_epochs": 20, "current_epoch": 20, "num_training_batches": float("inf")}, 0),
+        ({"max_steps": 1500}, 3),
+        ({"max_steps": 1500, "global_step": 1}, 0),
+        ({"num_training_batches": 13, "max_epochs": 1000}, 0),
+        ({"world_size": 2}, 0),
+        ({"accumulate_grad_batches": 4}, 0),
+        ({"compile": True}, 0),
+        ({"measures_plain_steps": False}, 0),
+    ],
+)
+@pytest.mark.usefixtures("fast")
+def test_how_many(run: dict[str, Any], expected: int) -> None:
+    asked = {"warmup_steps": 3, "compile": False, "measures_plain_steps": True}
+    settings: Any = SimpleNamespace(**{name: run.get(name, value) for name, value in asked.items()})
+    trainer: Any = SimpleNamespace(**{name: run.get(name, value) for name, value in LONG_RUN.items()})
+    backend: Any = None
+    steps = baseline.PlainSteps(trainer, backend, settings)
+    counts = StepCounts(warmed_up=2)
+    taken = 0
+    while steps.next(counts, [torch.zeros(3)]) is not Plain.NOT:
+        taken += 1
+        counts.warmed_up += 1
+    assert taken == expected
 
 
 def test_the_emulator_has_no_speed(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_fit(tmp_path: Path, accelerator: str, precision: str) -> None:
     assert not done.graph.counts.recaptures
     assert done.graph.callback is not None
     assert (
-        f"  evaluate  {counts.warmed_up} warmed up, {counts.replayed} replayed, 0 eager; captured 4"
+        f"  validate  {counts.warmed_up} warmed up, {counts.replayed} replayed, 0 eager; captured 4"
         in str(done.graph.callback.summary)
     )
 
@@ -685,7 +685,7 @@ def test_training_without_a_graph(tmp_path: Path, accelerator: str) -> None:
     assert done.graph.callback is not None
     report = str(done.graph.callback.summary)
     assert "manual optimization" in report
-    assert "  evaluate  " in report
+    assert "  validate  " in report
 
 
 class Iterates(Evaluated):
