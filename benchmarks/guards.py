@@ -25,7 +25,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    Verification,
+)
 
 WARM_STEPS = 10
 WIDTH = 16
@@ -109,7 +112,7 @@ def _host_us(function: Callable[[], object]) -> float:
 
 def guards_us(parameters: int) -> dict[str, float]:
     """Host time of what is compared before one replay, altogether and by part."""
-    callback = CUDAGraphCallback(timings=None, verify_replays=0)
+    callback = CUDAGraphCallback(timings=None, verify=None)
     times_us: dict[str, float] = {}
 
     def measure() -> None:
@@ -162,8 +165,8 @@ def main() -> None:
         print(f"guards, {count} parameters, us per replay: {parts}")
     steps = {
         "eager": step_ms(200, args.steps, backend="off"),
-        "replay": step_ms(200, args.steps, verify_replays=0),
-        "verified replay": step_ms(200, args.steps, verify_replays=0, verify_every_n_steps=1),
+        "replay": step_ms(200, args.steps, verify=None),
+        "verified replay": step_ms(200, args.steps, verify=Verification(replays=0, every_n_steps=1)),
     }
     print("step, 200 parameters, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in steps.items()))
     if args.json:

@@ -114,9 +114,9 @@ def fit(
         callbacks.append(TQDMProgressBar())
     with quiet_trainer(callbacks, around.tensorboard, enable_progress_bar=around.bar) as trainer:
         trainer.fit(Line(values, around.shown), batches)
-    counts = None if callback is None else callback.counts
-    if callback is not None and (counts is None or counts.replayed + counts.warmed_up != len(batches)):
-        raise RuntimeError(f"Not all steps were replayed:\n{callback.report}")
+    counts = callback.summary.fit if callback is not None else None
+    if counts is not None and counts.replayed + counts.warmed_up != len(batches):
+        raise RuntimeError(f"Not all steps were replayed:\n{callback.summary}")
 
 
 def in_turn(fits: dict[str, Callable[[BlockedBatches], None]], blocks: Blocks) -> dict[str, Measured]:

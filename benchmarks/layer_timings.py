@@ -74,9 +74,9 @@ def fit(
     callback = CUDAGraphCallback(timings=timings, streams=streams)
     with trainer_for(workload, [callback]) as trainer:
         trainer.fit(workload.make(tiny), batches)
-    counts = callback.counts
-    if counts is None or counts.captures != 1 or counts.replayed + counts.warmed_up != len(batches):
-        raise RuntimeError(f"Not all steps were replayed from one capture:\n{callback.report}")
+    counts = callback.summary.fit
+    if counts.captures != 1 or counts.replayed + counts.warmed_up != len(batches):
+        raise RuntimeError(f"Not all steps were replayed from one capture:\n{callback.summary}")
 
 
 def measure(workload: Workload, variants: list[str], blocks: Blocks, tiny: bool, streams: int) -> Result:

@@ -112,10 +112,10 @@ def _with_callback(**arguments: Any) -> Any:
         module = workload.make(tiny)
         with trainer_for(workload, [callback]) as trainer:
             trainer.fit(module, batches)
-        counts = callback.counts
-        if counts is None or not counts.captures or counts.replayed + counts.warmed_up != len(batches):
-            raise RuntimeError(f"Not all steps were replayed:\n{callback.report}")
-        return Outcome(_weights(module), callback.report, counts.memory_bytes)
+        counts = callback.summary.fit
+        if not counts.captures or counts.replayed + counts.warmed_up != len(batches):
+            raise RuntimeError(f"Not all steps were replayed:\n{callback.summary}")
+        return Outcome(_weights(module), str(callback.summary), counts.memory_bytes)
 
     return fit
 

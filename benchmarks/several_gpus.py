@@ -102,9 +102,9 @@ def step_us(
         trainer.fit(_sharded(module) if sharded else module, loader)
     for callback in callbacks:
         assert isinstance(callback, CUDAGraphCallback)
-        counts = callback.counts
-        if counts is None or counts.captures != 1 or counts.replayed + counts.warmed_up != steps:
-            raise RuntimeError(f"Not all steps were replayed from one capture:\n{callback.report}")
+        counts = callback.summary.fit
+        if counts.captures != 1 or counts.replayed + counts.warmed_up != steps:
+            raise RuntimeError(f"Not all steps were replayed from one capture:\n{callback.summary}")
     gc.collect()
     if ON_GPU:
         torch.cuda.empty_cache()

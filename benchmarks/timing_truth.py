@@ -204,7 +204,7 @@ class _Batches:
         self.step_us = (time.perf_counter() - started_s) / self._n_replays * 1e6
 
     def _captures(self) -> int:
-        return 0 if self._callback.counts is None else self._callback.counts.captures
+        return self._callback.summary.fit.captures
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._some(SETTLING_STEPS)
@@ -266,9 +266,9 @@ def _fit(
         readings_kept() as readings,
     ):
         trainer.fit(workload.make(tiny), batches)
-    counts = callback.counts
-    if counts is None or counts.replayed + counts.warmed_up != len(batches):
-        raise RuntimeError(f"Not all steps were replayed:\n{callback.report}")
+    counts = callback.summary.fit
+    if counts.replayed + counts.warmed_up != len(batches):
+        raise RuntimeError(f"Not all steps were replayed:\n{callback.summary}")
     # At the end of the fit more are made, of steps that have been read, or were eager.
     by_step: dict[int, Reading] = {}
     for reading in readings:

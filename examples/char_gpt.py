@@ -418,6 +418,6 @@ class CharData(L.LightningDataModule):
 
 
 if __name__ == "__main__":
-    from lightning_cudagraph.trainer.cli import run_example
+    from run import run_example  # in the folder of this script
 
     run_example(__file__)

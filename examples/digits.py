@@ -200,6 +200,6 @@ def already_collated(batch: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from lightning_cudagraph.trainer.cli import run_example
+    from run import run_example  # in the folder of this script
 
     run_example(__file__)

@@ -68,7 +68,7 @@ def train(
                 losses.append(run(x, x.sum(dim=1, keepdim=True).sin()).detach())
             if is_last:
                 finish()
-    return net, losses, f"{graphed_run.report}\n{graphed_finish.report}"
+    return net, losses, f"{graphed_run.summary}\n{graphed_finish.summary}"
 
 
 def main() -> None:

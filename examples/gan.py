@@ -149,8 +149,8 @@ def main() -> None:
         trainer.fit(model, circle(64 * 100))
         seconds[graphs] = time.perf_counter() - started_s
         weights[graphs] = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
-    print(model.discriminator_step.report)
-    print(model.generator_step.report)
+    print(model.discriminator_step.summary)
+    print(model.generator_step.summary)
     print(f"{seconds[False]:.1f} s without graphs, {seconds[True]:.1f} s with them")
     print("the weights are", "the same" if torch.equal(weights[False], weights[True]) else "different")
 

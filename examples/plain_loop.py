@@ -54,7 +54,7 @@ def train(
             x = torch.rand(32, 8, device=device)
             losses.append(step(x, x.sum(dim=1, keepdim=True).sin()).detach())
             scheduler.step()
-    return net, losses, graphed.report
+    return net, losses, str(graphed.summary)
 
 
 def main() -> None:

@@ -7,11 +7,15 @@ from lightning_cudagraph.compat.installed import check_installed as _check_insta
 _check_installed()  # before anything of theirs is imported
 
 from lightning_cudagraph.callback import CUDAGraphCallback as CUDAGraphCallback
+from lightning_cudagraph.capture.stream_choice import AutoStreams as AutoStreams
+from lightning_cudagraph.checks.verify.verification import Verification as Verification
 from lightning_cudagraph.errors import BatchError as BatchError
 from lightning_cudagraph.errors import CaptureError as CaptureError
 from lightning_cudagraph.errors import ConfigurationError as ConfigurationError
 from lightning_cudagraph.errors import CUDAGraphError as CUDAGraphError
 from lightning_cudagraph.errors import HookError as HookError
+from lightning_cudagraph.errors import PeerError as PeerError
+from lightning_cudagraph.errors import StaleGraphError as StaleGraphError
 from lightning_cudagraph.errors import TimerError as TimerError
 from lightning_cudagraph.errors import UnsupportedError as UnsupportedError
 from lightning_cudagraph.errors import VerificationError as VerificationError
@@ -19,7 +23,10 @@ from lightning_cudagraph.graphed_step.step import GraphedStep as GraphedStep
 from lightning_cudagraph.timing.events.profiler import Profiler as Profiler
 from lightning_cudagraph.timing.events.timers import EventTimer as EventTimer
 from lightning_cudagraph.timing.events.timers import TimerRegistry as TimerRegistry
-from lightning_cudagraph.trainer.layer_timings import LayerTimings as LayerTimings
+from lightning_cudagraph.timing.layers.layers import LayerTimings as LayerTimings
+from lightning_cudagraph.timing.output.stages import StageSummary as StageSummary
+from lightning_cudagraph.timing.output.summary import RunSummary as RunSummary
+from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor as LayerTimingsMonitor
 from lightning_cudagraph.trainer.manual import ManualOptimization as _ManualOptimization  # noqa: F401
 
 __version__ = _version("lightning_cudagraph")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -14,9 +15,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_cudagraph.capture import stream_choice
-from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.capture.stream_choice import AskedStreams
+from lightning_cudagraph.capture.stream_choice import AskedStreams, streams_for
+from lightning_cudagraph.checks.verify.verification import NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, TRAINING
 from lightning_cudagraph.compat.installed import gpu_without_cuda
 from lightning_cudagraph.compat.tables import require
@@ -24,7 +24,8 @@ from lightning_cudagraph.compat.tested import newer_than_tested
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.processes.nccl import check_nccl
-from lightning_cudagraph.timing.output.report import evaluation_report
+from lightning_cudagraph.timing.layers.layers import LayerTimings
+from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.config.arguments import check_arguments, check_company
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
 from lightning_cudagraph.trainer.config.support import (
@@ -37,12 +38,12 @@ from lightning_cudagraph.trainer.config.support import (
 )
 from lightning_cudagraph.trainer.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
-from lightning_cudagraph.trainer.layer_timings import LayerTimings
 from lightning_cudagraph.trainer.training.loop import GraphedTraining
 
 __all__ = ["CUDAGraphCallback"]
 
 _AUTOMATIC_LAYERS = LayerTimings()
+_DEFAULT_CHECKS = Verification()
 
 
 class CUDAGraphCallback(Callback):
@@ -69,23 +70,19 @@ class CUDAGraphCallback(Callback):
         scope: what is captured. ``"step"``: everything from forward to the optimizer's step.
             ``"forward_backward"``: clipping and the optimizer run eagerly behind the graph.
             ``"auto"``: the first where it can be, else the second, and the report says why.
-        warmup_steps: training steps before the capture. None: 3. With `DDPStrategy`, warm-up goes on
-            until gradients have been averaged eleven times, which its wrapper needs.
+        warmup_steps: training steps before the capture. None: 3, and in a `fit` of 1500 steps or more,
+            on one GPU and without accumulation, up to 10 more that run as without this callback and
+            are measured, for the first line of the report. With `DDPStrategy`, warm-up goes on until
+            gradients have been averaged eleven times, which its wrapper needs.
         on_unsupported: ``"raise"`` an error when something cannot be captured, or train on without a
             graph (``"eager"``) and say why in the report.
         timings: which layers are timed by events in the graph; None for none.
-        verify_replays: how many of the first replays of a graph are checked, bit for bit, against an
-            eager step from the same state on the same batch, and one more where the learning rate moves
-            only later. A single one is the second replay, the first on another batch than that of the
-            capture. Each costs about four eager steps, and memory for copies of parameters and optimizer
-            state, on the host if the device has no room; 0 for none.
-        verify_every_n_steps: beyond those, check one replay in so many; None for none.
-        verify_budget: the share of the run's time, from 0 to 1, that other later checks may take: those
-            after pauses in which code of yours can run (an epoch's start, a validation, a checkpoint;
-            the first three are followed by one in any case), and those at growing distances.
+        verify: which replays are checked, bit for bit, against an eager step from the same state on the
+            same batch; None for no checks.
         evaluation: capture `validation_step`, `test_step` and `predict_step` too, each after warm-up
-            batches of its own, with a graph for each of the first eight batch signatures. The sanity
-            check runs as without this callback.
+            batches of its own. The sanity check runs as without this callback.
+        max_graphs: batches of how many signatures have graphs in an evaluation (full ones, the last one,
+            those of each dataloader); the others run eagerly. In training one signature has graphs.
         compile: compile the training step with `torch.compile`, in its default mode, as long as `fit`
             runs (on the emulator, with ``backend="aot_eager"``). The numbers are those of compiled
             steps, which replays are held against, and differ from those of steps that are not compiled.
@@ -99,18 +96,12 @@ class CUDAGraphCallback(Callback):
             small kernels run side by side in a replay. Each has workspaces of its own. ``"auto"``: 1, 2,
             4 or 8, as long as twice as many gain 1 %, and more than one only for 3 %; each is captured
             and replayed for a moment from the state before the first capture, which is put back.
-            Where there is a process group, that is 1. None: ``"auto"``.
-        streams_memory_bytes: with ``streams="auto"``, how much more device memory than one stream more
-            of them may take, for a graph and workspaces; if it is over that, fewer are used. None: 15 %
-            of what one takes, or 1 GiB if that is more.
+            Where there is a process group, that is 1. ``AutoStreams(memory_bytes=...)``: the same, with
+            a bound on the memory that more than one may take.
 
     Attributes:
-        report: the report of the last run, or None before its end. Printed, too, however the run ends;
-            its first line says how much of it was replayed.
-        counts: what became of the steps of the last `fit`, or of the batches of the last run that was
-            not one, or None if it had no graphs.
-        evaluation_counts: what became of the batches of validation, test or prediction of the last
-            run, or None if these had no graphs.
+        summary: what became of the run under way, or of the last one; `str` of it is the report, which
+            is printed at the end of a run, however it ends.
 
     Raises:
         ConfigurationError: if an argument is not one of the above.
@@ -127,48 +118,40 @@ class CUDAGraphCallback(Callback):
         warmup_steps: int | None = None,
         on_unsupported: Literal["raise", "eager"] = "raise",
         timings: LayerTimings | None = _AUTOMATIC_LAYERS,
-        verify_replays: int = 2,
-        verify_every_n_steps: int | None = None,
-        verify_budget: float = 0.01,
+        verify: Verification | None = _DEFAULT_CHECKS,
         evaluation: bool = False,
+        max_graphs: int = 8,
         compile: bool = False,
         harmless: Sequence[str] = (),
         backend: BackendName = "auto",
-        streams: AskedStreams | None = None,
-        streams_memory_bytes: int | None = None,
+        streams: AskedStreams = "auto",
     ) -> None:
         check_arguments(
             scope=scope,
             warmup_steps=warmup_steps,
             on_unsupported=on_unsupported,
             timings=timings,
-            verify_replays=verify_replays,
-            verify_every_n_steps=verify_every_n_steps,
-            verify_budget=verify_budget,
+            verify=verify,
             evaluation=evaluation,
+            max_graphs=max_graphs,
             compile=compile,
             harmless=harmless,
             backend=backend,
             streams=streams,
-            streams_memory_bytes=streams_memory_bytes,
         )
         self.scope = scope
         self.warmup_steps = warmup_steps
         self.on_unsupported = on_unsupported
         self.timings = timings
-        self.verify_replays = verify_replays
-        self.verify_every_n_steps = verify_every_n_steps
-        self.verify_budget = verify_budget
+        self.verify = verify
         self.evaluation = evaluation
+        self.max_graphs = max_graphs
         self.compile = compile
         self.harmless = tuple(harmless)
         self.backend = backend
         self.streams = streams
-        self.streams_memory_bytes = streams_memory_bytes
-        self.report: str | None = None
-        self._printed: str | None = None
-        self.counts: StepCounts | None = None
-        self.evaluation_counts: StepCounts | None = None
+        self._summary = RunSummary()
+        self._is_printed = True
         self._training: GraphedTraining | None = None
         self._evaluation: GraphedEvaluation | None = None
         self._processes: Distributed | None = None
@@ -176,13 +159,22 @@ class CUDAGraphCallback(Callback):
         self._no_evaluation: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._description = ""
-        # Of a `fit` that a hook has interrupted: the report until then, and what became of its steps.
-        self._interrupted: tuple[str, StepCounts | None] | None = None
+        self._interrupted: RunSummary | None = None  # of a `fit` that a hook has interrupted
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is bound to a trainer, so that copies and pickles work at any time."""
         bound = ("_training", "_evaluation", "_processes", "_wrapping", "_no_evaluation", "_backend")
-        return {**self.__dict__, **dict.fromkeys(bound)}
+        return {**self.__dict__, **dict.fromkeys(bound), "_summary": self.summary}
+
+    @property
+    def summary(self) -> RunSummary:
+        """What became of the run under way, or of the last one."""
+        found = self._summary
+        if self._training is not None:
+            found = found.with_stage("fit", self._training.stage)
+        if self._evaluation is not None:
+            found = found.with_stage(self._evaluation.stage_name, self._evaluation.stage)
+        return found
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         training = self._training
@@ -191,7 +183,7 @@ class CUDAGraphCallback(Callback):
         self._close()  # a run that another callback's exception ended before our hooks
         check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
         if stage == TrainerFn.FITTING:
-            self.report = self.counts = self.evaluation_counts = None  # it may end before its first step
+            self._begin()  # now, because it may end before its first step
         if stage != TrainerFn.FITTING or self.backend == "off":
             return
         require(CAPTURES, TRAINING)
@@ -207,7 +199,8 @@ class CUDAGraphCallback(Callback):
         processes, self._processes = self._processes or Distributed(trainer), None
         self._close()
         self._backend, self._processes = backend, processes
-        self.report = self.counts = self.evaluation_counts = self._interrupted = None
+        self._begin()
+        self._interrupted = None
         if self.backend == "off":
             processes.compare(self._arguments())
             self._leave_others()
@@ -218,12 +211,13 @@ class CUDAGraphCallback(Callback):
             if self.on_unsupported == "raise":
                 raise
             self._leave_others()
-            self.report = f"lightning_cudagraph: all steps eager. {error.reason}"
-            rank_zero_warn(f"{self.report} {error.remedy}")
+            self._summary = RunSummary(refused=f"all steps eager. {error.reason}")
+            self._is_printed = False
+            rank_zero_warn(f"{self._summary} {error.remedy}")
             return
         self._training.install()
         self._processes.install()
-        self.counts = self._training.counts
+        self._summary = RunSummary(backend=self._description)
         lacking = gpu_without_cuda(torch.version.cuda, torch.version.hip)
         said = (self._description, newer_than_tested(), lacking, *self._training.notes)
         for line in filter(None, said):
@@ -284,7 +278,7 @@ class CUDAGraphCallback(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" and self._evaluation is not None:
-            self.report = self._evaluated(self._evaluation)
+            self._write_report()
             self._print_report()
         self._close()
 
@@ -295,23 +289,25 @@ class CUDAGraphCallback(Callback):
             exception: what has ended it, if it has not come to its end.
         """
         if self._training is not None:
-            self.report = self._finished(self._training, exception=exception)
+            self._summary = self._finished(self._training, exception=exception)
         elif self._interrupted is not None:
-            (self.report, self.counts), self._interrupted = self._interrupted, None
+            self._summary, self._interrupted = self._interrupted, None
         elif self._evaluation is not None:  # alone, or in a `fit` without graphs
-            before = [] if self.report is None else [self.report]
-            self.report = "\n".join([*before, self._evaluated(self._evaluation, exception)])
+            ended = "" if exception is None else type(exception).__name__
+            self._summary = replace(self.summary, notes=tuple(self._evaluation.notes), ended=ended)
+        else:
+            return
+        self._is_printed = False
 
     def _print_report(self, after_progress_bar: bool = False) -> None:
         """Print the report, once; if asked, below the line that a progress bar has left open."""
-        if self.report is not None and self.report is not self._printed:
-            rank_zero_info(f"\n{self.report}" if after_progress_bar else self.report)
-        self._printed = self.report
+        if not self._is_printed:
+            rank_zero_info(f"\n{self._summary}" if after_progress_bar else str(self._summary))
+        self._is_printed = True
 
-    def _evaluated(self, evaluation: GraphedEvaluation, exception: BaseException | None = None) -> str:
-        """The report of evaluations alone."""
-        ended = "" if exception is None else type(exception).__name__
-        return evaluation_report(self._description, evaluation.counts, evaluation.notes, ended)
+    def _begin(self) -> None:
+        """A run begins, of which nothing is known yet."""
+        self._summary, self._is_printed = RunSummary(), True
 
     def _interrupt(self, training: GraphedTraining, stage: str) -> None:
         """A hook of a `fit` has called another of a trainer's methods, which takes all down.
@@ -329,18 +325,16 @@ class CUDAGraphCallback(Callback):
             f"the graphs of a `fit` ended behind step {training.global_step}, and what steps it still"
             f" takes are eager: `trainer.{stage}` was called before its end"
         )
-        self._interrupted = self._finished(training, note), self.counts
+        self._interrupted = self._finished(training, note)
         rank_zero_warn(f"lightning_cudagraph: {note}. Call it between two fits.")
 
     def _finished(
         self, training: GraphedTraining, *notes: str, exception: BaseException | None = None
-    ) -> str:
-        """The report of a training, with that of the evaluations in it."""
-        evaluation = self._evaluation
-        counts = None if evaluation is None else evaluation.counts
-        said = [*notes, *([] if evaluation is None else evaluation.notes)]
+    ) -> RunSummary:
+        """The summary of a training, with the evaluations in it."""
+        said = [*notes, *([] if self._evaluation is None else self._evaluation.notes)]
         said += [] if self._no_evaluation is None else [self._no_evaluation.reason]
-        return training.finish(self._description, counts, said, exception)
+        return training.finish(self.summary, said, exception)
 
     def _evaluate(self, trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
         """An evaluation begins, in a `fit` or in a run of its own."""
@@ -348,7 +342,7 @@ class CUDAGraphCallback(Callback):
             return
         if self._evaluation is None:
             if not (in_fit := trainer.state.fn == TrainerFn.FITTING):
-                self.report = self.counts = self.evaluation_counts = None
+                self._begin()
             try:
                 self._evaluation = GraphedEvaluation(
                     trainer, module, self._backend_for(trainer), self._settings(trainer), stage
@@ -357,14 +351,13 @@ class CUDAGraphCallback(Callback):
                 if self.on_unsupported == "raise":
                     raise
                 self._no_evaluation = error
-                text = f"lightning_cudagraph: all batches of {stage} eager. {error.reason}"
+                refused = RunSummary(refused=f"all batches of {stage} eager. {error.reason}")
                 if not in_fit:
-                    self.report = text
-                rank_zero_warn(f"{text} {error.remedy}")
+                    self._summary = refused
+                rank_zero_warn(f"{refused} {error.remedy}")
                 return
-            self.evaluation_counts = self._evaluation.counts
+            self._summary = replace(self._summary, backend=self._description)
             if not in_fit:
-                self.counts = self.evaluation_counts
                 rank_zero_info(f"lightning_cudagraph: {self._description}")
         if self._training is not None:
             self._training.leave()
@@ -406,7 +399,7 @@ class CUDAGraphCallback(Callback):
         names = inspect.signature(CUDAGraphCallback).parameters
         return {name: getattr(self, name) for name in names} | {
             "warmup_steps": self.warmup_steps or DEFAULT_WARMUP_STEPS,
-            "streams": stream_choice.DEFAULT_STREAMS if self.streams is None else self.streams,
+            "streams": streams_for(self.streams),
             "harmless": sorted(set(self.harmless)),
         }
 
@@ -423,12 +416,12 @@ class CUDAGraphCallback(Callback):
             self.warmup_steps or DEFAULT_WARMUP_STEPS,
             self.on_unsupported == "raise",
             self.timings,
-            self.verify_replays,
-            self.verify_every_n_steps,
-            self.verify_budget,
+            self.verify or NO_CHECKS,
+            self.max_graphs,
             frozenset(self.harmless),
-            stream_choice.streams_for(self.streams, self.streams_memory_bytes),
+            streams_for(self.streams),
             self.compile,
+            self.warmup_steps is None,
         )
 
     def _leave_others(self) -> None:

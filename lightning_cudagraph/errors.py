@@ -1,4 +1,4 @@
-"""Every error of this package.
+"""Every error of this package that a user can meet; docs/errors.md lists them.
 
 Each message answers five questions in this order: what happened, to which object, what was expected
 and what was found, what to do about it, and how to go on without a graph. Code that raises one of

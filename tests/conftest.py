@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cudagraph.capture import stream_choice
+from lightning_cudagraph import CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.checks.audit.walker import Walk
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.checks.verify.verify import Verifier
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
     `--long`: the long tests too, which the default run leaves out (`lengths.py`).
     """
-    parser.addoption("--streams", default=str(stream_choice.DEFAULT_STREAMS))
+    parser.addoption("--streams", default="auto")
     parser.addoption("--declared", action="store_true")
     parser.addoption("--long", action="store_true")
 
@@ -57,7 +57,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     streams = config.getoption("--streams")
-    stream_choice.DEFAULT_STREAMS = streams if streams == "auto" else int(streams)
+    if streams != "auto":
+        for owner in (CUDAGraphCallback, GraphedStep):
+            owner.__init__.__kwdefaults__["streams"] = int(streams)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -27,7 +27,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    LayerTimingsMonitor,
+)
 
 BATCH_SIZE = 8
 FULL_BATCHES = 7
@@ -115,9 +118,9 @@ class Trace:
 
     @property
     def counts(self) -> Any:
-        """What the callback did with the steps."""
+        """What the callback did with the training steps."""
         assert self.callback is not None
-        return self.callback.counts
+        return self.callback.summary.fit
 
     def portable(self, tree: Any) -> Any:
         """A tree of saved values in which the run's own folder has a name that all runs share."""
@@ -207,7 +210,7 @@ class _Watcher(Callback):
         return {
             callback.state_key: _copied(self.trace.portable(state))
             for callback in trainer.callbacks
-            if not isinstance(callback, (CUDAGraphCallback, LayerTimings, _Watcher))
+            if not isinstance(callback, (CUDAGraphCallback, LayerTimingsMonitor, _Watcher))
             and (state := callback.state_dict())
         }
 

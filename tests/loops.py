@@ -114,5 +114,5 @@ def assert_equal_runs(build: Callable[[], Loop], replays: int) -> GraphedStep[..
     graphed, step = run(build(), graphed=True)
     found = differences(plain, graphed)
     assert not found, f"{len(found)} differences, the first: {found[:8]}"
-    assert step.counts.replayed == replays, step.report
+    assert step.summary.calls.replayed == replays, step.summary
     return step

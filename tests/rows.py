@@ -142,5 +142,5 @@ def refused(
         )
     callback = done.graph.callback
     assert callback is not None
-    assert re.search(match, callback.report or ""), callback.report
+    assert re.search(match, str(callback.summary)), callback.summary
     return done

@@ -47,7 +47,7 @@ def test_windows(
     graph = train(make(build), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
     assert_same(plain, graph)
     assert graph.counts.captures >= 2
-    assert graph.counts.recaptures == []
+    assert graph.counts.recaptures == ()
     assert graph.counts.replayed >= 20
 
 
@@ -82,7 +82,7 @@ def test_a_window_that_changes(tmp_path: Path, accelerator: str) -> None:
         **kwargs,
     )
     assert_same(plain, graph)
-    assert graph.counts.recaptures == ["`accumulate_grad_batches` of the trainer changed from 1 to 3"]
+    assert graph.counts.recaptures == ("`accumulate_grad_batches` of the trainer changed from 1 to 3",)
     assert graph.counts.captures >= 4
 
 

@@ -15,7 +15,12 @@ from torch._dynamo.utils import clear_compilation_metrics, counters, get_compila
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.overrides import TorchFunctionMode
 
-from lightning_cudagraph import CaptureError, CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    CaptureError,
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+)
 from lightning_cudagraph.device.sentry import own_modes
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from tests.harness import Net, Trace, assert_same, fused_adamw, loader, make, train
@@ -106,12 +111,12 @@ def test_a_frozen_teacher(
     assert_same(plain, graph)
     assert graph.counts.replayed >= 16
     if timings is not None:
-        assert "`teacher.layers.0.linear1`" in str(callback.report)
-        assert "is in evaluation mode, where torch computes it in one piece" in str(callback.report)
+        assert "`teacher.layers.0.linear1`" in str(callback.summary)
+        assert "is in evaluation mode, where torch computes it in one piece" in str(callback.summary)
 
 
 def test_a_teacher_timed_without_graphs(tmp_path: Path, accelerator: str) -> None:
-    timings = LayerTimings(modules=["teacher.*"])
+    timings = LayerTimingsMonitor(LayerTimings(modules=["teacher.*"]))
     plain = _fit(Distilled, tmp_path / "plain", accelerator)
     timed = _fit(Distilled, tmp_path / "timed", accelerator, callbacks=(timings,))
     assert_same(plain, timed)
@@ -129,7 +134,7 @@ def _pieces(kind: type[Distilled], path: Path, accelerator: str, *callbacks: pl.
 @pytest.mark.long
 def test_timed_layers_are_computed_as_without(tmp_path: Path, accelerator: str) -> None:
     pieces = _pieces(Distilled, tmp_path / "plain", accelerator)
-    timed = LayerTimings(modules=["teacher.*"])
+    timed = LayerTimingsMonitor(LayerTimings(modules=["teacher.*"]))
     assert pieces > 40
     assert _pieces(Distilled, tmp_path / "timed", accelerator, timed) == pieces
 
@@ -148,7 +153,7 @@ def test_a_hook_of_the_users(tmp_path: Path, accelerator: str) -> None:
     plain = _fit(Hooked, tmp_path / "plain", accelerator)
     graph = _fit(Hooked, tmp_path / "graph", accelerator, CUDAGraphCallback(timings=timings))
     assert_same(plain, graph)
-    assert "teacher.layers.0.linear1 " in str(graph.callback.report)  # type: ignore[union-attr]
+    assert "teacher.layers.0.linear1 " in str(graph.callback.summary)  # type: ignore[union-attr]
 
 
 class OnADevice(Distilled):
@@ -296,7 +301,7 @@ def test_a_mode_that_torch_sees_is_found(
     """What the tests above compare differs if torch is told of our modes."""
     plain = _fit(Distilled, tmp_path / "plain", accelerator)
     monkeypatch.setattr(own_modes, "_has_torch_function", lambda relevant_args: True)
-    told = _fit(Distilled, tmp_path / "told", accelerator, CUDAGraphCallback(verify_replays=0))
+    told = _fit(Distilled, tmp_path / "told", accelerator, CUDAGraphCallback(verify=None))
     with pytest.raises(AssertionError, match="taught"):
         assert_same(plain, told)
 

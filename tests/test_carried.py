@@ -387,8 +387,7 @@ def test_in_validation(tmp_path: Path, accelerator: str, inference_mode: bool) -
     assert done.graph.counts.replayed == 18
     callback = done.graph.callback
     assert callback is not None
-    assert callback.evaluation_counts is not None
-    assert callback.evaluation_counts.replayed > 10
+    assert callback.summary.validate.replayed > 10
 
 
 class _KeepsAnActivation(Net):
@@ -402,7 +401,7 @@ class _KeepsAnActivation(Net):
 
 def test_a_ragged_batch_leaves_another_form(tmp_path: Path, accelerator: str) -> None:
     """The step behind it is eager, and the graph goes on afterwards."""
-    callback = CUDAGraphCallback(verify_replays=0)
+    callback = CUDAGraphCallback(verify=None)
     epochs = 4
     plain = train(make(_KeepsAnActivation), tmp_path / "p", accelerator=accelerator, max_epochs=epochs)
     graph = train(
@@ -424,7 +423,7 @@ class _AnotherFormForGood(_KeepsAnActivation):
 
 
 def test_another_form_for_good_is_captured_anew(tmp_path: Path, accelerator: str) -> None:
-    callback = CUDAGraphCallback(verify_replays=0)
+    callback = CUDAGraphCallback(verify=None)
     plain = train(make(_AnotherFormForGood), tmp_path / "p", accelerator=accelerator, max_epochs=4)
     graph = train(
         make(_AnotherFormForGood), tmp_path / "g", callback, accelerator=accelerator, max_epochs=4

@@ -155,7 +155,7 @@ def test_a_state_loaded_in_the_middle_of_a_run(tmp_path: Path, accelerator: str,
     graph = train(make(build), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
     assert_same(eager, graph)
     assert graph.counts.captures == 2
-    assert graph.counts.recaptures == ["a state was loaded into the optimizer"]
+    assert graph.counts.recaptures == ("a state was loaded into the optimizer",)
 
 
 def _averaging(name: str) -> pl.Callback:

@@ -126,7 +126,7 @@ def test_the_same_run(
     }
     plain = train(make(Net), tmp_path / "plain", **arguments)
     graphed = train(make(Net), tmp_path / "graph", graph(n), **arguments)
-    assert graphed.counts.replayed > 10
+    assert graphed.summary.calls.replayed > 10
     assert_same(plain, graphed)
 
 
@@ -143,7 +143,7 @@ def test_an_untimed_step_replays_a_graph_without_events(
         replay(self, *args)
 
     monkeypatch.setattr(EmulatedGraph, "replay", noting)
-    trace = run(tmp_path, accelerator, graph(4, verify_replays=0, streams=1))  # no trials of streams
+    trace = run(tmp_path, accelerator, graph(4, verify=None, streams=1))  # no trials of streams
     assert len(replayed) == trace.counts.replayed == 21
     timed = [step for step in range(3, 24) if replayed[step - 3]]
     assert timed == [3, 7, 11, 15, 19, 23]
@@ -178,7 +178,7 @@ def test_each_capture_is_verified(
     run(tmp_path, accelerator, callback)
     # Steps 3 and 4 are verified; of those that are timed, 7, 15 and 23, none has to be.
     assert [found for found in verified if found[0] > 0] == [(1, False), (2, True)]
-    assert "2 replay(s) verified" in (callback.report or "")
+    assert "2 replay(s) verified" in str(callback.summary)
     assert [reading.step for reading in readings] == [7, 15, 23]
 
 
@@ -236,7 +236,7 @@ def test_scope_behind(tmp_path: Path, accelerator: str, readings: list[Reading])
         accelerator=accelerator,
     )
     assert_same(plain, graphed)
-    assert graphed.counts.replayed > 10
+    assert graphed.summary.calls.replayed > 10
     assert {reading.step % 2 for reading in readings} == {1}
     assert any("step_ms/gap" in reading.layout.tags for reading in readings)
 
@@ -326,7 +326,7 @@ def test_the_report_says_that_the_host_is_the_bottleneck(
     def report(every_n_steps: int) -> str:
         callback = graph(every_n_steps)
         run(tmp_path, accelerator, callback, callbacks=(Slow(),), checkpoint_every=0)
-        return str(callback.report)
+        return str(callback.summary)
 
     for backend in (CudaBackend, EmulatorBackend):
         monkeypatch.setattr(backend, "event_host_us", 1e5)

@@ -28,6 +28,7 @@ from lightning_cudagraph import (
     GraphedStep,
     LayerTimings,
     UnsupportedError,
+    Verification,
 )
 from lightning_cudagraph.device.sentry import compiled, inductor
 from lightning_cudagraph.device.sentry.inductor import without_its_graphs
@@ -125,7 +126,7 @@ def test_compiled_parts(
     assert compiled.compilations() > before
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
-    assert "a capture without torch.compile showed the Python" in callback.report
+    assert "a capture without torch.compile showed the Python" in str(callback.summary)
 
 
 class OfOthers(torch.optim.Optimizer):
@@ -208,7 +209,7 @@ def test_what_is_written_only_where_compiled(
     tmp_path: Path, accelerator: str, verify_replays: int
 ) -> None:
     plain = fit(CountsWhereCompiled, tmp_path / "plain", accelerator=accelerator)
-    callback = CUDAGraphCallback(timings=None, verify_replays=verify_replays)
+    callback = CUDAGraphCallback(timings=None, verify=Verification(replays=verify_replays))
     graph = fit(CountsWhereCompiled, tmp_path / "graph", callback, accelerator=accelerator)
     assert_same(plain, graph)
     assert float(plain.module.count) == float(graph.module.count) > 20
@@ -219,7 +220,7 @@ def test_a_ragged_batch_is_compiled_beside_the_graph(tmp_path: Path, accelerator
     """What Dynamo makes of its size may serve the other batches from then on; checks know of that."""
     data = loader()
     plain = fit(Part, tmp_path / "plain", accelerator=accelerator, train_loader=data)
-    callback = CUDAGraphCallback(timings=None, verify_every_n_steps=2)
+    callback = CUDAGraphCallback(timings=None, verify=Verification(every_n_steps=2))
     graph = fit(Part, tmp_path / "graph", callback, accelerator=accelerator, train_loader=data)
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
@@ -263,7 +264,7 @@ def test_a_compiled_lightning_module(tmp_path: Path, accelerator: str) -> None:
     plain, graph = run("plain"), run("graph", callback := CUDAGraphCallback())
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
-    assert "not timed: layers: the step is compiled as a whole" in callback.report
+    assert "not timed: layers: the step is compiled as a whole" in str(callback.summary)
 
 
 def test_compile_is_one_word(tmp_path: Path, accelerator: str) -> None:
@@ -371,7 +372,7 @@ def test_what_compiled_code_reads(
                 checkpoint_every=0,
             )
 
-    plain, graph = run("plain"), run("graph", CUDAGraphCallback(timings=None, verify_replays=0))
+    plain, graph = run("plain"), run("graph", CUDAGraphCallback(timings=None, verify=None))
     assert_same(plain, graph)
     assert len(graph.counts.recaptures) == len(CHANGES)
     for reason, (_, expected) in zip(graph.counts.recaptures, CHANGES.values(), strict=True):
@@ -434,7 +435,9 @@ def test_no_memory_to_look_at_its_python(tmp_path: Path, accelerator: str) -> No
     eager = fit(Large, tmp_path / "eager", callback, accelerator=accelerator)
     assert_same(plain, eager)
     assert eager.counts.replayed == 0
-    assert "without torch.compile, to look at its Python; that ran out of memory" in callback.report
+    assert "without torch.compile, to look at its Python; that ran out of memory" in str(
+        callback.summary
+    )
 
 
 class Moves(Callback):
@@ -507,7 +510,7 @@ def test_graphs_of_inductors_own(
     assert all(patches["triton.cudagraphs"] is False for patches in given)
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
-    assert "runs without the CUDA graphs of its own" in callback.report
+    assert "runs without the CUDA graphs of its own" in str(callback.summary)
     # Afterwards it is compiled as it was asked for.
     given.clear()
     graph.module.features(torch.randn(8, 12, device=graph.module.device))
@@ -700,4 +703,4 @@ def test_a_function_that_is_not_compiled_after_all(
         callback = CUDAGraphCallback(compile=by_callback)
         graph = train(make(made), tmp_path / "graph", callback, accelerator=accelerator)
     assert_same(plain, graph)
-    assert graph.counts.replayed == 18, callback.report
+    assert graph.counts.replayed == 18, callback.summary

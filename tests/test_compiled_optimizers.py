@@ -147,7 +147,7 @@ def assert_replayed(
     plain, _ = Loop(device_of(accelerator), make, how).run(False, between)
     graphed, graph = Loop(device_of(accelerator), make, how).run(True, between)
     assert not differences(plain, graphed)
-    assert graph.counts.replayed == replays, graph.report
+    assert graph.counts.replayed == replays, graph.summary
     assert not graph.counts.eager
     return graph
 
@@ -156,7 +156,7 @@ def assert_replayed(
 @pytest.mark.parametrize("form", ["Adam", "AdamW-single", "AdamW-fused", "SGD-momentum", "RMSprop"])
 def test_a_step_compiled_in_its_place(accelerator: str, form: str) -> None:
     graph = assert_replayed(accelerator, FIT[form], in_place)
-    assert "a capture without torch.compile showed the Python" in graph.report
+    assert "a capture without torch.compile showed the Python" in str(graph.summary)
 
 
 @pytest.mark.spread(3, first=2)
@@ -221,7 +221,7 @@ def test_a_learning_rate_that_becomes_a_float(accelerator: str) -> None:
     assert not differences(plain, graphed)
     assert graph.counts.replayed == 4
     assert sum(graph.counts.eager.values()) == 4
-    assert "`lr` of param group 0 is a float" in graph.report
+    assert "`lr` of param group 0 is a float" in str(graph.summary)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first step is skipped
@@ -330,7 +330,7 @@ def test_manual_optimization(tmp_path: Path, accelerator: str) -> None:
     plain, graphed = run(Manual), run(ManualGraphed)
     assert_same(plain, graphed)
     module: Any = graphed.module
-    assert module.graph.counts.replayed == 18
+    assert module.graph.summary.calls.replayed == 18
 
 
 def in_stairs(optimizer: O.Optimizer) -> Any:
@@ -379,7 +379,7 @@ def test_with_a_gradient_scaler(tmp_path: Path, accelerator: str, form: str) -> 
     graph = fp16(tmp_path / "graph", accelerator, callback, FIT[form], gradient_clip_val=0.1)
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
-    assert "the optimizer steps eagerly" not in callback.report
+    assert "the optimizer steps eagerly" not in str(callback.summary)
 
 
 @pytest.mark.long
@@ -394,7 +394,9 @@ def test_behind_a_graph(tmp_path: Path, accelerator: str) -> None:
     graph = fp16(tmp_path / "graph", accelerator, callback, adam, 0.01)
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
-    assert "the optimizer steps eagerly: `step` of the `Adam` is compiled with its" in callback.report
+    assert "the optimizer steps eagerly: `step` of the `Adam` is compiled with its" in str(
+        callback.summary
+    )
     with pytest.raises(UnsupportedError, match="`lr` of param group 0 is a float"):
         fp16(tmp_path / "step", accelerator, CUDAGraphCallback(scope="step"), adam, 0.01)
 

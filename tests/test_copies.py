@@ -19,8 +19,14 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+    RunSummary,
+    StageSummary,
+    Verification,
+)
 from lightning_cudagraph.compat.method_patches import StandIn
 from tests.harness import Net, differences, loader
 from tests.rows import Row, row
@@ -98,7 +104,14 @@ _DIFFER = {
     "_root_dir",
     "_save_dir",
 }
-_OURS = (CUDAGraphCallback, StepCounts, LayerTimings)
+_OURS = (
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+    RunSummary,
+    StageSummary,
+    Verification,
+)
 
 
 def _walk(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:

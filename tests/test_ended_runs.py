@@ -15,7 +15,12 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_cudagraph import CaptureError, CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    CaptureError,
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+)
 from lightning_cudagraph.timing.events.clock import FitClock
 from tests.harness import Net, loader, make
 from tests.test_clean import ENDINGS
@@ -64,22 +69,20 @@ def test_every_end_has_a_report(
     else:
         with pytest.raises(error):
             trainer.fit(make(cls), *loaders())
-    assert callback.report is not None
-    assert callback.counts is not None
-    assert printed() == [callback.report]
-    first, second, *_ = callback.report.splitlines()
-    counts = callback.counts
+    assert printed() == [str(callback.summary)]
+    first, second, *_ = str(callback.summary).splitlines()
+    counts = callback.summary.fit
     n_steps = counts.warmed_up + counts.replayed + sum(counts.eager.values())
     assert f": {counts.replayed} of {n_steps} steps replayed (" in first
     raised = "KeyboardInterrupt" if error is SystemExit else error and error.__name__
     behind = f"  ended     by {raised} after step {trainer.global_step};"
     assert second.startswith(behind) is (error is not None)
     text = events(tmp_path).Tensors("cudagraph/report/text_summary")[-1].tensor_proto.string_val[0]
-    assert callback.report in text.decode()
+    assert str(callback.summary) in text.decode()
     if ending in ("after replays", "Ctrl-C"):
         assert counts.replayed >= 5
-        assert "slowest layers, median of " in callback.report
-        assert "ms replayed; " in callback.report
+        assert "slowest layers, median of " in str(callback.summary)
+        assert "ms replayed; " in str(callback.summary)
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -117,14 +120,13 @@ def test_nothing_waits_for_a_device_that_may_hang(
         trainer_of(tmp_path, accelerator, callback).fit(
             make(ENDINGS["after replays"][0]), loader(), loader(batches=1)
         )
-    assert callback.report is not None
-    assert "ValueError" in callback.report.splitlines()[1]
+    assert "ValueError" in str(callback.summary).splitlines()[1]
 
 
 def test_an_eager_run_that_is_timed(
     tmp_path: Path, accelerator: str, printed: Callable[[], list[str]]
 ) -> None:
-    timings = LayerTimings()
+    timings = LayerTimingsMonitor()
     with pytest.raises(SystemExit):
         trainer_of(tmp_path, accelerator, timings).fit(
             make(ENDINGS["Ctrl-C"][0]), loader(), loader(batches=1)
@@ -153,8 +155,8 @@ def test_an_error_in_the_last_hooks(
     callbacks = (callback, fails) if ours_first else (fails, callback)
     with pytest.raises(ValueError, match="at its end"):
         trainer_of(tmp_path, accelerator, *callbacks).fit(make(Net), *loaders())
-    assert printed() == [callback.report]
-    assert ("ended     by ValueError" in str(callback.report)) is (
+    assert printed() == [str(callback.summary)]
+    assert ("ended     by ValueError" in str(callback.summary)) is (
         hook == "on_train_end" and not ours_first
     )
 
@@ -171,9 +173,8 @@ def test_an_evaluation(
     callback = CUDAGraphCallback(evaluation=True)
     with pytest.raises(SystemExit if isinstance(raised, KeyboardInterrupt) else ValueError):
         trainer_of(tmp_path, accelerator, callback).validate(make(Fails), loader(), verbose=False)
-    assert callback.report is not None
-    assert printed() == [callback.report]
-    first, second, *_ = callback.report.splitlines()
+    assert printed() == [str(callback.summary)]
+    first, second, *_ = str(callback.summary).splitlines()
     assert ": 4 of 7 batches replayed (57.1%); " in first
     assert second.startswith(f"  ended     by {type(raised).__name__};")
 

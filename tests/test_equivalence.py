@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    RunSummary,
+)
 from lightning_cudagraph.checks.guards.guards import Guards
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
@@ -153,7 +156,7 @@ def test_off(tmp_path: Path, accelerator: str) -> None:
     off = train(make(Net), tmp_path / "off", CUDAGraphCallback(backend="off"), accelerator=accelerator)
     assert_same(plain, off)
     assert off.callback is not None
-    assert off.callback.counts is None
+    assert off.callback.summary == RunSummary()
 
 
 def test_mid_epoch_validation_and_limits(tmp_path: Path, accelerator: str) -> None:
@@ -219,8 +222,7 @@ def test_resume_and_second_fit(tmp_path: Path, accelerator: str) -> None:
     assert callback is not None
     first.trainer.fit_loop.max_epochs = 3
     first.trainer.fit(first.module, loader(), loader(seed=1, batches=2))
-    assert callback.counts is not None
-    assert callback.counts.captures == 1
+    assert callback.summary.fit.captures == 1
 
 
 class Swapped(Net):

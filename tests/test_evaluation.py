@@ -80,7 +80,7 @@ def validations() -> list[Any]:
 
 def evaluation_of(trace: Trace) -> Any:
     assert trace.callback is not None
-    return trace.callback.evaluation_counts
+    return trace.callback.summary.validate
 
 
 @pytest.mark.spread(2)
@@ -114,8 +114,8 @@ def test_fit(tmp_path: Path, accelerator: str, precision: str) -> None:
     assert not done.graph.counts.recaptures
     assert done.graph.callback is not None
     assert (
-        f"  evaluate  {counts.warmed_up} warmed up, {counts.replayed} replayed, 0 eager; captured 4"
-        in (done.graph.callback.report or "")
+        f"  validate  {counts.warmed_up} warmed up, {counts.replayed} replayed, 0 eager; captured 4"
+        in str(done.graph.callback.summary)
     )
 
 
@@ -264,13 +264,12 @@ def test_alone(tmp_path: Path, accelerator: str, kind: str, inference_mode: bool
         for _ in range(2):  # modules go to the CPU in between
             session.run(kind, [loader(seed=1), loader(seed=2, batches=6)])
     assert_same_sessions(*both)
-    callback = both[1].callback
-    assert callback.counts is callback.evaluation_counts
-    assert callback.counts.captures == 2
-    assert callback.counts.replayed == 7
-    assert callback.counts.warmed_up == 8
-    assert not callback.counts.eager
-    assert "evaluate  8 warmed up, 7 replayed, 0 eager; captured 2 time(s)" in callback.report
+    summary = both[1].callback.summary
+    assert {*summary.stages} == {kind}
+    counts = summary.stages[kind]
+    assert (counts.captures, counts.replayed, counts.warmed_up) == (2, 7, 8)
+    assert not counts.eager
+    assert f"  {kind:<10}8 warmed up, 7 replayed, 0 eager; captured 2 time(s)" in str(summary)
     kept = both[1].writer.kept if kind == "predict" else both[1].keeper.kept
     assert len(kept) == 2 * (15 + (kind == "predict"))
 
@@ -285,7 +284,7 @@ def test_limited(tmp_path: Path, accelerator: str, kind: str, limit: float) -> N
     for session in both:
         session.run(kind, loader(seed=1))
     assert_same_sessions(*both)
-    counts = both[1].callback.counts
+    counts = both[1].callback.summary.stages[kind]
     assert (counts.warmed_up, counts.replayed) == (3, 3)
 
 
@@ -299,7 +298,7 @@ def test_metrics_alone(tmp_path: Path, accelerator: str, inference_mode: bool) -
     for session in both:
         session.run("validate", [loader(seed=1), loader(seed=2, batches=6)])
         session.run("test", loader(seed=1))
-        assert session.callback is None or session.callback.counts.replayed == 4
+        assert session.callback is None or session.callback.summary.test.replayed == 4
     assert_same_sessions(*both)
 
 
@@ -324,8 +323,10 @@ def test_one_after_another(
                 session.trainer.fit_loop.max_epochs += 2
             session.run(kind, loader(seed=1))
             if session.callback is not None:
-                assert session.callback.evaluation_counts.replayed > 0, kind
-                assert session.callback.counts.replayed > 0, kind
+                stages = {"fit", "validate"} if kind == "fit" else {kind}
+                found = session.callback.summary.stages
+                assert {*found} == stages
+                assert all(stage.replayed > 0 for stage in found.values()), kind
     assert_same_sessions(*both)
 
 
@@ -437,7 +438,7 @@ def test_buffers_alone(tmp_path: Path, accelerator: str) -> None:
         session.run("fit", loader(seed=1))
         session.run("validate", loader(seed=1))
     assert_same_sessions(*both)
-    assert both[1].callback.counts.replayed == 4
+    assert both[1].callback.summary.validate.replayed == 4
 
 
 class Item(Evaluated):
@@ -535,7 +536,7 @@ def test_refused(tmp_path: Path, accelerator: str, cls: type[Net], message: str)
     assert done.graph.counts.replayed > 15
     (reason,) = counts.eager
     assert done.graph.callback is not None
-    assert f"9 eager: {reason}" in (done.graph.callback.report or "")
+    assert f"9 eager: {reason}" in str(done.graph.callback.summary)
 
 
 def test_out_of_memory(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,7 +565,7 @@ def test_tensors_of_inference_mode(tmp_path: Path, accelerator: str) -> None:
     for session in both:
         session.run("validate", loader(seed=1))
     assert_same_sessions(*both)
-    assert both[1].callback.counts.replayed == 4
+    assert both[1].callback.summary.validate.replayed == 4
 
 
 def test_harmless(tmp_path: Path, accelerator: str, capsys: Any) -> None:
@@ -572,7 +573,7 @@ def test_harmless(tmp_path: Path, accelerator: str, capsys: Any) -> None:
         tmp_path,
         accelerator,
         Prints,
-        ours=lambda: evaluating(harmless=["print"], verify_replays=0),
+        ours=lambda: evaluating(harmless=["print"], verify=None),
         val_loader=loader(seed=1, batches=4, ragged=False),
     )
     assert evaluation_of(done.graph).replayed == 9
@@ -705,9 +706,9 @@ def test_training_without_a_graph(tmp_path: Path, accelerator: str) -> None:
     assert evaluation_of(done.graph).replayed > 5
     assert done.graph.counts is None
     assert done.graph.callback is not None
-    report = done.graph.callback.report or ""
+    report = str(done.graph.callback.summary)
     assert "manual optimization" in report
-    assert "  evaluate  " in report
+    assert "  validate  " in report
 
 
 class Iterates(Evaluated):
@@ -721,7 +722,7 @@ def test_steps_that_fetch(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, Iterates, ours=lambda: evaluating(on_unsupported="eager"))
     assert evaluation_of(done.graph) is None
     assert done.graph.callback is not None
-    assert "`Iterates.validation_step` takes `dataloader_iter`" in (done.graph.callback.report or "")
+    assert "`Iterates.validation_step` takes `dataloader_iter`" in str(done.graph.callback.summary)
     with pytest.raises(UnsupportedError, match="dataloader_iter"):
         train(make(Iterates), tmp_path / "raises", evaluating(), accelerator=accelerator)
 
@@ -757,7 +758,7 @@ def test_ops_of_parts(tmp_path: Path, accelerator: str, inference_mode: bool) ->
         session.run("validate", loader(seed=1))
     assert_same_sessions(*both)
     assert both[1].keeper.kept[0]["product"].dtype is torch.bfloat16
-    assert both[1].callback.counts.replayed == 4
+    assert both[1].callback.summary.validate.replayed == 4
 
 
 class Shares(Evaluated):
@@ -826,7 +827,7 @@ def test_strides(tmp_path: Path, accelerator: str) -> None:
     for session in both:
         session.run("validate", loader(seed=1))
         session.run("test", loader(seed=1))
-        assert session.callback is None or session.callback.counts.replayed == 4
+        assert session.callback is None or session.callback.summary.test.replayed == 4
     assert_same_sessions(*both)
 
 
@@ -864,8 +865,8 @@ def test_metrics_on_the_host(tmp_path: Path, accelerator: str, inference_mode: b
     for session in both:
         session.run("validate", loader(seed=1))
     assert_same_sessions(*both)
-    assert both[1].callback.counts.replayed == 4
-    assert "called on the host after each replay: `positions`" in both[1].callback.report
+    assert both[1].callback.summary.validate.replayed == 4
+    assert "called on the host after each replay: `positions`" in str(both[1].callback.summary)
 
 
 class Pruned(Evaluated):
@@ -905,7 +906,7 @@ def test_nothing_is_left_after_an_error(tmp_path: Path, accelerator: str, kind: 
     session = Session(FailsLate, tmp_path, evaluating(), accelerator=accelerator)
     with pytest.raises(ValueError, match="late"):
         session.run(kind, loader(seed=1))
-    assert session.callback.evaluation_counts.replayed > 0
+    assert session.callback.summary.validate.replayed > 0
     assert session.callback._evaluation is None
     assert session.callback._backend is None
     assert "validation_step" not in vars(session.trainer.strategy)
@@ -1045,8 +1046,8 @@ def test_verified(tmp_path: Path, accelerator: str) -> None:
     for session in both:
         session.run("validate", loader(seed=1))
     assert_same_sessions(*both)
-    assert both[1].callback.counts.replayed == 1
-    unchecked = Session(Hides, tmp_path / "wrong", evaluating(verify_replays=0), **kwargs)
+    assert both[1].callback.summary.validate.replayed == 1
+    unchecked = Session(Hides, tmp_path / "wrong", evaluating(verify=None), **kwargs)
     unchecked.run("validate", loader(seed=1))
     assert differences(both[0].all(), unchecked.all())
 
@@ -1079,7 +1080,7 @@ def test_copies(tmp_path: Path, accelerator: str) -> None:
     strategy, ours = copies.copies
     assert strategy.validation_step.__self__ is strategy
     assert (ours._evaluation, ours._backend, ours._training) == (None, None, None)
-    assert ours.evaluation_counts.replayed == 3
+    assert ours.summary.validate.replayed == 3
 
 
 @pytest.mark.filterwarnings(*_IGNORED)
@@ -1092,7 +1093,7 @@ def test_nothing_is_left(tmp_path: Path, accelerator: str) -> None:
     both = sessions(tmp_path, Evaluated, evaluating(), accelerator=accelerator)
     for session in both:
         session.run("validate", loader(seed=1))
-    assert both[1].callback.counts.replayed > 0
+    assert both[1].callback.summary.validate.replayed > 0
     after = code_of_libraries()
     assert {name for name, identity in before.items() if after.get(name) != identity} <= THEIR_OWN
     plain, graph = (

@@ -97,7 +97,7 @@ def test_gan(tmp_path: Path, accelerator: str, precision: Any) -> None:
         assert trainer.global_step == 2 * 33
     assert not differences(*found)
     for step in (module.generator_step, module.discriminator_step):
-        assert step.counts.replayed == 33 - 3 - 3, step.report
+        assert step.summary.calls.replayed == 33 - 3 - 3, step.summary
 
 
 def test_plain_loop(accelerator: str) -> None:

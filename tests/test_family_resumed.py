@@ -63,10 +63,10 @@ def test_resumed_in_both_directions(
         pytest.skip("OneCycleLR cycles a momentum that it does not have")
     graph = run(form, cell, accelerator, callback, STEPS, of_graph)
     assert differences(plain, graph) == []
-    counts = callback.counts
+    counts = callback.summary.fit
     assert counts is not None
     assert counts.replayed > STEPS / 2
-    assert "optimizer steps eagerly" not in str(callback.report)
+    assert "optimizer steps eagerly" not in str(callback.summary)
     ends = [
         run(form, cell, accelerator, maker and maker(), STEPS, ckpt_path=path)
         for maker in (None, CUDAGraphCallback)

@@ -108,8 +108,9 @@ def test_two_hundred_steps(tmp_path: Path, accelerator: str, form: str, clip: fl
     assert_same(plain, graph)
     assert graph.counts.captures == 1
     assert graph.counts.replayed >= 165
-    assert callback.report is not None
-    assert f"{graph_scales.skipped} step(s) skipped, because a gradient overflowed" in callback.report
+    assert f"{graph_scales.skipped} step(s) skipped, because a gradient overflowed" in str(
+        callback.summary
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -125,7 +126,7 @@ def test_the_first_steps_overflow(tmp_path: Path, accelerator: str) -> None:
     assert_same(plain, graph)
     assert graph.counts.warmed_up > 5
     assert graph.counts.captures == 1
-    assert graph.counts.recaptures == []
+    assert graph.counts.recaptures == ()
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -160,7 +161,7 @@ def test_the_scaler_changed_by_hand(tmp_path: Path, accelerator: str) -> None:
     graph, other = run(tmp_path / "graph", accelerator, ChangesTheScaler, CUDAGraphCallback())
     assert not differences(one.history, other.history)
     assert_same(plain, graph)
-    assert graph.counts.recaptures == ["`growth_interval` of the gradient scaler changed from 7 to 3"]
+    assert graph.counts.recaptures == ("`growth_interval` of the gradient scaler changed from 7 to 3",)
 
 
 class ReplacesTheScaler(Overflows):

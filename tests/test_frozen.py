@@ -545,7 +545,7 @@ def test_the_same_eagerly(
 @pytest.mark.spread(4, first=2)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_allowed_if_harmless(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
-    callback = CUDAGraphCallback(scope="step", verify_replays=0, harmless=[REFUSED[cls]])
+    callback = CUDAGraphCallback(scope="step", verify=None, harmless=[REFUSED[cls]])
     allowed = _train(_make(cls), tmp_path, callback, accelerator=accelerator, max_epochs=1)
     assert allowed.counts.captures >= 1
     assert allowed.counts.replayed >= 4
@@ -566,7 +566,7 @@ def test_without_the_audit_it_would_train_wrong(
         "lightning_cudagraph.trainer.training.captured_step.recording.frozen_python_audit", no_audit
     )
     monkeypatch.setattr(Effects, "refused", lambda *args: nullcontext())
-    callback = CUDAGraphCallback(verify_replays=0)
+    callback = CUDAGraphCallback(verify=None)
     graph = train(make(cls), tmp_path / "graph", callback, accelerator=accelerator)
     assert graph.counts.replayed > 10
     assert differences(plain.final["weights"], graph.final["weights"])
@@ -590,10 +590,10 @@ def test_a_graph_for_each_epoch(tmp_path: Path, accelerator: str, cls: type[Net]
     assert_same(plain, graph)
     assert graph.counts.captures == 3
     assert graph.counts.replayed == 12
-    assert graph.counts.recaptures == [
+    assert graph.counts.recaptures == (
         "`current_epoch` changed from 0 to 1",
         "`current_epoch` changed from 1 to 2",
-    ]
+    )
 
 
 @pytest.mark.long
@@ -601,7 +601,7 @@ def test_captures_that_serve_are_never_too_many(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 10}
-    callback = CUDAGraphCallback(verify_replays=0)
+    callback = CUDAGraphCallback(verify=None)
     short = train(make(PerEpoch), tmp_path / "short", callback, **kwargs)
     assert short.counts.captures == 8
     assert any("8 captures in a row that served fewer than 32 replays" in r for r in short.counts.eager)
@@ -869,7 +869,7 @@ def test_guarded(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
     graph = train(make(cls), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
     assert_same(plain, graph)
-    assert graph.counts.recaptures == [GUARDED[cls]]
+    assert graph.counts.recaptures == (GUARDED[cls],)
 
 
 @pytest.mark.parametrize("harmless", ["print", 3, [1], None])

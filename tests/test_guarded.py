@@ -387,7 +387,7 @@ def _pair(build: Any, tmp_path: Path, accelerator: str, **arguments: Any) -> tup
             max_epochs=1,
         )
 
-    return run("plain", None), run("graph", CUDAGraphCallback(verify_replays=0, **arguments))
+    return run("plain", None), run("graph", CUDAGraphCallback(verify=None, **arguments))
 
 
 @pytest.mark.spread(3)

@@ -57,7 +57,7 @@ def _pair(build: Any, tmp_path: Path, accelerator: str, **kwargs: Any) -> tuple[
         arguments = {"accelerator": accelerator, **kwargs, **make_kwargs()}
         return train(make(build), tmp_path / name, callback, **arguments)
 
-    return run("plain", None), run("graph", CUDAGraphCallback(verify_replays=0, evaluation=evaluation))
+    return run("plain", None), run("graph", CUDAGraphCallback(verify=None, evaluation=evaluation))
 
 
 @pytest.mark.spread(4)
@@ -184,7 +184,7 @@ def test_evaluation(name: str, tmp_path: Path, accelerator: str) -> None:
 
     plain, graph = _pair(Reads, tmp_path, accelerator, evaluation=True, make_kwargs=long_validation)
     assert_same(plain, graph)
-    counts = graph.callback.evaluation_counts
+    counts = graph.callback.summary.validate
     assert counts is not None
     assert counts.captures == 3
     assert counts.replayed == 15

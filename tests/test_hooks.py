@@ -423,7 +423,7 @@ def test_gradients_changed_by_callbacks(tmp_path: Path, accelerator: str, every:
     )
     assert done.graph.counts.replayed >= 15
     assert done.graph.callback is not None
-    assert "`LambdaCallback.on_after_backward` (" in str(done.graph.callback.report)
+    assert "`LambdaCallback.on_after_backward` (" in str(done.graph.callback.summary)
 
 
 def test_scope_step(tmp_path: Path, accelerator: str) -> None:
@@ -632,7 +632,7 @@ def test_host_work_after_the_backward_pass(
     done = row(tmp_path, accelerator, cls, **kwargs)
     assert done.graph.counts.replayed >= 12
     assert done.graph.callback is not None
-    report = str(done.graph.callback.report)
+    report = str(done.graph.callback.summary)
     assert "and the optimizer steps eagerly" in report
     assert "test_hooks.py:" in report
     with pytest.raises(CaptureError, match=r"test_hooks.py:\d+ \(`self\."):
@@ -664,7 +664,7 @@ def test_clipping_that_asks_for_finite_gradients(tmp_path: Path, accelerator: st
     )
     assert done.graph.counts.replayed >= 14
     assert done.graph.callback is not None
-    report = str(done.graph.callback.report)
+    report = str(done.graph.callback.summary)
     line = ClipsStrictly.configure_gradient_clipping.__code__.co_firstlineno + 1
     assert "and the optimizer steps eagerly" in report
     assert f"test_hooks.py:{line} (`nn.utils.clip_grad_norm_(" in report
@@ -777,7 +777,7 @@ def test_python_in_the_backward_pass_is_watched(tmp_path: Path, accelerator: str
     """On a GPU too, where autograd would call it in a thread of its own."""
     plain = train(make(ScalesGradients), tmp_path / "plain", accelerator=accelerator, max_epochs=3)
     threads.clear()
-    callback = CUDAGraphCallback(verify_replays=0, harmless=["threads"])
+    callback = CUDAGraphCallback(verify=None, harmless=["threads"])
     graph = train(
         make(ScalesGradients), tmp_path / "graph", callback, accelerator=accelerator, max_epochs=3
     )

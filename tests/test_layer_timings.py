@@ -1,4 +1,4 @@
-"""`LayerTimings` as a callback of its own: eager runs, with the tags of those with graphs."""
+"""`LayerTimingsMonitor`: eager runs, with the tags of those with graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
-from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    ConfigurationError,
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+)
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.test_clock import events, steps
 
@@ -46,7 +51,7 @@ def test_the_same_run(tmp_path: Path, accelerator: str, n: int, accumulate: int,
         "gradient_clip_val": 0.5,
         "gradient_clip_algorithm": "value",
     }
-    timings = LayerTimings(every_n_steps=n)
+    timings = LayerTimingsMonitor(LayerTimings(every_n_steps=n))
     plain = train(make(Net), tmp_path / "plain", watched=watched, **arguments)
     timed = train(make(Net), tmp_path / "timed", callbacks=(timings,), watched=watched, **arguments)
     assert_same(plain, timed)
@@ -59,7 +64,7 @@ def test_mixed_precision(tmp_path: Path, accelerator: str, precision: Any) -> No
     if precision == "16-mixed" and accelerator == "cpu":
         pytest.skip("Lightning has no gradient scaler on a CPU")
     plain = run(tmp_path / "plain", accelerator, precision=precision)
-    timed = run(tmp_path / "timed", accelerator, LayerTimings(), precision=precision)
+    timed = run(tmp_path / "timed", accelerator, LayerTimingsMonitor(), precision=precision)
     assert_same(plain, timed)
     tags = events(tmp_path / "timed").Tags()["scalars"]
     assert ("step_ms/scaler" in tags) == (precision == "16-mixed")
@@ -78,7 +83,8 @@ def test_the_steps_and_the_tags_of_a_run_with_graphs(
         "max_epochs": 4,
         "checkpoint_every": 0,
     }
-    run(tmp_path / "eager", accelerator, timings, **arguments)
+    monitor = LayerTimingsMonitor(timings)
+    run(tmp_path / "eager", accelerator, monitor, **arguments)
     run(tmp_path / "graph", accelerator, CUDAGraphCallback(timings=timings), **arguments)
     eager, graph = events(tmp_path / "eager"), events(tmp_path / "graph")
     tags = {tag for tag in eager.Tags()["scalars"] if tag.startswith(("layer_", "step_ms/"))}
@@ -90,7 +96,7 @@ def test_the_steps_and_the_tags_of_a_run_with_graphs(
     assert found == [step for step in range(1, n_steps, 2) for _ in range(accumulate)]
     assert set(steps(graph, "step_ms/total")) < set(steps(eager, "step_ms/total"))
     text = eager.Tensors("layer_timings/report/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert (timings.report or "?") in text
+    assert (monitor.report or "?") in text
 
 
 class _SlowHook(Net):
@@ -108,7 +114,7 @@ def test_hooks_before_a_step_are_in_the_gap(tmp_path: Path, accelerator: str, gr
         tmp_path,
         CUDAGraphCallback(timings=timings) if graphed else None,
         accelerator=accelerator,
-        callbacks=() if graphed else (timings,),
+        callbacks=() if graphed else (LayerTimingsMonitor(timings),),
         logger=TensorBoardLogger(tmp_path),
         max_epochs=1,
     )
@@ -130,7 +136,7 @@ class _Drops(Net):
 
 
 def test_layers_of_some_steps_are_timed(tmp_path: Path, accelerator: str) -> None:
-    timings = LayerTimings()
+    timings = LayerTimingsMonitor()
     for last in (7, 8):
         train(
             make(_Drops),
@@ -146,13 +152,13 @@ def test_layers_of_some_steps_are_timed(tmp_path: Path, accelerator: str) -> Non
 
 
 def test_no_step_was_timed(tmp_path: Path, accelerator: str) -> None:
-    timings = LayerTimings(every_n_steps=1000)
+    timings = LayerTimingsMonitor(LayerTimings(every_n_steps=1000))
     run(tmp_path, accelerator, timings)
     assert "in 1000 is timed, and the run has come to none of them" in str(timings.report)
 
 
 def test_the_parts_come_to_the_whole(tmp_path: Path, accelerator: str) -> None:
-    run(tmp_path, accelerator, LayerTimings())
+    run(tmp_path, accelerator, LayerTimingsMonitor())
     found = events(tmp_path)
     parts = [found.Scalars(f"step_ms/{part}") for part in ("forward", "backward", "optimizer")]
     for total, *rest in zip(found.Scalars("step_ms/total"), *parts, strict=True):
@@ -201,7 +207,7 @@ def test_manual_optimization(tmp_path: Path, accelerator: str, n: int) -> None:
         trainer.fit(module, loader(ragged=False, batches=8))
         return {**module.state_dict(), "rng": torch.get_rng_state()}
 
-    plain, timed = fit("plain"), fit("timed", LayerTimings(every_n_steps=n))
+    plain, timed = fit("plain"), fit("timed", LayerTimingsMonitor(LayerTimings(every_n_steps=n)))
     assert differences(plain, timed) == []
     found = events(tmp_path / "timed")
     for tag in ("step_ms/total", "layer_forward_ms/one.2", "layer_backward_ms/other"):
@@ -318,7 +324,7 @@ def test_the_stages_of_manual_optimization(tmp_path: Path, accelerator: str, how
             logger=TensorBoardLogger(tmp_path / name),
         )
 
-    timings = LayerTimings()
+    timings = LayerTimingsMonitor()
     timed = fit("timed", timings)
     assert_same(fit("plain"), timed)
     found = events(tmp_path / "timed")
@@ -368,13 +374,13 @@ def test_steps_before_the_step(tmp_path: Path, accelerator: str) -> None:
         kwargs: dict[str, Any] = {"accelerator": accelerator, "callbacks": callbacks, **loaders}
         return train(make(_StepsBefore), tmp_path / name, checkpoint_every=0, **kwargs)
 
-    timings = LayerTimings()
+    timings = LayerTimingsMonitor()
     assert_same(fit("plain"), fit("timed", timings))
     assert "one.0" in (timings.report or "")
 
 
 def test_beside_a_callback_with_graphs(tmp_path: Path, accelerator: str) -> None:
-    timings = LayerTimings(modules=["head"])
+    timings = LayerTimingsMonitor(LayerTimings(modules=["head"]))
     with pytest.raises(ConfigurationError, match=r"timings=LayerTimings\(modules=\('head',\)"):
         run(tmp_path / "both", accelerator, timings, CUDAGraphCallback())
     run(tmp_path / "off", accelerator, timings, CUDAGraphCallback(backend="off"))
@@ -382,13 +388,13 @@ def test_beside_a_callback_with_graphs(tmp_path: Path, accelerator: str) -> None
 
 
 def test_only_one(tmp_path: Path, accelerator: str) -> None:
-    with pytest.raises(ConfigurationError, match="The trainer has 2 `LayerTimings`"):
-        run(tmp_path, accelerator, LayerTimings(), LayerTimings(depth=1))
+    with pytest.raises(ConfigurationError, match="The trainer has 2 `LayerTimingsMonitor`s"):
+        run(tmp_path, accelerator, LayerTimingsMonitor(), LayerTimingsMonitor(LayerTimings(depth=1)))
 
 
 def test_a_pattern_that_matches_nothing(tmp_path: Path, accelerator: str) -> None:
     with pytest.raises(ConfigurationError, match="matches no module of `Net`"):
-        run(tmp_path, accelerator, LayerTimings(modules=["blocks.*"]))
+        run(tmp_path, accelerator, LayerTimingsMonitor(LayerTimings(modules=["blocks.*"])))
 
 
 @pytest.mark.spread(2)
@@ -409,7 +415,7 @@ def test_an_exception_leaves_nothing_behind(tmp_path: Path, accelerator: str, wh
             if where == "end" and self.trainer.global_step == 5:
                 raise ArithmeticError
 
-    timings = LayerTimings()
+    timings = LayerTimingsMonitor()
     trace = train(
         make(Fails),
         tmp_path,
@@ -426,7 +432,7 @@ def test_an_exception_leaves_nothing_behind(tmp_path: Path, accelerator: str, wh
     assert "configure_gradient_clipping" not in vars(trace.module)
     for name in ("batch_to_device", "optimizer_step"):
         assert name not in vars(trace.trainer.strategy)
-    assert "_run" not in vars(timings)
+    assert vars(timings)["_run"] is None
     found = steps(events(tmp_path), "step_ms/total")
     assert found == list(range(len(found)))
     assert len(found) >= 4
@@ -452,7 +458,7 @@ def test_a_batch_that_a_hook_skips(tmp_path: Path, accelerator: str) -> None:
             logger=TensorBoardLogger(tmp_path / name),
         )
 
-    assert_same(fit("plain"), fit("timed", LayerTimings()))
+    assert_same(fit("plain"), fit("timed", LayerTimingsMonitor()))
     assert hooks == [0] * 6
     assert steps(events(tmp_path / "timed"), "step_ms/total") == [*range(12)]
 
@@ -465,16 +471,16 @@ def test_copies(tmp_path: Path, accelerator: str) -> None:
             copied.append(copy.deepcopy(timings))
             copied.append(pickle.loads(pickle.dumps(timings)))
 
-    timings = LayerTimings(types=["Linear"], every_n_steps=2)
+    timings = LayerTimingsMonitor(LayerTimings(types=["Linear"], every_n_steps=2))
     run(tmp_path, accelerator, timings, Copies(), limit_train_batches=2, max_epochs=1)
     assert len(copied) == 4
     for other in copied:
-        assert other == timings
-        assert repr(other) == repr(timings)
-        assert "_run" not in vars(other)
-    assert timings != LayerTimings(types=["Linear"])
+        assert other.timings == timings.timings
+        assert repr(other.timings) == repr(timings.timings)
+        assert vars(other)["_run"] is None
+    assert timings.timings != LayerTimings(types=["Linear"])
     assert LayerTimings(types=["Linear"]) == LayerTimings(types=("Linear",))
-    assert hash(timings) == hash(copied[0])
+    assert hash(timings.timings) == hash(copied[0].timings)
 
 
 # Lightning's CLI uses what newer versions of jsonargparse deprecate.
@@ -485,8 +491,8 @@ def test_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(
         "trainer:\n"
         "  callbacks:\n"
-        "    - class_path: lightning_cudagraph.LayerTimings\n"
-        "      init_args: {types: [Linear], every_n_steps: 5}\n"
+        "    - class_path: lightning_cudagraph.LayerTimingsMonitor\n"
+        "      init_args: {timings: {types: [Linear], every_n_steps: 5}}\n"
         "    - class_path: lightning_cudagraph.CUDAGraphCallback\n"
         "      init_args: {backend: 'off', timings: {modules: [head], depth: 2}}\n"
         "    - class_path: lightning_cudagraph.CUDAGraphCallback\n"
@@ -494,8 +500,8 @@ def test_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "      init_args: {timings: null}\n"
     )
     cli = LightningCLI(Net, run=False, args=["--config", str(file)], seed_everything_default=3)
-    timings, *graphs = cli.trainer.callbacks[:4]  # type: ignore[attr-defined]
-    assert timings == LayerTimings(types=["Linear"], every_n_steps=5)
+    monitor, *graphs = cli.trainer.callbacks[:4]  # type: ignore[attr-defined]
+    assert monitor.timings == LayerTimings(types=["Linear"], every_n_steps=5)
     assert [graph.timings for graph in graphs] == [
         LayerTimings(modules=["head"], depth=2),
         LayerTimings(),

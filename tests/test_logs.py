@@ -20,7 +20,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_cudagraph import CaptureError, CUDAGraphCallback
+from lightning_cudagraph import (
+    CaptureError,
+    CUDAGraphCallback,
+    Verification,
+)
 from tests.harness import Apart, Net, Trace, assert_same, differences, loader, make, train
 
 pytestmark = [
@@ -202,7 +206,7 @@ def test_everything(
         val_check_interval=4,
     )
     assert graph.counts.captures >= window
-    assert graph.counts.recaptures == []
+    assert graph.counts.recaptures == ()
     assert graph.counts.replayed >= 24
     for name in ("both", "mean/mean", "max/max", "of_torch/sum", "integer", "double", "python_float"):
         eager, captured = host_updates.of(name)
@@ -272,7 +276,7 @@ def test_overrides(tmp_path: Path, accelerator: str, scope: Any, window: int) ->
         val_check_interval=4,
     )
     assert graph.counts.replayed >= 20
-    assert graph.counts.recaptures == []
+    assert graph.counts.recaptures == ()
     logged = {name for step in graph.steps for name in step["logged_metrics"]}
     assert {"in_backward_step", "in_backward_peak", "before_step_step", "after_step_step"} <= logged
     assert {"epoch_start", "epoch_start_weight", "in_backward_epoch", "after_step_epoch"} <= logged
@@ -338,8 +342,7 @@ def test_fit_twice(tmp_path: Path, accelerator: str) -> None:
         results = trainer.fit_loop.epoch_loop._results
         ends.append((dict(trainer.callback_metrics), {k: vars(m)["value"] for k, m in results.items()}))
         if callback is not None:
-            assert callback.counts is not None
-            assert callback.counts.replayed >= 6
+            assert callback.summary.fit.replayed >= 6
     ends = [(m, {k: v for k, v in r.items() if isinstance(v, Tensor)}) for m, r in ends]
     assert not differences(ends[0], ends[1])
     assert all(value.device.type == "cpu" for value in ends[1][1].values())
@@ -443,7 +446,7 @@ _CHANGING: dict[type[Net], str] = {
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("cls", _CHANGING, ids=lambda cls: cls.__name__)
 def test_a_number_that_changes(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
-    verified = {"verify_every_n_steps": 1} if cls is Hidden else {}
+    verified = {"verify": Verification(every_n_steps=1)} if cls is Hidden else {}
     with pytest.raises(CaptureError, match=_CHANGING[cls]) as caught:
         train(make(cls), tmp_path / "raise", CUDAGraphCallback(**verified), accelerator=accelerator)
     lines = Path(__file__).read_text().splitlines()
@@ -595,7 +598,6 @@ def test_effects_are_named(
         said.append(capsys.readouterr().out.count("a step"))
         found.append(_scalars(tmp_path / name))
     assert callback is not None
-    assert callback.counts is not None
-    assert callback.counts.replayed == 0
+    assert callback.summary.fit.replayed == 0
     assert said[0] == said[1]
     assert found[0] == found[1]

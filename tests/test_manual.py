@@ -22,7 +22,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
-from lightning_cudagraph import CUDAGraphCallback, GraphedStep, LayerTimings, UnsupportedError
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    GraphedStep,
+    LayerTimingsMonitor,
+    UnsupportedError,
+)
 from tests.harness import Net, differences, make, train
 
 STEPS = 8  # in an epoch
@@ -230,9 +235,9 @@ def test_same_as_plain(tmp_path: Path, accelerator: str, cls: type[GAN], precisi
     module = assert_same(tmp_path, accelerator, cls, precision=precision)
     for step in (module.critic_step, module.generator_step):
         # One more in warm-up, where the gradients of the other net are there from the second call on.
-        assert step.counts.replayed == (20 if cls is Untoggled else 21), step.report
-        assert not step.counts.eager
-        assert not step.counts.recaptures
+        assert step.summary.calls.replayed == (20 if cls is Untoggled else 21), step.summary
+        assert not step.summary.calls.eager
+        assert not step.summary.calls.recaptures
 
 
 def test_global_step_counts_the_steps_of_optimizers(tmp_path: Path, accelerator: str) -> None:
@@ -260,7 +265,7 @@ def test_fp16(tmp_path: Path, accelerator: str, cls: type[GAN]) -> None:
         return {"plugins": [MixedPrecision("16-mixed", device, scaler)], "callbacks": [Boost()]}
 
     module = assert_same(tmp_path, accelerator, cls, kwargs)
-    assert module.critic_step.counts.replayed == 21, module.critic_step.report
+    assert module.critic_step.summary.calls.replayed == 21, module.critic_step.summary
 
 
 def test_profiler(tmp_path: Path, accelerator: str) -> None:
@@ -285,7 +290,7 @@ def test_copies_hold_no_graph(tmp_path: Path, accelerator: str) -> None:
     copies = Copies()
     module = build(GAN, True)
     fit(tmp_path, accelerator, module, callbacks=[copies])
-    assert module.critic_step.counts.replayed == 21
+    assert module.critic_step.summary.calls.replayed == 21
     with pytest.raises(RuntimeError, match="is a copy, or was unpickled"):
         copies.copied(torch.zeros(8, 4))
 
@@ -378,9 +383,11 @@ def test_refused_and_eager(tmp_path: Path, accelerator: str, case: str) -> None:
         options: Any = {"on_unsupported": "eager"}  # noqa: RUF012
 
     module = assert_same(tmp_path, accelerator, Eager)
-    assert not module.critic_step.counts.replayed
-    assert sum(module.critic_step.counts.eager.values()) == 27 - 6, module.critic_step.report
-    assert module.generator_step.counts.replayed == 21
+    assert not module.critic_step.summary.calls.replayed
+    assert sum(module.critic_step.summary.calls.eager.values()) == 27 - 6, str(
+        module.critic_step.summary
+    )
+    assert module.generator_step.summary.calls.replayed == 21
 
 
 class Norms(Callback):
@@ -391,8 +398,8 @@ class Norms(Callback):
 def test_callbacks_inside_are_refused(tmp_path: Path, accelerator: str) -> None:
     with pytest.raises(UnsupportedError, match=r"`Norms\.on_before_optimizer_step` is called between"):
         fit(tmp_path, accelerator, build(GAN, True), callbacks=[Norms()])
-    with pytest.raises(UnsupportedError, match=r"has a `LayerTimings`, .* with `Profiler`"):
-        fit(tmp_path, accelerator, build(GAN, True), callbacks=[LayerTimings()])
+    with pytest.raises(UnsupportedError, match=r"has a `LayerTimingsMonitor`, .* with `Profiler`"):
+        fit(tmp_path, accelerator, build(GAN, True), callbacks=[LayerTimingsMonitor()])
 
 
 def test_weight_that_changes_leads_to_another_capture(tmp_path: Path, accelerator: str) -> None:
@@ -401,10 +408,10 @@ def test_weight_that_changes_leads_to_another_capture(tmp_path: Path, accelerato
             self.weight = 0.5 if self.current_epoch < 2 else 0.25
 
     module = assert_same(tmp_path, accelerator, Anneals)
-    (reason,) = module.critic_step.counts.recaptures
+    (reason,) = module.critic_step.summary.calls.recaptures
     assert reason.startswith("`weight` of the `")
     assert reason.endswith("Anneals` changed from 0.5 to 0.25")
-    assert module.critic_step.counts.replayed == 18
+    assert module.critic_step.summary.calls.replayed == 18
 
 
 def test_the_callback_points_to_graphed_step(tmp_path: Path, accelerator: str) -> None:
@@ -416,8 +423,8 @@ def test_callback_that_stays_eager_beside_graphed_steps(tmp_path: Path, accelera
     callback = CUDAGraphCallback(on_unsupported="eager")
     with pytest.warns(UserWarning, match="uses manual optimization"):
         module = assert_same(tmp_path, accelerator, GAN, lambda: {"callbacks": [callback]})
-    assert module.critic_step.counts.replayed == 21
-    assert "all steps eager" in str(callback.report)
+    assert module.critic_step.summary.calls.replayed == 21
+    assert "all steps eager" in str(callback.summary)
 
 
 class Distills(Net):
@@ -447,7 +454,7 @@ def test_inside_a_step_of_the_callback(tmp_path: Path, accelerator: str, warmup_
     graph = train(make(lambda: Distills(True)), tmp_path / "b", callback, accelerator=accelerator)
     found = differences([plain.steps, plain.final], [graph.steps, graph.final])
     assert not found
-    assert graph.counts.replayed == 21 - warmup_steps, callback.report
+    assert graph.counts.replayed == 21 - warmup_steps, callback.summary
     assert graph.counts.captures == 1
 
 
@@ -496,8 +503,8 @@ def test_validation_and_resuming(tmp_path: Path, accelerator: str) -> None:
         pl.seed_everything(7, verbose=False)
         trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path, weights_only=False)
         if graphs:
-            assert module.critic_step.counts.replayed > 5
-            assert not module.critic_step.counts.recaptures
+            assert module.critic_step.summary.calls.replayed > 5
+            assert not module.critic_step.summary.calls.recaptures
         return trainer
 
     def left(trainer: pl.Trainer) -> list[Any]:
@@ -530,7 +537,7 @@ class ReadsMetric(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         options = {} if self.graphs else {"backend": "off"}
-        self.part = GraphedStep(self._part, self, self.optimizers(), verify_replays=0, **options)
+        self.part = GraphedStep(self._part, self, self.optimizers(), verify=None, **options)
 
     def on_fit_end(self) -> None:
         self.part.close()
@@ -561,6 +568,6 @@ def test_reads_a_metric_of_the_host(tmp_path: Path, accelerator: str, reads_coun
         train(module, tmp_path / str(graphs), train_loader=loader(), accelerator=accelerator)
         results.append([module.losses, dict(module.net.state_dict())])
     assert not differences(*results)
-    assert module.part.counts.replayed > 0
+    assert module.part.summary.calls.replayed > 0
     # The count is a number; the state is written where it is.
-    assert len(module.part.counts.recaptures) == (2 if reads_count else 0)
+    assert len(module.part.summary.calls.recaptures) == (2 if reads_count else 0)

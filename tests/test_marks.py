@@ -263,7 +263,7 @@ def run(
 
 def report_of(trace: Trace) -> str:
     assert trace.callback is not None
-    return str(trace.callback.report)
+    return str(trace.callback.summary)
 
 
 def hooks_of(module: nn.Module | None) -> list[str]:

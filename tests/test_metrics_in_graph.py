@@ -152,9 +152,8 @@ _ODD_BATCHES = ("exact", "perplexity")  # cannot be given a batch of three
 def on_host(trace: Trace) -> dict[str, str]:
     """The metrics that the report says are called on the host, with the reason."""
     assert trace.callback is not None
-    assert trace.callback.report is not None
     found: dict[str, str] = {}
-    for line in trace.callback.report.splitlines():
+    for line in str(trace.callback.summary).splitlines():
         _, said, rest = line.partition("called on the host after each replay: ")
         if said:
             names, _, reason = rest.partition(" (")
@@ -283,8 +282,7 @@ def test_a_class_too_many_is_an_error_still(tmp_path: Path, accelerator: str) ->
     callback = CUDAGraphCallback()
     with pytest.raises(RuntimeError, match="index"):
         train(make(WrongClass), tmp_path / "graph", callback, accelerator=accelerator)
-    assert callback.counts is not None
-    assert callback.counts.replayed >= 1
+    assert callback.summary.fit.replayed >= 1
 
 
 class Everyday(Watched):
@@ -361,8 +359,7 @@ def test_evaluation(tmp_path: Path, accelerator: str) -> None:
     assert_same(plain, graph)
     assert differences(plain.module.seen, graph.module.seen) == []  # type: ignore[union-attr]
     assert graph.counts.replayed >= 9
-    assert callback.evaluation_counts is not None
-    assert callback.evaluation_counts.replayed >= 4
+    assert callback.summary.validate.replayed >= 4
     assert on_host(graph) == {}
 
 
@@ -898,7 +895,7 @@ def test_a_metric_of_the_host_that_the_step_reads(
     tmp_path: Path, accelerator: str, cls: type[Net]
 ) -> None:
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
-    callback = CUDAGraphCallback(verify_replays=0)
+    callback = CUDAGraphCallback(verify=None)
     graph = train(make(cls), tmp_path / "graph", callback, accelerator=accelerator)
     assert_same(plain, graph)
     assert graph.counts.captures == 3

@@ -20,7 +20,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+)
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
 from lightning_cudagraph.timing.readings.spans import Reading
@@ -47,7 +51,7 @@ def test_a_checkpoint_in_the_middle_of_a_step(
 
     saves = Saves()
     setattr(saves, hook, save)
-    both: list[Callback] = [LayerTimings(), saves]
+    both: list[Callback] = [LayerTimingsMonitor(), saves]
     trainer = pl.Trainer(
         max_epochs=1,
         accelerator=accelerator,
@@ -86,7 +90,9 @@ def test_a_closure_that_is_called_several_times(
         TensorBoardWriter, "add", lambda self, one: (readings.append(one), add(self, one))
     )
     plain = train(make(_Lbfgs), tmp_path / "plain", accelerator=accelerator)
-    timed = train(make(_Lbfgs), tmp_path / "timed", accelerator=accelerator, callbacks=(LayerTimings(),))
+    timed = train(
+        make(_Lbfgs), tmp_path / "timed", accelerator=accelerator, callbacks=(LayerTimingsMonitor(),)
+    )
     assert_same(plain, timed)
     assert isinstance(timed.module, _Lbfgs)
     calls = timed.module.seen.count(2)
@@ -109,7 +115,7 @@ def test_steps_do_not_wait_for_the_collector(tmp_path: Path, accelerator: str) -
     gc.collect()
     gc.disable()
     try:
-        run(tmp_path, accelerator, LayerTimings(), Counts(), max_epochs=2)
+        run(tmp_path, accelerator, LayerTimingsMonitor(), Counts(), max_epochs=2)
     finally:
         gc.enable()
     assert len(alive) == 16
@@ -139,7 +145,10 @@ class _KeepsALoss(Net):
 def test_a_backward_pass_behind_the_step(tmp_path: Path, accelerator: str) -> None:
     plain = train(make(_KeepsALoss), tmp_path / "plain", accelerator=accelerator)
     timed = train(
-        make(_KeepsALoss), tmp_path / "timed", accelerator=accelerator, callbacks=(LayerTimings(),)
+        make(_KeepsALoss),
+        tmp_path / "timed",
+        accelerator=accelerator,
+        callbacks=(LayerTimingsMonitor(),),
     )
     assert_same(plain, timed)
     assert isinstance(timed.module, _KeepsALoss)
@@ -179,7 +188,7 @@ def test_passes_behind_the_step_of_the_optimizer(
     tmp_path: Path, accelerator: str, cls: Any, others: tuple[Callback, ...]
 ) -> None:
     """What the batch does when its step has come to its end is not timed."""
-    timings = LayerTimings()
+    timings = LayerTimingsMonitor()
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator, callbacks=others)
     timed = train(make(cls), tmp_path / "timed", accelerator=accelerator, callbacks=(*others, timings))
     assert_same(plain, timed)
@@ -261,15 +270,14 @@ class _Unpacks(Net):
 def test_outputs_of_layers_that_cannot_be_walked(
     tmp_path: Path, accelerator: str, pack: Any, logits: Any, graphed: bool
 ) -> None:
-    timings = LayerTimings()
-    callback = CUDAGraphCallback(timings=timings) if graphed else None
+    callback = CUDAGraphCallback() if graphed else None
     plain = train(make(lambda: _Unpacks(pack, logits)), tmp_path / "plain", accelerator=accelerator)
     timed = train(
         make(lambda: _Unpacks(pack, logits)),
         tmp_path / "timed",
         callback,
         accelerator=accelerator,
-        callbacks=() if graphed else (timings,),
+        callbacks=() if graphed else (LayerTimingsMonitor(),),
     )
     assert_same(plain, timed)
     assert callback is None or timed.counts.replayed == 18
@@ -283,7 +291,7 @@ def test_layers_in_torchscript(tmp_path: Path, accelerator: str) -> None:
         net.head = torch.jit.script(nn.Sequential(nn.Linear(24, 4)))
         return net
 
-    timings = LayerTimings()
+    timings = LayerTimingsMonitor()
     with warnings.catch_warnings():
         # TorchScript is at its end: a `DeprecationWarning`, and from torch 2.15 on a `FutureWarning`.
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
@@ -316,7 +324,7 @@ def _changed(
 ) -> tuple[dict[str, int], str]:
     """A run the layers of which change in the middle: the last steps of their times; the report."""
     timings = LayerTimings()
-    graph = CUDAGraphCallback(timings=timings)
+    graph, monitor = CUDAGraphCallback(timings=timings), LayerTimingsMonitor(timings)
     plain = train(
         make(cls), folder / "plain", accelerator=accelerator, logger=TensorBoardLogger(folder / "plain")
     )
@@ -325,7 +333,7 @@ def _changed(
         folder / "timed",
         graph if graphed else None,
         accelerator=accelerator,
-        callbacks=() if graphed else (timings,),
+        callbacks=() if graphed else (monitor,),
         logger=TensorBoardLogger(folder / "timed"),
     )
     assert_same(plain, timed)
@@ -333,7 +341,7 @@ def _changed(
     prefix = "layer_forward_ms/"
     tags = [tag for tag in found.Tags()["scalars"] if tag.startswith(prefix)]
     last = {tag.removeprefix(prefix): steps(found, tag)[-1] for tag in tags}
-    return last, str(graph.report if graphed else timings.report)
+    return last, str(graph.summary if graphed else monitor.report)
 
 
 @pytest.mark.spread(2)
@@ -369,7 +377,7 @@ class _Copies(Net):
 
 def test_a_copy_of_layers(tmp_path: Path, accelerator: str) -> None:
     """What it calls belongs to no layer, and it holds nothing of the step's marks."""
-    timings = LayerTimings(modules=["features.*"])
+    timings = LayerTimingsMonitor(LayerTimings(modules=["features.*"]))
     plain = train(make(_Copies), tmp_path / "plain", accelerator=accelerator)
     timed = train(make(_Copies), tmp_path / "timed", accelerator=accelerator, callbacks=(timings,))
     assert_same(plain, timed)
@@ -416,7 +424,7 @@ def test_layers_in_compiled_code(tmp_path: Path, accelerator: str, n: int) -> No
             train_loader=loader(ragged=False),
         )
 
-    timings = LayerTimings(every_n_steps=n)
+    timings = LayerTimingsMonitor(LayerTimings(every_n_steps=n))
     plain, timed = fit("plain"), fit("timed", timings)
     assert_same(plain, timed)
     (ops,) = plain.module.compiled_ops
@@ -445,7 +453,7 @@ def test_a_pickle_in_the_middle_of_a_step(tmp_path: Path, accelerator: str, grap
     """Also in the warm-up steps of a run with graphs, the last of which is timed."""
     timings = LayerTimings(modules=["features.*"])
     callback = CUDAGraphCallback(timings=timings, harmless=["loaded"]) if graphed else None
-    others = () if graphed else (timings,)
+    others = () if graphed else (LayerTimingsMonitor(timings),)
     plain = train(make(_Pickles), tmp_path / "plain", accelerator=accelerator)
     timed = train(
         make(_Pickles), tmp_path / "timed", callback=callback, accelerator=accelerator, callbacks=others

@@ -604,7 +604,7 @@ def test_a_logger_that_keeps_gradients(
     kept = "code outside of the step keeps a gradient, or a part of one"
     assert runs.plain_replays > (20 if kind is Notes else 0)
     assert runs.traces[1].counts.replayed > 20
-    assert runs.traces[1].counts.recaptures == ([kept] if kind is KeepsGradients else [])
+    assert runs.traces[1].counts.recaptures == ((kept,) if kind is KeepsGradients else ())
     plain, graph = loggers
     assert len(plain.seen) == len(graph.seen) > 3
     assert not differences(plain.seen, graph.seen)

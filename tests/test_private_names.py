@@ -225,7 +225,7 @@ def test_off_and_said(
     fixed_counts._counts.cache_clear()
     assert_same(plain, graph)
     assert graph.counts.replayed >= 4
-    assert said in str(graph.callback.report)  # type: ignore[union-attr]
+    assert said in str(graph.callback.summary)  # type: ignore[union-attr]
 
 
 def test_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

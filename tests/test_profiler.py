@@ -853,7 +853,7 @@ def test_a_step_of_the_callback(tmp_path: Path, accelerator: str, reports: Repor
     found = []
     with Profiler(reports.add) as profiler:
         Timed.profiler = profiler
-        for name, callback in (("a", None), ("b", CUDAGraphCallback(verify_replays=0))):
+        for name, callback in (("a", None), ("b", CUDAGraphCallback(verify=None))):
             trace = train(
                 make(lambda: Timed(across=parts)),
                 tmp_path / name,
@@ -865,7 +865,7 @@ def test_a_step_of_the_callback(tmp_path: Path, accelerator: str, reports: Repor
     (plain, eager), (graphed, replayed) = found
     assert_same(plain, graphed)
     steps, validated = 3 * 8, 3 * 3 * ["forward", "head"]
-    assert graphed.counts.replayed == steps - 3 - 3
+    assert graphed.summary.calls.replayed == steps - 3 - 3
     for contexts in (eager, replayed):
         counts = {name: contexts.count(name) for name in expected}
         wanted = {name: steps + validated.count(name) for name in expected}
@@ -887,8 +887,8 @@ def test_a_report_that_fails_ends_the_fit_and_nothing_else(tmp_path: Path, accel
         module = make(Timed)
         callback = CUDAGraphCallback()
         train(module, tmp_path / "a", callback, accelerator=accelerator, raises=ZeroDivisionError)
-        assert callback.counts.captures == 1
-        assert callback.counts.replayed > 1
+        assert callback.summary.fit.captures == 1
+        assert callback.summary.fit.replayed > 1
     plain = train(make(Timed), tmp_path / "b", accelerator=accelerator)
     graphed = train(make(Timed), tmp_path / "c", CUDAGraphCallback(), accelerator=accelerator)
     assert_same(plain, graphed)
@@ -912,12 +912,12 @@ def test_a_graphed_step(
         with profiler.time("linear"):
             return net(x).sum()
 
-    with GraphedStep(step, modules=net, verify_replays=0, streams=streams) as graphed:
+    with GraphedStep(step, modules=net, verify=None, streams=streams) as graphed:
         for _ in range(8):
             graphed(torch.ones(2, 4, device=device))
             assert reports.take() == ["linear"]
-    assert graphed.counts.replayed == 5
-    assert ("ms a replay, 1: " in str(graphed.report)) == (streams == "auto")
+    assert graphed.summary.calls.replayed == 5
+    assert ("ms a replay, 1: " in str(graphed.summary)) == (streams == "auto")
 
 
 @pytest.mark.parametrize("wrong", [3, None, "print"])

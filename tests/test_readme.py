@@ -111,8 +111,8 @@ def test_the_code_trains_the_same_as_without_the_callback(
         found[callbacks] = runpy.run_path(str(path), {"datamodule": _Random()}, "script")
     graph, plain = found.values()
     (callback,) = [c for c in graph["trainer"].callbacks if isinstance(c, CUDAGraphCallback)]
-    assert callback.counts.captures == 1
-    assert callback.counts.replayed == 50 - 3
+    assert callback.summary.fit.captures == 1
+    assert callback.summary.fit.replayed == 50 - 3
     assert not differences(graph["module"].state_dict(), plain["module"].state_dict())
     assert graph["module"].noise == plain["module"].noise == torch.tensor(0.1 / 50)
 
@@ -132,7 +132,7 @@ def test_the_loop_of_your_own(tmp_path: Path) -> None:
         "loader": _Random().train_dataloader(),
     }
     step = runpy.run_path(str(path), given, "loop")["step"]
-    assert (step.counts.warmed_up, step.counts.replayed) == (3, 2), step.report
+    assert (step.summary.calls.warmed_up, step.summary.calls.replayed) == (3, 2), step.summary
     assert not torch.equal(model.weight, before)
 
 
@@ -152,7 +152,7 @@ def test_the_config_is_one_of_lightning_cli(
     configs = [ROOT / "configs" / "char_gpt.yaml", ROOT / "configs" / "char_gpt_cpu.yaml", config]
     arguments = [argument for path in configs for argument in ("--config", str(path))]
     with pytest.raises(SystemExit, match="0"):
-        main(["fit", *arguments, "--print_config"], import_root=ROOT)
+        main(["fit", *arguments, "--print_config"])
     assert "- blocks.?" in capsys.readouterr().out
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from types import SimpleNamespace
+import copy
+import json
+import pickle
+import re
 from typing import Any
 
 import pytest
 
-from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.timing.output.report import eager_report, evaluation_report, fit_report
-from lightning_cudagraph.timing.readings.pace import StepPace
+from lightning_cudagraph import RunSummary, StageSummary
+from lightning_cudagraph.timing.output.report import eager_report, layer_lines, time_lines
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 from tests.readings import gpt_readings
 from tests.test_tables import flat
+
+NOTHING = WindowSummary([])
 
 
 def slowed(reading: Reading, times: float) -> Reading:
@@ -22,20 +25,31 @@ def slowed(reading: Reading, times: float) -> Reading:
     return Reading(reading.layout, reading.step, reading.walltime_s, offsets_ms)
 
 
-def counts() -> StepCounts:
-    found = StepCounts()
-    found.warmed_up, found.replayed, found.captures = 3, 200, 1
-    found.eager = Counter()
-    found.capture_ms, found.memory_bytes = 600, 2**20
-    return found
+def replayed(**numbers: Any) -> StageSummary:
+    known: dict[str, Any] = {"warmed_up": 3, "replayed": 200, "captures": 1, "checked": 2}
+    return StageSummary(**{**known, "capture_ms": 600.0, "memory_bytes": 2**20, **numbers})
+
+
+def report(
+    fit: StageSummary,
+    graph: WindowSummary = NOTHING,
+    eager: WindowSummary = NOTHING,
+    event_host_us: float = 0.0,
+    **others: Any,
+) -> str:
+    times = time_lines(graph, eager, event_host_us=event_host_us)
+    layers = layer_lines(graph, eager)
+    told: dict[str, Any] = {"times": tuple(times), "layers": tuple(layers), **others}
+    return str(RunSummary(backend="CUDA graphs", fit=fit, **told))
 
 
 GRAPH = """\
 lightning_cudagraph: 200 of 203 steps replayed (98.5%); CUDA graphs
-  steps     3 warmed up, 200 replayed, 0 eager; captured 1 time(s)
-  capture   600 ms, 1.0 MiB taken
+  fit       3 warmed up, 200 replayed, 0 eager; captured 1 time(s) in 600 ms, 1.0 MiB taken
+            2 replay(s) verified against eager steps
   graph     forward 0.619 ms, backward 1.418 ms, clipping 0.030 ms, optimizer 0.120 ms, copy 0.010 ms
   gap       between two steps, beside the copy of the batch, 0.010 of 2.207 ms (0%)
+  charts    tensorboard --logdir 'runs/a'
   note      something
   slowest layers, median of 1 timed step (containers include their members)
     layer      forward ms  backward ms  share of step
@@ -53,7 +67,7 @@ lightning_cudagraph: 200 of 203 steps replayed (98.5%); CUDA graphs
 
 def test_the_whole_report() -> None:
     summary = WindowSummary(gpt_readings(n=1, noise=0.0))
-    found = fit_report("CUDA graphs", counts(), StepPace(), summary, ["something"])
+    found = report(replayed(), summary, notes=("something",), tensorboard_dir="runs/a")
     # Blocks that take the same time come in any order.
     assert sorted(found.splitlines()) == sorted(GRAPH.splitlines())
     assert found.splitlines()[:9] == GRAPH.splitlines()[:9]
@@ -71,7 +85,7 @@ def test_columns_beside_wide_names() -> None:
 def test_eager_beside_graph() -> None:
     reading = gpt_readings(n=1, noise=0.0)[0]
     graph, eager = WindowSummary([reading]), WindowSummary([slowed(reading, 10.0)] * 3)
-    lines = fit_report("CUDA graphs", counts(), StepPace(), graph, [], None, eager).splitlines()
+    lines = report(replayed(), graph, eager).splitlines()
     assert (
         "  warm-up   forward 6.190 ms, backward 14.185 ms, clipping 0.300 ms, optimizer 1.200 ms,"
         " copy 0.100 ms; watched, so slower: no measure of what is gained"
@@ -87,7 +101,7 @@ def test_eager_beside_graph() -> None:
 def test_eager_steps_alone() -> None:
     """Of a run that has given up before its first replay."""
     eager = WindowSummary(gpt_readings(n=1, noise=0.0))
-    text = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [], None, eager)
+    text = report(replayed(), eager=eager)
     assert "  warm-up   forward 0.619 ms, backward 1.418 ms" in text
     assert "    blocks          0.600        1.380    91% ######" in text
     assert "in the graph" not in text
@@ -95,7 +109,7 @@ def test_eager_steps_alone() -> None:
 
 def test_a_gap_that_counts_is_explained() -> None:
     summary = WindowSummary(gpt_readings(n=1, noise=0.0, gap_ms=4.4))
-    text = fit_report("CUDA graphs", counts(), StepPace(), summary, [])
+    text = report(replayed(), summary)
     assert (
         "beside the copy of the batch, 2.200 of 6.587 ms (33%): the device waits for loggers, hooks or"
         " the dataloader, or works for them"
@@ -105,7 +119,7 @@ def test_a_gap_that_counts_is_explained() -> None:
 def test_a_gap_that_comes_from_the_timings_is_explained() -> None:
     def said(gap_ms: float, event_host_us: float) -> str:
         summary = WindowSummary(gpt_readings(n=3, noise=0.0, gap_ms=gap_ms))
-        text = fit_report("CUDA graphs", counts(), StepPace(), summary, [], event_host_us=event_host_us)
+        text = report(replayed(), summary, event_host_us=event_host_us)
         (line,) = (line for line in text.splitlines() if line.startswith("  gap "))
         return line.partition(" or works for them")[2]
 
@@ -121,21 +135,47 @@ def test_a_gap_that_comes_from_the_timings_is_explained() -> None:
 
 
 def test_nothing_was_timed() -> None:
-    text = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [])
+    text = report(replayed())
     assert len(text.splitlines()) == 3
-    assert eager_report(WindowSummary([]), ["a note"]).splitlines()[1:] == ["  note      a note"]
+    assert eager_report(NOTHING, ["a note"]).splitlines()[1:] == ["  note      a note"]
 
 
-def test_the_pace_is_that_of_replays_alone() -> None:
+def step_line(text: str) -> str:
+    (line,) = (line for line in text.splitlines() if line.startswith("  step "))
+    return line
+
+
+def test_without_plain_steps_no_gain_is_claimed() -> None:
     """Steps of the warm-up are watched: the report makes no speed-up of them."""
-    pace: Any = SimpleNamespace(replayed_ms=2.4)
-    found = fit_report("CUDA graphs", counts(), pace, WindowSummary([]), [])
-    (line,) = (line for line in found.splitlines() if line.startswith("  step "))
-    assert line == '  step      2.40 ms replayed; to know what is gained, run once with `backend="off"`'
+    text = report(replayed(replay_ms=2.4))
+    assert text.startswith("lightning_cudagraph: 200 of 203 steps replayed (98.5%); CUDA graphs\n")
+    told = '2.40 ms replayed; to know what is gained, run once with `backend="off"`'
+    assert step_line(text) == f"  step      {told}"
 
 
 @pytest.mark.parametrize(
-    ("warmed_up", "replayed", "eager", "said"),
+    ("plain_ms", "said"),
+    [
+        (19.44, "8.1x your plain step; "),
+        (3.6, "1.50x your plain step; "),
+        (2.448, "not launch-bound: 1.02x your plain step, leave it out; "),
+        (1.8, "not launch-bound: 0.75x your plain step, leave it out; "),
+    ],
+)
+def test_the_gain_is_the_first_thing_said(plain_ms: float, said: str) -> None:
+    fit = replayed(replay_ms=2.4, plain_ms=plain_ms, plain_steps=4)
+    text = report(fit)
+    share = "200 of 203 steps replayed (98.5%); CUDA graphs"
+    assert text.splitlines()[0] == f"lightning_cudagraph: {said}{share}"
+    told = f"2.40 ms replayed, {plain_ms:.2f} ms plain (4 steps before the capture)"
+    assert step_line(text) == f"  step      {told}"
+    assert fit.speedup == pytest.approx(plain_ms / 2.4)
+    assert fit.speedup is not None
+    assert re.findall(r"([0-9.]+)x", text) == [f"{fit.speedup:.{1 if fit.speedup >= 2 else 2}f}"]
+
+
+@pytest.mark.parametrize(
+    ("warmed_up", "replays", "eager", "said"),
     [
         (3, 1997, 0, "1997 of 2000 steps replayed (99.8%)"),
         (3, 9997, 0, "9997 of 10000 steps replayed (99.9%)"),  # never 100 where some were not
@@ -145,25 +185,61 @@ def test_the_pace_is_that_of_replays_alone() -> None:
         (0, 0, 0, "0 of 0 steps replayed (0.0%)"),
     ],
 )
-def test_the_first_line_is_the_verdict(warmed_up: int, replayed: int, eager: int, said: str) -> None:
-    found = StepCounts(warmed_up, min(replayed, 1), replayed)
-    found.eager.update({"another batch signature": eager} if eager else {})
-    first, *_ = fit_report("CUDA graphs", found, StepPace(), WindowSummary([]), []).splitlines()
+def test_the_first_line_is_the_verdict(warmed_up: int, replays: int, eager: int, said: str) -> None:
+    reasons = {"another batch signature": eager} if eager else {}
+    stage = StageSummary(warmed_up=warmed_up, replayed=replays, eager=reasons)
+    first, *_ = report(stage).splitlines()
     assert first == f"lightning_cudagraph: {said}; CUDA graphs"
-    first, *_ = evaluation_report("CUDA graphs", found, []).splitlines()
-    assert first == f"lightning_cudagraph: {said.replace('steps', 'batches')}; CUDA graphs"
+    if stage.steps:
+        first, *_ = str(RunSummary(backend="CUDA graphs", test=stage)).splitlines()
+        assert first == f"lightning_cudagraph: {said.replace('steps', 'batches')}; CUDA graphs"
+        first, *_ = str(RunSummary(backend="CUDA graphs", calls=stage)).splitlines()
+        assert first == f"lightning_cudagraph: {said.replace('steps', 'calls')}; CUDA graphs"
+
+
+def test_reasons_are_below_their_stage() -> None:
+    fit = replayed(eager={"a": 1, "b": 4}, recaptures=("c", "d"))
+    validate = StageSummary(warmed_up=2, not_captured="e")
+    lines = str(RunSummary(backend="CUDA graphs", fit=fit, validate=validate)).splitlines()
+    assert lines[1:] == [
+        "  fit       3 warmed up, 200 replayed, 5 eager; captured 1 time(s) in 600 ms, 1.0 MiB taken",
+        "            4 eager: b",
+        "            1 eager: a",
+        "            captured anew: c",
+        "            captured anew: d",
+        "            2 replay(s) verified against eager steps",
+        "  validate  2 warmed up, 0 replayed, 0 eager; captured 0 time(s)",
+        "            nothing was captured: e",
+    ]
 
 
 def test_what_has_ended_the_run_is_the_second_line() -> None:
     ended = "KeyboardInterrupt after step 9"
     line = f"  ended     by {ended}; what had not been read of the last times is left out"
-    text = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [], ended=ended)
-    assert text.splitlines()[1] == line
-    assert eager_report(WindowSummary([]), [], ended=ended).splitlines()[1:] == [line]
-    assert evaluation_report("CUDA graphs", counts(), [], ended).splitlines()[1] == line
+    assert report(replayed(), ended=ended).splitlines()[1] == line
+    assert eager_report(NOTHING, [], ended=ended).splitlines()[1:] == [line]
+
+
+def test_numbers_for_a_log() -> None:
+    fit = replayed(replay_ms=2.0, plain_ms=8.0, plain_steps=4, eager={"a": 2}, recaptures=("b",))
+    summary = RunSummary(backend="CUDA graphs", fit=fit, notes=("c",), times=("d",), layers=("e",))
+    found = json.loads(json.dumps(summary.to_dict()))
+    assert (
+        found["verdict"]
+        == summary.verdict
+        == "4.0x your plain step; 200 of 205 steps replayed (97.5%); CUDA graphs"
+    )
+    assert {*found["stages"]} == {"fit"}
+    stage = found["stages"]["fit"]
+    assert stage["eager"] == {"a": 2}
+    assert stage["recaptures"] == ["b"]
+    assert (stage["speedup"], stage["steps"], stage["eager_steps"]) == (4.0, 205, 2)
+    assert stage["replayed_share"] == pytest.approx(200 / 205)
+    assert found["notes"] == ["c"]
+    assert pickle.loads(pickle.dumps(summary)) == copy.deepcopy(summary) == summary
 
 
 def test_eager_times_alone_are_named_so() -> None:
     eager = WindowSummary(gpt_readings(n=2, noise=0.0))
-    found = fit_report("CUDA graphs", counts(), StepPace(), WindowSummary([]), [], None, eager)
+    found = report(replayed(), eager=eager)
     assert "slowest layers, in warm-up, watched: median of 2 timed steps" in found

@@ -159,7 +159,7 @@ def test_names_that_differ_in_every_batch(tmp_path: Path, accelerator: str) -> N
         max_epochs=2,
     )
     became(done.graph, replayed=0, captures=0)
-    assert "`batch['name']` changed: expected '0.png', found '5.png'" in done.graph.counts.variety
+    assert "`batch['name']` changed: expected '0.png', found '5.png'" in done.graph.counts.not_captured
 
 
 @pytest.mark.spread(2)

@@ -82,7 +82,7 @@ def test_with_captured_validation(tmp_path: Path, accelerator: str, name: str, w
         watched=watched,
     )
     assert done.graph.counts.replayed >= 8
-    evaluated = done.graph.callback.evaluation_counts  # type: ignore[union-attr]
+    evaluated = done.graph.callback.summary.validate  # type: ignore[union-attr]
     assert evaluated is not None
     assert evaluated.replayed >= 20
     assert not evaluated.eager

@@ -57,7 +57,7 @@ def test_simple(tmp_path: Path, accelerator: str, watched: bool) -> None:
     seldom = {name for name, times in plain.items() if len(durations.get(name, ())) != len(times)}
     transfers = set() if watched else {"transfer_batch_to_device", "on_after_batch_transfer"}
     assert {name.rpartition(".")[2] for name in seldom} == INSIDE | transfers
-    report = done.graph.callback.report or ""  # type: ignore[union-attr]
+    report = str(done.graph.callback.summary)  # type: ignore[union-attr]
     assert report.count(f"`SimpleProfiler` sees each replay as `{REPLAY}`") == 1
     assert "replay.training_step" in next((tmp_path / "graph").glob("*profile*.txt")).read_text()
 
@@ -143,6 +143,6 @@ def test_pytorch(tmp_path: Path, accelerator: str, names: bool) -> None:
 def test_pytorch_by_default(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, setting=Kept(PyTorchProfiler), limit_val_batches=0)
     became(done.graph, replayed=18, eager={"another batch signature": 3})
-    report = done.graph.callback.report or ""  # type: ignore[union-attr]
+    report = str(done.graph.callback.summary)  # type: ignore[union-attr]
     # What CUDA's part of it does to events, nobody does to the emulator's.
     assert ("delays the first events of a graph" in report) == (accelerator == "gpu")

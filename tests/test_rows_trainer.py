@@ -147,7 +147,7 @@ def test_no_batches_at_all(tmp_path: Path, accelerator: str) -> None:
         default_root_dir=tmp_path,
     )
     trainer.fit(make(Net), loader(), loader())
-    assert callback.counts is None
+    assert not callback.summary.stages
     assert trainer.global_step == 0
 
 
@@ -645,8 +645,7 @@ def test_validation_in_a_hook(tmp_path: Path, accelerator: str, name: str, evalu
     if "loop" in name and raises is None:
         assert done.graph.counts.replayed >= 15
     if "validate" in name and raises is None:
-        assert callback.report is not None
-        assert "takes are eager: `trainer.validate` was called before its end" in callback.report
+        assert "takes are eager: `trainer.validate` was called before its end" in str(callback.summary)
 
 
 def test_validation_after_a_fit_that_failed(tmp_path: Path, accelerator: str) -> None:
@@ -922,6 +921,5 @@ def test_the_command_line(tmp_path: Path, accelerator: str, monkeypatch: pytest.
         weights.append(cli.model.state_dict())
         if ours:
             callback = next(c for c in cli.trainer.callbacks if isinstance(c, CUDAGraphCallback))
-            assert callback.counts is not None
-            assert callback.counts.replayed == 11
+            assert callback.summary.fit.replayed == 11
     assert not differences(*weights)

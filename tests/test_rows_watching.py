@@ -95,7 +95,7 @@ def test_throughput_monitor(
         alone(lambda: ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)),
     )
     became(done.graph, replayed=18, eager=ONE_SHAPE)
-    report = done.graph.callback.report or ""  # type: ignore[union-attr]
+    report = str(done.graph.callback.summary)  # type: ignore[union-attr]
     assert report.count("`ThroughputMonitor` waits for the GPU after every batch") == 1
     assert "train/samples" in done.graph.csv or "train|samples" in done.graph.csv
 
@@ -153,7 +153,7 @@ def test_progress_bars(
     assert_same(plain, graph)
     became(graph, replayed=18, eager=ONE_SHAPE)
     assert shown_plain == shown_graph
-    told = str(graph.callback and graph.callback.report)
+    told = str(graph.callback and str(graph.callback.summary))
     assert "ProgressBar` reads logged values in every step, and waits for the device" in told
     assert bar == "rich" or len(shown_graph) > 48
 

@@ -315,9 +315,9 @@ LOOPS: list[tuple[type[Loop], int]] = [
 @pytest.mark.parametrize(("loop", "replays"), LOOPS, ids=lambda value: getattr(value, "__name__", ""))
 def test_same_as_the_function(accelerator: str, loop: type[Loop], replays: int) -> None:
     step = assert_equal_runs(lambda: loop(device_of(accelerator)), replays)
-    assert not step.counts.eager
+    assert not step.summary.calls.eager
     kept = "code outside of the step keeps a gradient, or a part of one"
-    assert {*step.counts.recaptures} <= ({kept} if issubclass(loop, KeepsGradients) else set())
+    assert {*step.summary.calls.recaptures} <= ({kept} if issubclass(loop, KeepsGradients) else set())
 
 
 @pytest.mark.spread(2)
@@ -364,9 +364,9 @@ def test_backward_and_optimizer_apart(accelerator: str, sizes: tuple[int, ...]) 
     plain, _ = trained(False)
     graph, steps = trained(True)
     assert not differences(plain, graph)
-    assert [step.counts.replayed for step in steps[1:]] == [21, 20]
+    assert [step.summary.calls.replayed for step in steps[1:]] == [21, 20]
     for step in steps:
-        assert not step.counts.recaptures
+        assert not step.summary.calls.recaptures
         step.close()
 
 

@@ -81,7 +81,7 @@ class ScalesTwo(Scales):
 @pytest.mark.parametrize(("loop", "replays"), [(Scales, 21), (ScalesTwo, 19)])
 def test_fp16(accelerator: str, loop: type[Loop], replays: int) -> None:
     step = assert_equal_runs(lambda: loop(device_of(accelerator)), replays)
-    assert not step.counts.eager
+    assert not step.summary.calls.eager
 
 
 class TwoOptimizers(Loop):
@@ -120,7 +120,7 @@ class TwoOptimizers(Loop):
 
 def test_two_optimizers(accelerator: str) -> None:
     step = assert_equal_runs(lambda: TwoOptimizers(device_of(accelerator)), 9)
-    assert not step.counts.recaptures
+    assert not step.summary.calls.recaptures
 
 
 def test_two_steps_share_an_optimizer(accelerator: str) -> None:
@@ -139,7 +139,7 @@ def test_two_steps_share_an_optimizer(accelerator: str) -> None:
             if index == 17:
                 steps[0].close()
         steps[1].close()
-        assert not graphed or [step.counts.replayed for step in steps] == [6, 12]
+        assert not graphed or [step.summary.calls.replayed for step in steps] == [6, 12]
         return outputs, loop.state()
 
     assert not differences(trained(False), trained(True))
@@ -152,9 +152,9 @@ def test_more_shapes_than_graphs(accelerator: str) -> None:
         kwargs = {"max_graphs": 2}  # noqa: RUF012
 
     step = assert_equal_runs(lambda: Bounded(device_of(accelerator)), 14)
-    (reason,) = step.counts.eager
+    (reason,) = step.summary.calls.eager
     assert reason.startswith("more than 2 signatures")
-    assert step.counts.eager[reason] == 7
+    assert step.summary.calls.eager[reason] == 7
 
 
 class TakesTurns(Loop):
@@ -223,7 +223,7 @@ def test_outputs_stay(accelerator: str) -> None:
             loss = step(x, y)
             assert not loss.requires_grad
             kept.append((loss, loss.clone()))
-        assert step.counts.replayed == 9
+        assert step.summary.calls.replayed == 9
     assert all(torch.equal(now, was) for now, was in kept)
     assert len({float(was) for _, was in kept}) == len(kept)
 
@@ -234,7 +234,7 @@ def test_off_and_eager_are_plain_calls(accelerator: str) -> None:
     off = GraphedStep(loop.step, loop.net, loop.optimizer, backend="off")
     assert off(x, y).requires_grad
     assert off.eager(x, y).requires_grad
-    assert not off.counts.warmed_up
+    assert not off.summary.calls.warmed_up
 
 
 def test_closing_gives_everything_back(accelerator: str) -> None:
@@ -249,9 +249,9 @@ def test_closing_gives_everything_back(accelerator: str) -> None:
     assert len(loop.optimizer._optimizer_state_dict_post_hooks) == hooks
     assert not loop.optimizer.param_groups[0]["capturable"]
     assert all(state["step"].device.type == "cpu" for state in loop.optimizer.state.values())
-    assert "9 replayed" in step.report
+    assert "9 replayed" in str(step.summary)
     step(*next(loop.batches()))  # begins anew
-    assert step.counts.warmed_up == 1
+    assert step.summary.calls.warmed_up == 1
     step.close()
 
 
@@ -265,7 +265,7 @@ def test_copies_are_empty(accelerator: str) -> None:
                 made(x, y)
             made.close()
         step(x, y)
-        assert step.counts.replayed == 10
+        assert step.summary.calls.replayed == 10
 
 
 def _function(x: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"modules": 3}, r"GraphedStep\(modules=3\)`: expected one, a list or a dictionary of `Module`s"),
     ({"optimizers": [3]}, r"optimizers\[0\]` is a `int`"),
     ({"warmup_steps": 0}, r"warmup_steps=0\)`: expected an int of at least 1"),
-    ({"verify_replays": True}, r"verify_replays=True"),
+    ({"verify": True}, r"verify=True"),
     ({"max_graphs": 0}, r"max_graphs=0"),
     ({"backend": "cpu"}, r"backend='cpu'\)`: expected one of 'auto'"),
     ({"on_unsupported": "no"}, r"on_unsupported='no'"),
@@ -345,4 +345,4 @@ def test_function_of_a_closure_finds_its_modules(accelerator: str) -> None:
     with GraphedStep(train_step, optimizers=optimizer) as step:
         for x, y in one.batches():
             step(x, y)
-    assert step.counts.replayed == 9
+    assert step.summary.calls.replayed == 9

@@ -18,6 +18,7 @@ from lightning_cudagraph import (
     CaptureError,
     GraphedStep,
     UnsupportedError,
+    Verification,
     VerificationError,
 )
 from tests.harness import differences
@@ -150,7 +151,7 @@ def test_changes_lead_to_another_capture(
         return loop(device_of(accelerator))
 
     step = assert_equal_runs(build, 8)
-    (reason,) = step.counts.recaptures
+    (reason,) = step.summary.calls.recaptures
     assert CHANGES[loop].split(" of `Loop")[0] in reason
 
 
@@ -218,7 +219,9 @@ class LossBeside(TwoHeads):
 def test_a_parameter_that_has_a_gradient_later(accelerator: str, loop: type[Loop]) -> None:
     replays = {OneAfterTheOther: 7, OptimizerAlone: 11, LossBeside: 11}[loop]
     step = assert_equal_runs(lambda: loop(device_of(accelerator)), replays)
-    assert step.counts.recaptures == ["a parameter that had no gradient before the step has one now"]
+    assert step.summary.calls.recaptures == (
+        "a parameter that had no gradient before the step has one now",
+    )
 
 
 class Items(Loop):
@@ -317,7 +320,7 @@ class Named(Counts):
 
 def test_harmless(accelerator: str) -> None:
     step = assert_equal_runs(lambda: Named(device_of(accelerator)), 9)
-    assert not step.counts.recaptures
+    assert not step.summary.calls.recaptures
 
 
 class StepsOnHost(Loop):
@@ -328,7 +331,7 @@ class StepsOnHost(Loop):
 
 def test_an_optimizer_that_counts_its_steps_on_the_host(accelerator: str) -> None:
     step = assert_equal_runs(lambda: StepsOnHost(device_of(accelerator)), 9)
-    assert not step.counts.recaptures
+    assert not step.summary.calls.recaptures
 
 
 class Sparse(Loop):
@@ -355,7 +358,7 @@ def test_refused_at_once(accelerator: str, loop: type[Loop]) -> None:
         kwargs = {"on_unsupported": "eager"}  # noqa: RUF012
 
     step = assert_equal_runs(lambda: Eager(device_of(accelerator)), 0)
-    assert step.report.startswith("lightning_cudagraph: all calls eager. ")
+    assert str(step.summary).startswith("lightning_cudagraph: all calls eager. ")
 
 
 class Checks(Loop):
@@ -401,7 +404,7 @@ def test_refused_and_eager(accelerator: str, loop: type[Loop]) -> None:
         kwargs = {"on_unsupported": "eager"}  # noqa: RUF012
 
     step = assert_equal_runs(lambda: Eager(device_of(accelerator)), 0)
-    assert sum(step.counts.eager.values()) == 9
+    assert sum(step.summary.calls.eager.values()) == 9
 
 
 def test_a_failed_capture_has_done_nothing(accelerator: str) -> None:
@@ -440,10 +443,10 @@ def test_verification_catches_what_no_audit_sees(accelerator: str) -> None:
 
 def test_verification_can_be_repeated(accelerator: str) -> None:
     class Often(Loop):
-        kwargs = {"verify_every_n_steps": 3, "verify_replays": 1}  # noqa: RUF012
+        kwargs = {"verify": Verification(every_n_steps=3, replays=1)}  # noqa: RUF012
 
     step = assert_equal_runs(lambda: Often(device_of(accelerator)), 9)
-    assert "4 replay(s) verified" in step.report
+    assert "4 replay(s) verified" in str(step.summary)
 
 
 def _in_a_group(optimizer: Any) -> int:
@@ -492,6 +495,6 @@ def test_a_step_that_counts_its_calls_with_an_optimizer(
     (plain, _), (graphed, graph) = run(False), run(True, on_unsupported="eager")
     assert not differences(plain, graphed)
     assert not graph.counts.replayed
-    assert "or a value that it keeps there, while it runs" in graph.report
+    assert "or a value that it keeps there, while it runs" in str(graph.summary)
     with pytest.raises(CaptureError, match="or a value that it keeps there, while it runs"):
         run(True)

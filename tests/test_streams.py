@@ -18,7 +18,12 @@ from torch.utils.data import DataLoader
 
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.trainers import trainer_for
-from lightning_cudagraph import CUDAGraphCallback, GraphedStep, LayerTimings
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    GraphedStep,
+    LayerTimings,
+    Verification,
+)
 from lightning_cudagraph.capture import stream_choice
 from lightning_cudagraph.capture.stream_choice import (
     AskedStreams,
@@ -71,13 +76,8 @@ def _run(folder: Path, accelerator: str, streams: AskedStreams | None, **kwargs:
     """A run, plain without streams."""
     optimizer = kwargs.pop("optimizer", None)
     timings = LayerTimings() if kwargs.pop("timed", False) else None
-    every = kwargs.pop("verify_every_n_steps", None)
-    callback = CUDAGraphCallback(
-        streams=streams,
-        streams_memory_bytes=kwargs.pop("streams_memory_bytes", None),
-        timings=timings,
-        verify_every_n_steps=every,
-    )
+    verify = kwargs.pop("verify", Verification())
+    callback = CUDAGraphCallback(streams=streams or 1, timings=timings, verify=verify)
     kwargs = {"accelerator": accelerator, "train_loader": loader(ragged=False), **kwargs}
     build = make(lambda: Branched(optimizer))
     return train(build, folder, None if streams is None else callback, **kwargs)
@@ -105,7 +105,7 @@ def test_same_with_lists_of_tensors_and_clipping(
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
     assert graph.callback is not None
-    assert ("on several streams layers overlap" in str(graph.callback.report)) is timed
+    assert ("on several streams layers overlap" in str(graph.callback.summary)) is timed
 
 
 def test_same_when_gradients_are_accumulated_and_validation_is_captured(
@@ -117,8 +117,7 @@ def test_same_when_gradients_are_accumulated_and_validation_is_captured(
     graph = train(make(Branched), tmp_path / "graph", callback, **kwargs)
     assert_same(plain, graph)
     assert graph.counts.replayed > 6
-    assert callback.evaluation_counts is not None
-    assert callback.evaluation_counts.replayed > 0
+    assert callback.summary.validate.replayed > 0
 
 
 class _Checkpointed(Branched):
@@ -173,12 +172,12 @@ def test_nested_passes(
         )
 
     plain = run("plain", None)
-    callback = CUDAGraphCallback(streams=streams, timings=None, verify_every_n_steps=5)
+    callback = CUDAGraphCallback(streams=streams, timings=None, verify=Verification(every_n_steps=5))
     graph = run("graph", callback)
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
     if streams == 4:
-        assert "captured on 4 streams" in str(callback.report)
+        assert "captured on 4 streams" in str(callback.summary)
 
 
 # The other rules are taken out in `test_dataflow`, where schedules are made in which each one shows.
@@ -191,7 +190,7 @@ def test_without_a_rule_the_numbers_are_others(
             "a race on a GPU may come out right by chance; the emulator looks for the worst order"
         )
     monkeypatch.setattr(Flow, rule, lambda flow, piece: iter(()))
-    _run(tmp_path, accelerator, 8, raises=VerificationError, verify_every_n_steps=1)
+    _run(tmp_path, accelerator, 8, raises=VerificationError, verify=Verification(every_n_steps=1))
 
 
 @pytest.mark.spread(2)
@@ -225,7 +224,7 @@ def test_the_fastest_is_chosen_if_it_is_worth_it(
     assert tried == list(times)
     assert_same(plain, graph)
     assert graph.callback is not None
-    assert f"captured on {said}" in str(graph.callback.report)
+    assert f"captured on {said}" in str(graph.callback.summary)
 
 
 _MIB = 1 << 20
@@ -261,11 +260,11 @@ def test_over_the_bound_on_memory_fewer_streams_are_used(
     monkeypatch.setattr(EmulatorBackend, "graph_bytes", graph_bytes)
     monkeypatch.setattr(StreamChoice, "_replay_ms", replay_ms)
     plain = _run(tmp_path / "plain", "cpu", None)
-    graph = _run(tmp_path / "graph", "cpu", "auto", streams_memory_bytes=memory_bytes)
+    graph = _run(tmp_path / "graph", "cpu", AutoStreams(memory_bytes=memory_bytes))
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
     assert graph.callback is not None
-    report = str(graph.callback.report)
+    report = str(graph.callback.summary)
     assert said in report
     if memory_bytes is not None:  # workspaces that are too much are not even made
         assert (f"not on {tried[-1]}: " in report) is (of == "graphs")
@@ -281,12 +280,12 @@ def test_the_bound_of_a_loop_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> Non
         (weight * x).sum().backward()
         optimizer.step()
 
-    arguments: dict[str, Any] = {"streams": "auto", "streams_memory_bytes": 8 * _MIB}
-    with GraphedStep(step, optimizers=optimizer, backend="emulator", **arguments) as run:
+    streams = AutoStreams(memory_bytes=8 * _MIB)
+    with GraphedStep(step, optimizers=optimizer, backend="emulator", streams=streams) as run:
         for _ in range(6):
             run(torch.ones(3))
-        assert "not on 2: 9 MiB more, and 8 are allowed" in run.report
-        assert run.counts.replayed == 3
+        assert "not on 2: 9 MiB more, and 8 are allowed" in str(run.summary)
+        assert run.summary.calls.replayed == 3
 
 
 def test_a_share_of_what_one_stream_takes_is_allowed() -> None:
@@ -294,22 +293,10 @@ def test_a_share_of_what_one_stream_takes_is_allowed() -> None:
     assert AutoStreams().allowed_bytes(10 * 1024 * _MIB) == 1536 * _MIB
 
 
-@pytest.mark.parametrize(
-    ("streams", "memory_bytes", "expected"),
-    [
-        ("auto", -1, "a number of bytes"),
-        ("auto", 1e9, "a number of bytes"),
-        ("auto", True, "a number of bytes"),
-        (4, 1 << 30, 'None, because only `streams="auto"`'),
-        (1, 0, 'None, because only `streams="auto"`'),
-        (None, 1e9, "a number of bytes"),
-    ],
-)
-def test_what_is_no_bound_on_memory(streams: Any, memory_bytes: Any, expected: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"expected {expected}"):
-        CUDAGraphCallback(streams=streams, streams_memory_bytes=memory_bytes)
-    with pytest.raises(ConfigurationError, match=f"expected {expected}"):
-        GraphedStep(lambda: None, streams=streams, streams_memory_bytes=memory_bytes)
+@pytest.mark.parametrize("memory_bytes", [-1, 1e9, True, "1 GiB"])
+def test_what_is_no_bound_on_memory(memory_bytes: Any) -> None:
+    with pytest.raises(ConfigurationError, match="expected a number of bytes"):
+        AutoStreams(memory_bytes=memory_bytes)
 
 
 class _Towers(Branched):
@@ -357,7 +344,7 @@ def test_another_fit_ends_meanwhile(
     assert graph.counts.replayed == 11
     assert graph.counts.captures == 1
     assert graph.callback is not None
-    assert "captured on 8 streams" in str(graph.callback.report)
+    assert "captured on 8 streams" in str(graph.callback.summary)
 
 
 @pytest.mark.filterwarnings("ignore:.*sync_dist=True.*")
@@ -371,10 +358,10 @@ def test_processes_of_a_group_do_not_choose(tmp_path: Path, accelerator: str) ->
         torch.distributed.destroy_process_group()
     assert graph.counts.replayed == 18
     assert graph.callback is not None
-    assert "on one stream: processes of a group do not choose together" in str(graph.callback.report)
+    assert "on one stream: processes of a group do not choose together" in str(graph.callback.summary)
 
 
-@pytest.mark.parametrize("streams", [0, -1, 17, 2.0, True, "all"])
+@pytest.mark.parametrize("streams", [0, -1, 17, 2.0, True, "all", None])
 def test_what_is_no_number_of_streams(streams: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected an int from 1 to 16"):
         CUDAGraphCallback(streams=streams)
@@ -402,7 +389,7 @@ def test_a_loop_of_ones_own(accelerator: str, streams: AskedStreams) -> None:
             step, modules=[first, second], optimizers=optimizer, backend=backend, streams=streams
         ) as run:
             losses = [run(torch.randn(5, 6).to(device)) for _ in range(12)]
-            assert backend == "off" or run.counts.replayed == 9
+            assert backend == "off" or run.summary.calls.replayed == 9
         return losses, [*first.parameters(), *second.parameters()]
 
     assert differences(trained("off"), trained("auto")) == []
@@ -419,6 +406,5 @@ def test_nothing_in_the_benchmarks_is_waited_for(accelerator: str, workload: Wor
     with trainer_for(workload, [callback], accelerator=accelerator) as trainer:
         batches = DataLoader([workload.batch(True) for _ in range(8)], batch_size=None)  # type: ignore[arg-type]
         trainer.fit(workload.make(True), batches)
-    assert callback.counts is not None
-    assert callback.counts.replayed == 5
-    assert "all streams wait" not in str(callback.report)
+    assert callback.summary.fit.replayed == 5
+    assert "all streams wait" not in str(callback.summary)

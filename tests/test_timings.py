@@ -11,7 +11,14 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    ConfigurationError,
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+    RunSummary,
+    Verification,
+)
 from lightning_cudagraph.timing.layers.layers import select_layers
 from lightning_cudagraph.timing.readings.pace import StepPace
 from lightning_cudagraph.trainer.training.times import run_times
@@ -66,19 +73,20 @@ def test_a_value_per_replay_for_each_layer(tmp_path: Path, accelerator: str) -> 
     members = [accumulator.Scalars(f"layer_forward_ms/features.{i}")[-1].value for i in range(4)]
     assert sum(members) <= whole * 1.05 + 0.01
     text = accumulator.Tensors("cudagraph/report/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert callback.report is not None
-    assert callback.report in text
+    assert str(callback.summary) in text
 
 
 def test_report(tmp_path: Path, accelerator: str) -> None:
     callback = CUDAGraphCallback()
     run(tmp_path, accelerator, callback)
-    assert callback.report is not None
-    lines = callback.report.splitlines()
-    assert "3 warmed up, 18 replayed, 3 eager; captured 1 time(s)" in callback.report
-    assert "3 eager: another batch signature: `batch[0]` changed: expected (8, 12)" in callback.report
-    assert "ms replayed; " in callback.report
-    assert "MiB taken" in callback.report
+    report = str(callback.summary)
+    lines = report.splitlines()
+    assert "3 warmed up, 18 replayed, 3 eager; captured 1 time(s)" in report
+    assert "3 eager: another batch signature: `batch[0]` changed: expected (8, 12)" in str(
+        callback.summary
+    )
+    assert "ms replayed; " in report
+    assert "MiB taken" in report
     assert any(line.split()[:1] == ["head"] for line in lines)
 
 
@@ -159,10 +167,9 @@ def test_replays_that_are_checked_are_not_in_the_pace(
 
     monkeypatch.setattr(run_times, "StepPace", Noted)
     for verified in (0, 10):
-        callback = CUDAGraphCallback(verify_replays=verified)
+        callback = CUDAGraphCallback(verify=Verification(replays=verified))
         run(tmp_path / str(verified), accelerator, callback)
-        assert callback.counts is not None
-        assert callback.counts.replayed == 18
+        assert callback.summary.fit.replayed == 18
     # Those that follow what is no replay, or is another epoch, have no beginning.
     never, ten = (pace._replays for pace in paces)
     assert 0 < ten <= 8 < never
@@ -171,10 +178,10 @@ def test_replays_that_are_checked_are_not_in_the_pace(
 def test_a_fit_without_steps_has_no_report(tmp_path: Path, accelerator: str) -> None:
     callback = CUDAGraphCallback()
     run(tmp_path / "first", accelerator, callback)
-    assert callback.report is not None
     train(make(Net), tmp_path / "second", callback, accelerator=accelerator, max_epochs=0)
-    assert (callback.report, callback.counts) == (None, None)
-    timings = LayerTimings()
+    assert callback.summary == RunSummary()
+    assert str(callback.summary) == "lightning_cudagraph: nothing has run yet"
+    timings = LayerTimingsMonitor()
     train(make(Net), tmp_path / "third", timings, accelerator=accelerator)
     assert timings.report is not None
     train(make(Net), tmp_path / "fourth", timings, accelerator=accelerator, max_epochs=0)

@@ -235,7 +235,7 @@ def test_a_step_that_keeps_its_batch(
     assert_same(*runs)
     callback = runs[1].callback
     assert callback is not None
-    assert callback.counts.replayed >= 20
+    assert callback.summary.fit.replayed >= 20
     assert runs[1].counts["moved"] < 6 * 7
 
 
@@ -294,4 +294,4 @@ def test_a_loader_that_moves_its_batches_ahead(
     assert_same(*runs)
     callback = runs[1].callback
     assert callback is not None
-    assert callback.counts.replayed >= 15
+    assert callback.summary.fit.replayed >= 15

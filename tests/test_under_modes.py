@@ -17,7 +17,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep, VerificationError
+from lightning_cudagraph import (
+    CaptureError,
+    CUDAGraphCallback,
+    GraphedStep,
+    Verification,
+    VerificationError,
+)
 from lightning_cudagraph.device.sentry import sentry
 from lightning_cudagraph.graphed_step import gradients
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
@@ -228,7 +234,7 @@ def test_without_that_it_would_not(
 ) -> None:
     plain = _fit(Custom, tmp_path / "plain", accelerator, precision="bf16-mixed")
     monkeypatch.setattr(sentry, "reaching", _not_reaching)
-    callback = CUDAGraphCallback(verify_replays=verify_replays)
+    callback = CUDAGraphCallback(verify=Verification(replays=verify_replays))
     if verify_replays:
         with pytest.raises(VerificationError):
             _fit(Custom, tmp_path / "graph", accelerator, callback, precision="bf16-mixed")
@@ -568,8 +574,7 @@ def test_a_step_that_asks_for_inference_mode(tmp_path: Path, accelerator: str) -
             **options,
         )
         found = trainer.validate(make(Asks), loader(ragged=False, batches=8), verbose=False)
-        assert callback.counts is not None
-        assert callback.counts.replayed == 5
+        assert callback.summary.fit.replayed == 5
         return found[0]["val_loss"]
 
     with pytest.raises(CaptureError, match=r"is_inference_mode_enabled\(\)` would say another thing"):

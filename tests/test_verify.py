@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, GraphedStep, VerificationError
+from lightning_cudagraph import (
+    ConfigurationError,
+    CUDAGraphCallback,
+    GraphedStep,
+    Verification,
+    VerificationError,
+)
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.checks.verify import verify
 from lightning_cudagraph.checks.verify.compare import distance, names_that_differ, rounding
@@ -108,7 +114,7 @@ def test_the_state_is_that_before_the_step(tmp_path: Path, accelerator: str) -> 
 @pytest.mark.long
 def test_without_verification_it_would_train_wrong(tmp_path: Path, accelerator: str) -> None:
     plain = train(make(ReadsAGlobal), tmp_path / "plain", accelerator=accelerator)
-    callback = CUDAGraphCallback(verify_replays=0)
+    callback = CUDAGraphCallback(verify=None)
     graph = train(make(ReadsAGlobal), tmp_path / "graph", callback, accelerator=accelerator)
     assert differences(plain.final["weights"], graph.final["weights"])
 
@@ -120,29 +126,29 @@ def test_a_late_change_is_caught_by_the_cautious(
     plain = train(make(ReadsAGlobalLate), tmp_path / "plain", accelerator=accelerator)
     missed = train(make(ReadsAGlobalLate), tmp_path / "b", CUDAGraphCallback(), accelerator=accelerator)
     assert differences(plain.final["weights"], missed.final["weights"])
-    cautious = CUDAGraphCallback(verify_every_n_steps=1)
+    cautious = CUDAGraphCallback(verify=Verification(every_n_steps=1))
     with pytest.raises(VerificationError):
         train(make(ReadsAGlobalLate), tmp_path / "caught", cautious, accelerator=accelerator)
 
 
 def test_checks_change_nothing(tmp_path: Path, accelerator: str) -> None:
     plain = train(make(Net), tmp_path / "plain", accelerator=accelerator)
-    callback = CUDAGraphCallback(verify_every_n_steps=2)
+    callback = CUDAGraphCallback(verify=Verification(every_n_steps=2))
     graph = train(make(Net), tmp_path / "graph", callback, accelerator=accelerator)
     assert_same(plain, graph)
-    assert callback.report is not None
-    assert "10 replay(s) verified against eager steps" in callback.report
+    assert "10 replay(s) verified against eager steps" in str(callback.summary)
 
 
 def test_a_single_check_is_on_another_batch_than_the_capture(tmp_path: Path, accelerator: str) -> None:
     """The scale changes before the first replay that has a new batch."""
-    caught = CUDAGraphCallback(verify_replays=1)
+    caught = CUDAGraphCallback(verify=Verification(replays=1))
     with pytest.raises(VerificationError):
         train(make(ReadsAGlobal), tmp_path / "caught", caught, accelerator=accelerator)
-    callback = CUDAGraphCallback(verify_replays=1)
+    callback = CUDAGraphCallback(verify=Verification(replays=1))
     train(make(Net), tmp_path / "fine", callback, accelerator=accelerator)
-    assert callback.report is not None
-    assert "2 replay(s) verified against eager steps" in callback.report  # one of them after a pause
+    assert "2 replay(s) verified against eager steps" in str(
+        callback.summary
+    )  # one of them after a pause
     verifier = Verifier(EmulatorBackend(), replays=1, every_n_steps=4)
     graph = _Graph()
     assert [verifier.due(graph, replay_idx) for replay_idx in range(9)] == [
@@ -196,14 +202,13 @@ def test_a_learning_rate_that_moves_late_gets_a_check(
     callback = CUDAGraphCallback()
     graph = train(make(build), tmp_path / "graph", callback, accelerator=accelerator)
     assert_same(plain, graph)
-    assert callback.report is not None
-    assert "3 replay(s) verified against eager steps" in callback.report
+    assert "3 replay(s) verified against eager steps" in str(callback.summary)
     _freeze_rate(monkeypatch)
     with pytest.raises(VerificationError, match=cause) as caught:
         train(make(build), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
     assert 'scope="forward_backward"' in str(caught.value)
     wrong = train(
-        make(build), tmp_path / "wrong", CUDAGraphCallback(verify_replays=0), accelerator=accelerator
+        make(build), tmp_path / "wrong", CUDAGraphCallback(verify=None), accelerator=accelerator
     )
     assert differences(plain.final["weights"], wrong.final["weights"])
 
@@ -213,9 +218,8 @@ def test_a_learning_rate_that_moves_at_once_needs_no_check_more(
 ) -> None:
     callback = CUDAGraphCallback()
     train(make(Net), tmp_path, callback, accelerator=accelerator)
-    assert callback.report is not None
     # With one after each pause for which there is time.
-    assert re.search(r"note +[2-4] replay\(s\) verified against eager steps", callback.report)
+    assert re.search(r"note +[2-4] replay\(s\) verified against eager steps", str(callback.summary))
 
 
 class _Scaled(torch.autograd.Function):
@@ -321,9 +325,8 @@ def test_copies_are_parked_on_the_host(
     callback = CUDAGraphCallback()
     graph = train(make(Net), tmp_path / "graph", callback, accelerator=accelerator)
     assert_same(plain, graph)
-    assert callback.report is not None
-    assert "2 replay(s) verified against eager steps" in callback.report
-    assert "not verified" not in callback.report
+    assert "2 replay(s) verified against eager steps" in str(callback.summary)
+    assert "not verified" not in str(callback.summary)
     assert set(parked) == {"cpu"}
     with pytest.raises(VerificationError, match="first in the loss"):
         train(make(ReadsAGlobal), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
@@ -342,9 +345,8 @@ def test_without_memory_nothing_is_verified(
     callback = CUDAGraphCallback()
     graph = train(make(Net), tmp_path / "graph", callback, accelerator=accelerator)
     assert_same(plain, graph)
-    assert callback.report is not None
-    assert "0 replay(s) verified against eager steps" in callback.report
-    assert callback.report.count("not verified: a check needs") == 1
+    assert "0 replay(s) verified against eager steps" in str(callback.summary)
+    assert str(callback.summary).count("not verified: a check needs") == 1
     assert not parked
 
 
@@ -366,10 +368,9 @@ def test_a_check_that_runs_out_of_memory_lets_training_go_on(
     assert_same(plain, graph)
     assert len(tried) == 1
     assert graph.counts.replayed == 18
-    assert callback.report is not None
     assert (
         "not verified: a check ran out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.)"
-        in callback.report
+        in str(callback.summary)
     )
 
 
@@ -543,10 +544,9 @@ class _OddOutputs(Net):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_outputs_that_cannot_be_compared(tmp_path: Path) -> None:
-    callback = CUDAGraphCallback(verify_every_n_steps=1)
+    callback = CUDAGraphCallback(verify=Verification(every_n_steps=1))
     train(make(_OddOutputs), tmp_path, callback, watched=False)
-    assert callback.counts is not None
-    assert callback.counts.replayed > 0
+    assert callback.summary.fit.replayed > 0
 
 
 class _Replayed:
@@ -845,19 +845,35 @@ def test_distance_and_rounding() -> None:
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"verify_replays": -1}, {"verify_replays": "2"}, {"verify_every_n_steps": 0}]
+    "kwargs",
+    [
+        {"replays": -1},
+        {"replays": "2"},
+        {"replays": True},
+        {"every_n_steps": 0},
+        {"every_n_steps": 1.0},
+    ],
 )
 def test_bad_arguments(kwargs: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="verify_replays"):
-        CUDAGraphCallback(**kwargs)
+    ((name, value),) = kwargs.items()
+    with pytest.raises(
+        ConfigurationError, match=rf"`Verification\({name}={value!r}\)`: expected an int"
+    ):
+        Verification(**kwargs)
+
+
+@pytest.mark.parametrize("value", [0, True, {"replays": 2}])
+def test_what_is_no_verification(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"`CUDAGraphCallback\(verify=.*a `Verification`"):
+        CUDAGraphCallback(verify=value)
+    with pytest.raises(ConfigurationError, match=r"`GraphedStep\(verify=.*a `Verification`"):
+        GraphedStep(torch.sin, verify=value)
 
 
 @pytest.mark.parametrize("budget", [2, -0.1, True, "1 %", None])
 def test_bad_budgets(budget: Any) -> None:
     with pytest.raises(ConfigurationError, match="a number from 0 to 1"):
-        CUDAGraphCallback(verify_budget=budget)
-    with pytest.raises(ConfigurationError, match="a number from 0 to 1"):
-        GraphedStep(torch.sin, verify_budget=budget)
+        Verification(budget=budget)
 
 
 @pytest.mark.parametrize(("budget", "checks"), [(0.0, 2), (1.0, 4)])
@@ -866,7 +882,7 @@ def test_the_budget_bounds_later_checks(
 ) -> None:
     monkeypatch.setattr(Verifier, "_is_affordable", _IS_AFFORDABLE)
     net = torch.nn.Linear(4, 4)
-    with GraphedStep(net.forward, net, verify_budget=budget) as graphed:
+    with GraphedStep(net.forward, net, verify=Verification(budget=budget)) as graphed:
         for _ in range(300):  # replays 64 and 256 are checked, without a pause
             graphed(torch.ones(2, 4))
-        assert f"{checks} replay(s) verified" in graphed.report
+        assert f"{checks} replay(s) verified" in str(graphed.summary)

@@ -75,8 +75,7 @@ def test_a_fit_shows_tables_pictures_and_a_trace(tmp_path: Path, accelerator: st
     assert whole["ts"] <= layer["ts"]
     assert layer["ts"] + layer["dur"] <= whole["ts"] + whole["dur"]
 
-    assert callback.report is not None
-    assert f"the last timed steps are in {str(path)!r}: open it at" in callback.report
+    assert f"the last timed steps are in {str(path)!r}: open it at" in str(callback.summary)
 
 
 def test_showing_changes_no_number(tmp_path: Path, accelerator: str) -> None:
@@ -92,7 +91,7 @@ def test_showing_changes_no_number(tmp_path: Path, accelerator: str) -> None:
 def test_the_report_has_a_step_of_the_warm_up_beside_replays(tmp_path: Path, accelerator: str) -> None:
     callback = CUDAGraphCallback(timings=LayerTimings(every_n_steps=2))
     run(tmp_path, accelerator, callback)
-    report = callback.report or ""
+    report = str(callback.summary)
     lines = report.splitlines()
     for label in ("  graph     ", "  warm-up   "):
         parts = next(line for line in lines if line.startswith(label))

@@ -308,7 +308,7 @@ def test_without_walks_and_checks_it_trains_wrong(
     tmp_path: Path, accelerator: str, only_numbers_are_checked: None
 ) -> None:
     plain = train(make(PerEpoch), tmp_path / "plain", accelerator=accelerator)
-    callback = CUDAGraphCallback(verify_replays=0)
+    callback = CUDAGraphCallback(verify=None)
     graph = train(make(PerEpoch), tmp_path / "graph", callback, accelerator=accelerator)
     assert differences(plain.final["weights"], graph.final["weights"])
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from lightning_cudagraph.capture.steps import Step, StepCounts
 from lightning_cudagraph.capture.stream_choice import Streams
 from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError, Wording
@@ -31,16 +32,8 @@ class CaptureSettings(Protocol):
         """Raise when a step cannot be captured, instead of going on eagerly."""
 
     @property
-    def verify_replays(self) -> int:
-        """Replays of a graph that are verified, from the first on."""
-
-    @property
-    def verify_every_n_steps(self) -> int | None:
-        """Beyond those, verify one replay in so many."""
-
-    @property
-    def verify_budget(self) -> float:
-        """Share of the run's time that later checks may take."""
+    def verify(self) -> Verification:
+        """The replays that are verified."""
 
     @property
     def streams(self) -> Streams:
@@ -90,10 +83,10 @@ class RunContext:
         settings = self.settings
         self.verifier = Verifier(
             self.backend,
-            settings.verify_replays,
-            settings.verify_every_n_steps,
+            settings.verify.replays,
+            settings.verify.every_n_steps,
             self.learning_rates,
             self.agreement,
-            settings.verify_budget,
+            settings.verify.budget,
         )
         self.signatures = Signatures(self.max_signatures, settings.warmup_steps, self.wording)

@@ -17,10 +17,9 @@ from torch import Tensor
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.streams.branches import SentBackError
-from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.errors import CaptureError, ConfigurationError
 
 __all__ = [
-    "DEFAULT_STREAMS",
     "MAX_STREAMS",
     "AskedStreams",
     "AutoStreams",
@@ -29,13 +28,8 @@ __all__ = [
     "are_streams",
     "is_trial",
     "streams_for",
-    "wrong_bound",
 ]
 
-# What the user says.
-AskedStreams = Literal["auto"] | int
-
-DEFAULT_STREAMS: AskedStreams = "auto"
 MAX_STREAMS = 16
 # Tried after one, as long as twice as many gain so much, as a share of the time. (The benchmarks' GPT on
 # an H200: 2.202 ms a replay on one stream, 1.951 on two, 1.907 on four.)
@@ -79,33 +73,29 @@ def _trial() -> Iterator[None]:
         _trials.under_way = False
 
 
-def are_streams(value: object) -> bool:
-    """Tell if something is a number of streams, or what chooses one."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return value == "auto" or (is_whole and 1 <= value <= MAX_STREAMS)  # type: ignore[operator]
-
-
-def wrong_bound(streams: object, memory_bytes: object) -> str:
-    """The expectation that a bound on the memory of several streams does not meet, or nothing."""
-    if memory_bytes is None:
-        return ""
-    if type(memory_bytes) is not int or memory_bytes < 0:
-        return "a number of bytes, an int of at least 0, or None"
-    if streams not in (None, "auto"):
-        return 'None, because only `streams="auto"` can choose fewer'
-    return ""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AutoStreams:
-    """The fastest of a few numbers of streams.
+    """The fastest of 1, 2, 4 and 8 streams, within a bound on memory.
 
-    Attributes:
-        memory_bytes: how much more memory a capture may take than one on one stream; None for a bound
-            that depends on what that takes.
+    Args:
+        memory_bytes: how much more device memory than one stream more of them may take, for a graph and
+            workspaces; if it is over that, fewer are used. None: 15 % of what one takes, or 1 GiB if
+            that is more.
+
+    Raises:
+        ConfigurationError: if it is no number of bytes.
     """
 
     memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes is not None and (
+            type(self.memory_bytes) is not int or self.memory_bytes < 0
+        ):
+            raise ConfigurationError(
+                f"`AutoStreams(memory_bytes={self.memory_bytes!r})`: expected a number of bytes, an int"
+                " of at least 0, or None."
+            )
 
     def allowed_bytes(self, one_bytes: int) -> int:
         """The bytes that a capture may take beyond one on one stream, which takes so many."""
@@ -115,12 +105,19 @@ class AutoStreams:
 
 
 Streams = int | AutoStreams
+# As the user may say it.
+AskedStreams = Literal["auto"] | int | AutoStreams
 
 
-def streams_for(asked: AskedStreams | None, memory_bytes: int | None) -> Streams:
-    """Translate the arguments of the user."""
-    streams = DEFAULT_STREAMS if asked is None else asked
-    return AutoStreams(memory_bytes) if streams == "auto" else streams
+def are_streams(value: object) -> bool:
+    """Tell if something is a number of streams, or what chooses one."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return value == "auto" or isinstance(value, AutoStreams) or (is_whole and 1 <= value <= MAX_STREAMS)  # type: ignore[operator]
+
+
+def streams_for(asked: AskedStreams) -> Streams:
+    """Translate the argument of the user."""
+    return AutoStreams() if asked == "auto" else asked
 
 
 @dataclass

@@ -27,6 +27,7 @@ from lightning_cudagraph.capture.stream_choice import Streams
 from lightning_cudagraph.checks.carried import CarriedTensors
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.unfit import refuse_unfit_modules
+from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend, CudaBackend
 from lightning_cudagraph.device.emulator import EmulatorBackend
@@ -46,6 +47,8 @@ from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.tensors.batch import Signature, flatten_batch
 from lightning_cudagraph.tensors.signatures import make_room
+from lightning_cudagraph.timing.output.stages import StageSummary
+from lightning_cudagraph.timing.output.summary import RunSummary
 
 __all__ = ["StepRun", "StepSettings", "backend_for"]
 
@@ -62,9 +65,7 @@ class StepSettings:
 
     warmup_steps: int
     raise_unsupported: bool
-    verify_replays: int
-    verify_every_n_steps: int | None
-    verify_budget: float
+    verify: Verification
     harmless: frozenset[str]
     max_graphs: int
     streams: Streams = 1
@@ -160,10 +161,18 @@ class StepRun:
         self.counts = self._context.counts
 
     @property
+    def summary(self) -> RunSummary:
+        """What became of the calls."""
+        return RunSummary(
+            backend=self.backend.description,
+            calls=StageSummary.of(self.counts, self._context.verifier.checked),
+            notes=tuple(self.notes),
+        )
+
+    @property
     def notes(self) -> list[str]:
         """Notes for the report."""
-        verifier = self._context.verifier
-        notes = [f"{verifier.checked} replay(s) verified against eager steps", *verifier.notes]
+        notes = [*self._context.verifier.notes]
         notes += [note for each in self._specializations.values() for note in each.engine.notes]
         off = notes_of_captures(self.backend.device)
         return list(dict.fromkeys([*notes, *self._optimizers.notes, *off]))

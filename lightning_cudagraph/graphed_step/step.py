@@ -17,17 +17,16 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_cudagraph.capture import stream_choice
-from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, AskedStreams, are_streams
+from lightning_cudagraph.capture.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.checks.unfit import refuse_nameless
-from lightning_cudagraph.checks.verify.verify import is_share
+from lightning_cudagraph.checks.verify.verification import NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, wrong_argument
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.record import StepFunction
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
@@ -35,15 +34,14 @@ from lightning_cudagraph.graphed_step.run import StepRun, StepSettings, backend_
 from lightning_cudagraph.graphed_step.surroundings import surroundings_of
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.processes.nccl import check_nccl
-from lightning_cudagraph.timing.output.report import fit_report
-from lightning_cudagraph.timing.readings.pace import StepPace
-from lightning_cudagraph.timing.readings.windows import WindowSummary
+from lightning_cudagraph.timing.output.summary import RunSummary
 
 __all__ = ["GraphedStep"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_DEFAULT_CHECKS = Verification()
 _inside = threading.local()
 
 
@@ -76,12 +74,8 @@ class GraphedStep(Generic[P, R]):
         optimizers: all optimizers that it steps: one, a list, or a dictionary.
         scaler: the gradient scaler that it uses for fp16, or None.
         warmup_steps: ordinary calls before the capture.
-        verify_replays: how many of the first replays of a graph are checked, bit for bit, against an
-            eager call from the same state; 0 for none.
-        verify_every_n_steps: beyond those, check one replay in so many; None for none.
-        verify_budget: the share of the run's time, from 0 to 1, that other later checks may take: those
-            after pauses in which code of yours can run (an epoch's start, a validation, a checkpoint;
-            the first three are followed by one in any case), and those at growing distances.
+        verify: which replays are checked, bit for bit, against an eager call from the same state; None
+            for no checks.
         on_unsupported: ``"raise"`` an error when something cannot be captured, or call the function
             eagerly from then on (``"eager"``) and say why in the report.
         harmless: host code in the function that may stay frozen, or not be repeated by replays: the
@@ -90,10 +84,8 @@ class GraphedStep(Generic[P, R]):
             on one of them. ``"off"``: every call is a plain one; give it to all processes, or to none.
         max_graphs: how many signatures of arguments get a graph; calls with others are eager.
         streams: on how many streams of the capture ops are put that do not need one another; ``"auto"``
-            for the fastest of 1, 2, 4 and 8; where there is a process group, 1. None: ``"auto"``.
-        streams_memory_bytes: with ``streams="auto"``, how much more device memory than one stream more
-            of them may take, for a graph and workspaces; if it is over that, fewer are used. None: 15 %
-            of what one takes, or 1 GiB if that is more.
+            for the fastest of 1, 2, 4 and 8; where there is a process group, 1. ``AutoStreams`` bounds
+            the memory that more of them may take.
 
     Raises:
         ConfigurationError: if an argument is not one of the above.
@@ -120,40 +112,25 @@ class GraphedStep(Generic[P, R]):
         *,
         scaler: GradScaler | None = None,
         warmup_steps: int = 3,
-        verify_replays: int = 2,
-        verify_every_n_steps: int | None = None,
-        verify_budget: float = 0.01,
+        verify: Verification | None = _DEFAULT_CHECKS,
         on_unsupported: Literal["raise", "eager"] = "raise",
         harmless: Sequence[str] = (),
         backend: Literal["auto", "cuda", "emulator", "off"] = "auto",
         max_graphs: int = 8,
-        streams: AskedStreams | None = None,
-        streams_memory_bytes: int | None = None,
+        streams: AskedStreams = "auto",
     ) -> None:
         if not callable(function):
             raise _wrong("function", function, "a function of tensors")
-        for name, value, at_least in (
-            ("warmup_steps", warmup_steps, 1),
-            ("verify_replays", verify_replays, 0),
-            ("verify_every_n_steps", 1 if verify_every_n_steps is None else verify_every_n_steps, 1),
-            ("max_graphs", max_graphs, 1),
-        ):
-            if type(value) is not int or value < at_least:
-                raise _wrong(name, value, f"an int of at least {at_least}")
-        if not is_share(verify_budget):
-            raise _wrong("verify_budget", verify_budget, "a number from 0 to 1")
-        for name, text, allowed in (
-            ("on_unsupported", on_unsupported, ("raise", "eager")),
-            ("backend", backend, ("auto", "cuda", "emulator", "off")),
-        ):
-            if text not in allowed:
-                raise _wrong(name, text, f"one of {', '.join(map(repr, allowed))}")
-        if streams is not None and not are_streams(streams):
-            raise _wrong("streams", streams, f'an int from 1 to {MAX_STREAMS}, "auto" or None')
-        if expected := stream_choice.wrong_bound(streams, streams_memory_bytes):
-            raise _wrong("streams_memory_bytes", streams_memory_bytes, expected)
-        if isinstance(harmless, str) or not all(isinstance(name, str) for name in harmless):
-            raise _wrong("harmless", harmless, "a list of names")
+        check_shared_arguments(
+            "GraphedStep",
+            warmup_steps=warmup_steps,
+            on_unsupported=on_unsupported,
+            verify=verify,
+            harmless=harmless,
+            backend=backend,
+            max_graphs=max_graphs,
+            streams=streams,
+        )
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise _wrong("scaler", scaler, "a `torch.amp.GradScaler` or None")
         self._function: Callable[P, R] | None = function
@@ -164,18 +141,14 @@ class GraphedStep(Generic[P, R]):
         self._settings = StepSettings(
             warmup_steps,
             on_unsupported == "raise",
-            verify_replays,
-            verify_every_n_steps,
-            verify_budget,
+            verify or NO_CHECKS,
             frozenset(harmless),
             max_graphs,
-            stream_choice.streams_for(streams, streams_memory_bytes),
+            streams_for(streams),
         )
         self._given = {
             "warmup_steps": warmup_steps,
-            "verify_replays": verify_replays,
-            "verify_every_n_steps": verify_every_n_steps,
-            "verify_budget": verify_budget,
+            "verify": verify,
             "on_unsupported": on_unsupported,
             "harmless": sorted({*harmless}),  # sets have an order of their own in each process
             "max_graphs": max_graphs,
@@ -184,13 +157,13 @@ class GraphedStep(Generic[P, R]):
         self._run: StepRun | None = None
         self._processes: StepProcesses | None = None  # those of the run, or of one to come
         self._refused: str | None = None  # why all calls are eager
-        self._counts = StepCounts()  # of the time before `close`, as the report
-        self._report = "lightning_cudagraph: no call yet"
+        self._summary = RunSummary()  # of the time before `close`
         self._join()  # a process may fail before its first call
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the function and what belongs to it, so that copies and pickles work at any time."""
         emptied: dict[str, Any] = {
+            "_summary": self.summary,
             "_function": None,
             "_modules": {},
             "_optimizers": {},
@@ -201,17 +174,9 @@ class GraphedStep(Generic[P, R]):
         return {**self.__dict__, **emptied}
 
     @property
-    def counts(self) -> StepCounts:
-        """What became of the calls."""
-        return self._counts if self._run is None else self._run.counts
-
-    @property
-    def report(self) -> str:
-        """What became of the calls, in words."""
-        if self._run is None:
-            return self._report
-        description, notes = self._run.backend.description, self._run.notes
-        return fit_report(description, self.counts, StepPace(), WindowSummary([]), notes)
+    def summary(self) -> RunSummary:
+        """What became of the calls, at any time; `str` of it is the report."""
+        return self._summary if self._run is None else self._run.summary
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function: eagerly, or by replay.
@@ -233,7 +198,7 @@ class GraphedStep(Generic[P, R]):
                 self._fail(error)
                 raise
             self._go_alone(error.reason)
-            self._report = f"lightning_cudagraph: all calls eager. {error.reason}"
+            self._summary = RunSummary(refused=f"all calls eager. {error.reason}")
         except BaseException as error:
             self._fail(error)
             raise
@@ -253,7 +218,7 @@ class GraphedStep(Generic[P, R]):
         The next call begins anew, with warm-up.
         """
         if self._run is not None:
-            self._counts, self._report = self.counts, self.report
+            self._summary = self._run.summary
         run, self._run = self._run, None
         processes, self._processes = self._processes, None
         with ExitStack() as stack:  # graphs first
@@ -446,5 +411,4 @@ def _by_name(what: str, given: Any, kind: type) -> dict[str, Any]:
 
 
 def _wrong(name: str, value: Any, expected: str) -> ConfigurationError:
-    shown = value if isinstance(value, (str, int, float, type(None))) else type(value).__qualname__
-    return ConfigurationError(f"`GraphedStep({name}={shown!r})`: expected {expected}.")
+    return wrong_argument("GraphedStep", name, value, expected)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.steps import Phase, Place, Step, StepCounts
+from lightning_cudagraph.capture.steps import Phase, Place, Step
 from lightning_cudagraph.checks.audit.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.checks.carried import CarriedTensors
 from lightning_cudagraph.checks.guards.guards import Guards
@@ -37,6 +37,7 @@ from lightning_cudagraph.tensors.batch import (
     refuse_odd_outputs,
 )
 from lightning_cudagraph.tensors.recomputed import Recomputed, recomputed_apart
+from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING, Stage, check_evaluation
 from lightning_cudagraph.trainer.host_rules import (
@@ -55,8 +56,6 @@ from lightning_cudagraph.trainer.profilers import unprofiled
 
 __all__ = ["GraphedEvaluation", "wording_of"]
 
-# A graph for each batch signature, as long as there are few: full batches, the last one, by dataloader.
-_MAX_SIGNATURES = 8
 # The step drops no gradients that matter, and none is added to them: one kind of step.
 _PLACE = Place(drops=True, steps=False)
 # A capture is under `no_grad`.
@@ -135,22 +134,25 @@ class GraphedEvaluation:
             CarriedTensors(module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric),
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
             wording=wording_of(stage),
-            max_signatures=_MAX_SIGNATURES,
+            max_signatures=settings.max_graphs,
         )
         self._engine: StepEngine[_Outputs] = StepEngine(run, self._guards)
 
     @property
-    def counts(self) -> StepCounts:
-        """The counts of the batches so far."""
-        return self._engine.counts
+    def stage_name(self) -> str:
+        """The stage as the trainer's methods are called."""
+        return "validate" if self._stage == "validation" else self._stage
+
+    @property
+    def stage(self) -> StageSummary:
+        """The batches so far, in numbers."""
+        return StageSummary.of(self._engine.counts, self._run.verifier.checked)
 
     @property
     def notes(self) -> list[str]:
         """Notes for the report."""
-        verifier = self._run.verifier
-        verified = f"{verifier.checked} replay(s) of evaluation verified against eager steps"
-        said = [*verifier.notes, *self._engine.notes, *self._metrics.notes]
-        return [verified, *(f"evaluation: {note}" for note in said)]
+        said = [*self._run.verifier.notes, *self._engine.notes, *self._metrics.notes]
+        return [f"evaluation: {note}" for note in said]
 
     def start(self) -> None:
         """An evaluation begins: take the seat, and look at everything that may have changed since."""

@@ -1,4 +1,4 @@
-"""The times of layers: an argument of `CUDAGraphCallback`, and a callback of its own for eager runs."""
+"""The callback that times the layers of an eager run, with the tags that a run with graphs has."""
 
 from __future__ import annotations
 
@@ -9,74 +9,65 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_cudagraph.errors import ConfigurationError
-from lightning_cudagraph.timing.layers.layers import LayerChoice
+from lightning_cudagraph.timing.layers.layers import LayerTimings
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.times.eager_times import EagerTimes
 
-__all__ = ["LayerTimings"]
+__all__ = ["LayerTimingsMonitor"]
+
+_AUTOMATIC = LayerTimings()
 
 
-class LayerTimings(LayerChoice, Callback):
-    """Times the layers of a model, in a graph or without one, with the same tags in TensorBoard.
+class LayerTimingsMonitor(Callback):
+    """Times the layers of a run without graphs, by the same marks and with the same tags as in a graph.
 
-    ``CUDAGraphCallback(timings=LayerTimings(...))`` times them by events in the graph. In the list of
-    callbacks, `LayerTimings` times an ordinary run, to be compared with one that has graphs; it changes
-    no number of it.
-
-    `modules`, `types` and `depth` choose together: a layer is timed if it satisfies each that is given.
-    Without any of them the layers are chosen automatically, level by level from the outside in, as deep
-    as `max_layers` allows: the model is covered, and containers stay beside their members. If the
-    outermost level alone is more than that, the first so many of it are timed.
+    It changes no number of the run. With `CUDAGraphCallback`, pass the `LayerTimings` to that instead.
 
     Args:
-        modules: glob patterns of module names as `named_modules` gives them, such as
-            ``["blocks.*", "head"]``. ``*`` crosses dots.
-        types: names of classes, such as ``["Linear"]`` or ``["torch.nn.Linear"]``. Classes that are
-            derived from them count.
-        depth: how many levels are timed, from the outside in: 1 for the children of the model. A
-            `ModuleList` or `ModuleDict` without a `forward` is no level: it is never called itself.
-        max_layers: how many layers the automatic choice may take, at most.
-        every_n_steps: the last of so many steps of the optimizer is timed, with all batches whose
-            gradients it takes, as `log_every_n_steps` counts; the others replay a graph without events.
-            In manual optimization, batches are counted.
-        placement: ``"forked"``: events are recorded on a branch of the graph that no kernel waits for.
-            ``"serial"``: they are recorded between two kernels, and each adds about 4 µs.
-        window_steps: aggregates are made over so many timed steps.
-        trace_steps: how many of the last timed steps are written as a Chrome trace; 0 for none.
+        timings: which layers are timed, and how often.
 
     Attributes:
-        report: the report of the last run that this timed as a callback, or None before its end.
+        report: the report of the last run, or None before its end.
 
     Raises:
-        ConfigurationError: if one of them is not what it should be.
+        ConfigurationError: if `timings` are not `LayerTimings`.
 
     Example::
 
-        trainer = Trainer(callbacks=[LayerTimings(types=["Linear"], every_n_steps=10)])
+        trainer = Trainer(callbacks=[LayerTimingsMonitor(LayerTimings(types=["Linear"]))])
     """
 
-    report: str | None = None
-    _run: EagerTimes | None = None
+    def __init__(self, timings: LayerTimings = _AUTOMATIC) -> None:
+        if not isinstance(timings, LayerTimings):
+            raise ConfigurationError(
+                f"`LayerTimingsMonitor({timings!r})`: expected a `LayerTimings`, such as"
+                ' `LayerTimings(modules=["blocks.*"])`.'
+            )
+        self.timings = timings
+        self.report: str | None = None
+        self._run: EagerTimes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is bound to a trainer, so that copies and pickles work at any time."""
-        return {name: value for name, value in vars(self).items() if name != "_run"}
+        return {**vars(self), "_run": None}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close()  # a run that another callback's exception ended before our hooks
         if stage == "fit":
             self.report = None  # which may end before its first step
-        ours = [callback for callback in callbacks_of(trainer) if isinstance(callback, LayerTimings)]
+        ours = [
+            callback for callback in callbacks_of(trainer) if isinstance(callback, LayerTimingsMonitor)
+        ]
         if len(ours) > 1:
             raise ConfigurationError(
-                f"The trainer has {len(ours)} `LayerTimings`; expected one, which may have several"
-                " `modules` and `types`. Remove the others."
+                f"The trainer has {len(ours)} `LayerTimingsMonitor`s; expected one, for which"
+                " `LayerTimings` may name several `modules` and `types`. Remove the others."
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close()
         self.report = None
-        self._run = EagerTimes(trainer, pl_module, self)
+        self._run = EagerTimes(trainer, pl_module, self.timings)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None:
@@ -144,5 +135,6 @@ class LayerTimings(LayerChoice, Callback):
         self._close()
 
     def _close(self) -> None:
-        if (run := vars(self).pop("_run", None)) is not None:
+        run, self._run = self._run, None
+        if run is not None:
             run.close()

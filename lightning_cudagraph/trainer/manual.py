@@ -33,7 +33,7 @@ from lightning_cudagraph.graphed_step.surroundings import (
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy
 from lightning_cudagraph.trainer.config.support import callbacks_of, scaler_of
 from lightning_cudagraph.trainer.host_rules import host_rules
-from lightning_cudagraph.trainer.layer_timings import LayerTimings
+from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
 
@@ -81,11 +81,11 @@ class ManualOptimization(PlainLoop):
                 " `DistributedDataParallel`.",
             )
         for callback in callbacks_of(self._trainer):
-            if isinstance(callback, LayerTimings):
+            if isinstance(callback, LayerTimingsMonitor):
                 raise UnsupportedError(
-                    "The trainer has a `LayerTimings`, which times eager steps by hooks in them, and"
-                    " calls of a `GraphedStep` are replayed.",
-                    "Leave `LayerTimings` out, and time blocks of the function with `Profiler`.",
+                    "The trainer has a `LayerTimingsMonitor`, which times eager steps by hooks in"
+                    " them, and calls of a `GraphedStep` are replayed.",
+                    "Leave it out, and time blocks of the function with `Profiler`.",
                 )
             for hook in _CALLBACK_HOOKS_INSIDE:
                 method = getattr(callback, hook)

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import os
+import re
 import signal
 import sys
 import time
@@ -43,7 +44,9 @@ from lightning_cudagraph import (
     ConfigurationError,
     CUDAGraphCallback,
     LayerTimings,
+    LayerTimingsMonitor,
     UnsupportedError,
+    Verification,
 )
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.checks.verify.tape import OpTape
@@ -139,7 +142,7 @@ def same_numbers(here: Here) -> None:
     assert graph.counts.replayed >= 10, graph.counts
     reasons = "; ".join(graph.counts.eager)
     assert "not broadcast in the step after a validation" in reasons
-    assert "verified against eager steps" in str(graph.callback and graph.callback.report)
+    assert "verified against eager steps" in str(graph.callback and str(graph.callback.summary))
     loop = graph.trainer.fit_loop.epoch_loop  # type: ignore[union-attr]
     assert "_broadcast_sigterm_tensor" not in vars(loop)
     assert "_setup_model" not in vars(graph.trainer.strategy)  # type: ignore[union-attr]
@@ -148,11 +151,12 @@ def same_numbers(here: Here) -> None:
 def same_numbers_with_sampled_times(here: Here) -> None:
     """Some steps replay a graph with events; and an eager run with the same marks."""
     timings = LayerTimings(every_n_steps=3)
+    monitor = LayerTimingsMonitor(timings)
     plain, graph = here.assert_same_runs(CUDAGraphCallback(timings=timings), max_epochs=4)
     assert graph.counts.captures == 1, graph.counts
-    eager = here.train("eager", None, callbacks=(timings,), max_epochs=4)
+    eager = here.train("eager", None, callbacks=(monitor,), max_epochs=4)
     assert_same(plain, eager)
-    assert "features.0" in (timings.report or "")
+    assert "features.0" in (monitor.report or "")
 
 
 def same_numbers_accumulated(here: Here) -> None:
@@ -201,7 +205,7 @@ def same_numbers_compiled(here: Here) -> None:
     with torch.compiler.set_stance("default", force_backend="eager"):
         _, graph = here.assert_same_runs(CUDAGraphCallback(compile=True), max_epochs=4)
     assert graph.counts.replayed >= 10, graph.counts
-    assert "the step runs compiled code" in str(graph.callback and graph.callback.report)
+    assert "the step runs compiled code" in str(graph.callback and str(graph.callback.summary))
 
 
 def same_numbers_without_broadcasts(here: Here) -> None:
@@ -266,7 +270,7 @@ def captures_around_the_hundredth_iteration(here: Here) -> None:
     batches = loader(False, batches=2 * 112)
     plain = here.train("plain", None, max_epochs=1, train_loader=batches, checkpoint_every=0)
     for steps in (97, 98, 99, 100):
-        callback = CUDAGraphCallback(warmup_steps=steps, verify_replays=1)
+        callback = CUDAGraphCallback(warmup_steps=steps, verify=Verification(replays=1))
         graph = here.train(
             f"graph{steps}", callback, max_epochs=1, train_loader=batches, checkpoint_every=0
         )
@@ -294,8 +298,8 @@ def unused_parameters_are_refused(here: Here) -> None:
         warnings.filterwarnings("ignore", "lightning_cudagraph: all steps eager")  # on rank 0
         graph = here.train("eager", callback, Unused, wrapper)
     assert_same(plain, graph)
-    assert callback.counts is None
-    assert "all steps eager" in str(callback.report)
+    assert not callback.summary.stages
+    assert "all steps eager" in str(callback.summary)
 
 
 def same_numbers_with_a_static_graph(here: Here) -> None:
@@ -432,7 +436,7 @@ def sent_back_to_one_stream(here: Here) -> None:
         # One that is alone tries again at once, unless gradients are waited for.
         is_later = here.size > 1 or in_backward
         assert any(told in reason for reason in graph.counts.eager) == is_later, graph.counts
-        assert f"on one stream: {told}" in str(graph.callback and graph.callback.report)
+        assert f"on one stream: {told}" in str(graph.callback and str(graph.callback.summary))
 
 
 def _plant(patch: pytest.MonkeyPatch, in_backward: bool, here: bool) -> None:
@@ -688,7 +692,7 @@ def a_check_that_one_fails(here: Here) -> None:
     try:
         graph = here.train("graph", callback, CountsOnOne, raises=VerificationError)
     except pytest.fail.Exception as error:
-        raise AssertionError(callback.report) from error
+        raise AssertionError(str(callback.summary)) from error
     # Gradients are averaged, so that all see it; each in its own numbers.
     assert "comes to other numbers than the eager step" in str(graph.error), graph.error
 
@@ -737,9 +741,10 @@ def a_check_that_one_fails_alone_goes_on(here: Here) -> None:
 
 def different_arguments(here: Here) -> None:
     """The processes were given different arguments."""
-    callback = CUDAGraphCallback(verify_replays=1 + here.rank)
+    callback = CUDAGraphCallback(verify=Verification(replays=1 + here.rank))
     graph = here.train("graph", callback, raises=ConfigurationError)
-    assert "argument `verify_replays`: 1 on rank 0, 2 on rank 1" in str(graph.error), graph.error
+    said = r"argument `verify`: .*replays=1, .* on rank 0, .*replays=2, .* on rank 1"
+    assert re.search(said, str(graph.error)), graph.error
 
 
 def evaluation_is_refused_at_the_start(here: Here) -> None:
@@ -931,7 +936,7 @@ def _error_in_a_capture(here: Here, callback: CUDAGraphCallback) -> None:
     try:
         here.train("graph", callback, RaisesInCapture)
     finally:
-        print(callback.counts, file=sys.stderr)
+        print(callback.summary.fit, file=sys.stderr)
 
 
 class Signalled(Callback):

@@ -129,7 +129,7 @@ def _refused_or_eager(here: Here, build: type[Sharded], strategy: Any, reason: s
     found = differences(plain, eager)
     assert not found, found[:8]
     assert plain[2] == STEPS
-    assert "all steps eager" in (callback.report or ""), callback.report
+    assert "all steps eager" in str(callback.summary), callback.summary
 
 
 class _nothing:
@@ -273,7 +273,7 @@ def fully_sharded_with_a_switch_in_the_step(here: Here) -> None:
     plain = here.train("plain", None, **runs)
     eager = here.train("eager", CUDAGraphCallback(on_unsupported="eager"), **runs)
     assert_same(plain, eager, ignore=("_ms/",))
-    assert eager.counts.replayed == 0, eager.counts
+    assert eager.summary.calls.replayed == 0, eager.summary.calls
 
 
 class Meddling(Callback):
@@ -311,8 +311,10 @@ def fully_sharded_and_meddled_with(here: Here) -> None:
     assert_same(one, other, ignore=("_ms/",))
     assert not differences(plain.said, graph.said)
     assert plain.found_gathered
-    assert other.counts.replayed >= 10, other.counts
-    assert any("weights are gathered before it" in reason for reason in other.counts.eager), other.counts
+    assert other.summary.calls.replayed >= 10, other.summary.calls
+    assert any("weights are gathered before it" in reason for reason in other.summary.calls.eager), (
+        other.summary.calls
+    )
 
 
 class Reading(ShardedNet):
@@ -345,8 +347,8 @@ def fully_sharded_and_not_captured(here: Here) -> None:
         callback = CUDAGraphCallback(on_unsupported="eager")
         eager = here.train(f"eager {build.__name__}", callback, **runs)
         assert_same(plain, eager, ignore=("_ms/",))
-        assert eager.counts.replayed == 0, eager.counts
-        assert any("`.item()`" in reason for reason in eager.counts.eager), eager.counts
+        assert eager.summary.calls.replayed == 0, eager.summary.calls
+        assert any("`.item()`" in reason for reason in eager.summary.calls.eager), eager.summary.calls
 
 
 def _leave(gradients: Tensor) -> None:
@@ -497,4 +499,4 @@ def sharded_steps(here: Here) -> None:
         GraphedStep(step)(x, y)
     eager = GraphedStep(step, on_unsupported="eager")
     assert eager(x, y).isfinite()
-    assert "all calls eager" in eager.report
+    assert "all calls eager" in str(eager.summary)

@@ -22,8 +22,7 @@ class _Replays(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, CUDAGraphCallback):
-                assert callback.counts is not None
-                assert callback.counts.replayed >= 10, callback.report
+                assert callback.summary.fit.replayed >= 10, callback.summary
 
 
 def _weights(accelerator: str, strategy: str, callbacks: list[Callback]) -> dict[str, Tensor]:

@@ -25,7 +25,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from examples import fabric_ddp
-from lightning_cudagraph import GraphedStep, UnsupportedError
+from lightning_cudagraph import (
+    GraphedStep,
+    UnsupportedError,
+    Verification,
+)
 from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, PeerError
 from lightning_cudagraph.graphed_step import step as step_module
@@ -134,7 +138,7 @@ def _same(here: Here, loop: Callable[[Here], Plain], replays: int) -> GraphedSte
     """Fail unless the graphed loop does the same as the plain one, and as many replays as expected."""
     plain, _ = loop(here).run(graphed=False)
     graphed, step = loop(here).run(graphed=True)
-    assert step.counts.replayed == replays, step.report
+    assert step.summary.calls.replayed == replays, step.summary
     found = differences(plain, graphed)
     assert not found, f"{len(found)} differences, the first: {found[:8]}"
     return step
@@ -143,8 +147,8 @@ def _same(here: Here, loop: Callable[[Here], Plain], replays: int) -> GraphedSte
 def plain_loop(here: Here) -> None:
     """Dropout, and batch norm whose buffers are broadcast."""
     step = _same(here, Plain, STEPS - WARM_UP)
-    assert step.counts.captures == 1, step.report
-    assert not step.counts.eager, step.report
+    assert step.summary.calls.captures == 1, step.summary
+    assert not step.summary.calls.eager, step.summary
 
 
 class InBuckets(Plain):
@@ -183,7 +187,7 @@ class Accumulates(Plain):
 def accumulated(here: Here) -> None:
     """Three graphs: of calls that broadcast buffers, of those that do not, and of those that average."""
     step = _same(here, Accumulates, 12)
-    assert step.counts.captures == 3, step.report
+    assert step.summary.calls.captures == 3, step.summary
 
 
 class AccumulatesInside(Plain):
@@ -203,7 +207,7 @@ class AccumulatesInside(Plain):
 def accumulated_inside(here: Here) -> None:
     """One graph, which averages once."""
     step = _same(here, AccumulatesInside, STEPS - WARM_UP)
-    assert step.counts.captures == 1, step.report
+    assert step.summary.calls.captures == 1, step.summary
 
 
 class Validates(Plain):
@@ -222,7 +226,7 @@ class Validates(Plain):
 def validated(here: Here) -> None:
     """Calls after a validation have a graph of their own, as soon as they have come up often enough."""
     step = _same(here, Validates, 18 - 1)
-    assert step.counts.captures == 2, step.report
+    assert step.summary.calls.captures == 2, step.summary
 
 
 class OddBatch(Plain):
@@ -235,8 +239,8 @@ class OddBatch(Plain):
 def another_shape(here: Here) -> None:
     """All make that call eagerly, and keep their graph."""
     step = _same(here, OddBatch, STEPS - WARM_UP - 2)
-    assert step.counts.captures == 1, step.report
-    assert not step.counts.recaptures, step.report
+    assert step.summary.calls.captures == 1, step.summary
+    assert not step.summary.calls.recaptures, step.summary
 
 
 def another_shape_over_sockets(here: Here) -> None:
@@ -256,8 +260,8 @@ class OtherDropout(Plain):
 def a_guard_in_one_process(here: Here) -> None:
     """All capture anew."""
     step = _same(here, OtherDropout, STEPS - WARM_UP - 3)
-    assert step.counts.captures == 2, step.report
-    assert "(rank 1)" in step.counts.recaptures[0] or here.rank == 1, step.report
+    assert step.summary.calls.captures == 2, step.summary
+    assert "(rank 1)" in step.summary.calls.recaptures[0] or here.rank == 1, step.summary
 
 
 class ReadsOnOne(Plain):
@@ -280,7 +284,7 @@ def a_capture_that_one_refuses(here: Here) -> None:
         ReadsOnOne(here).run(graphed=True)
     assert str(caught.value).startswith("On rank 1: ") == (here.rank == 0), caught.value
     step = _same(here, ReadsOnOneAndGoesOn, 0)
-    assert any(".item()" in reason for reason in step.counts.eager), step.report
+    assert any(".item()" in reason for reason in step.summary.calls.eager), step.summary
 
 
 class RaisesOnOne(Plain):
@@ -507,14 +511,14 @@ def a_number_that_alternates_in_one_process(here: Here) -> None:
     graphed, step = loop.run(graphed=True)
     found = differences(plain, graphed)
     assert not found, f"{len(found)} differences, the first: {found[:8]}"
-    assert step.counts.recaptures, step.report
-    assert "(rank 0) (rank 1)" not in step.report, step.report
+    assert step.summary.calls.recaptures, step.summary
+    assert "(rank 0) (rank 1)" not in str(step.summary), step.summary
 
 
 class DifferentArguments(Plain):
     def __init__(self, here: Here) -> None:
         super().__init__(here)
-        self.kwargs = {"verify_replays": here.rank}  # type: ignore[misc]
+        self.kwargs = {"verify": Verification(replays=here.rank)}  # type: ignore[misc]
 
 
 class SameArguments(Plain):
@@ -526,7 +530,10 @@ class SameArguments(Plain):
 
 def different_arguments(here: Here) -> None:
     """Nothing is begun."""
-    with pytest.raises(ConfigurationError, match="argument `verify_replays`: 0 on rank 0, 1 on rank 1"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"argument `verify`: .*replays=0, .* on rank 0, .*replays=1, .* on rank 1",
+    ):
         DifferentArguments(here).run(graphed=True)
     _same(here, SameArguments, 0)
 
@@ -633,7 +640,7 @@ def wrappers_that_are_refused(here: Here) -> None:
         with pytest.raises(UnsupportedError, match=reason):
             loop(here).run(graphed=True)
         goes_on = type("GoesOn", (loop,), {"kwargs": {"on_unsupported": "eager"}, "steps": 3})
-        assert reason in _same(here, goes_on, 0).report
+        assert reason in str(_same(here, goes_on, 0).summary)
 
 
 def unequal_batches(here: Here) -> None:
@@ -771,7 +778,7 @@ def a_step_of_one_process(here: Here) -> None:
         _join(here)
         return
     step = _same(here, OnOneAlone, STEPS - 3)
-    assert step.counts.captures == 1, step.report
+    assert step.summary.calls.captures == 1, step.summary
 
 
 class WithFabric(Accumulates):
@@ -812,7 +819,7 @@ class WithFabric(Accumulates):
 def fabric_accumulated(here: Here) -> None:
     """As `examples/fabric_ddp.py` does it, with the optimizer outside."""
     step = _same(here, WithFabric, 12)
-    assert step.counts.captures == 3, step.report
+    assert step.summary.calls.captures == 3, step.summary
 
 
 class FabricInOne(WithFabric):
@@ -839,7 +846,7 @@ class FabricInOne(WithFabric):
 def fabric_in_one(here: Here) -> None:
     """Mixed precision, and clipping in the graph."""
     step = _same(here, FabricInOne, STEPS - WARM_UP)
-    assert step.counts.captures == 1, step.report
+    assert step.summary.calls.captures == 1, step.summary
 
 
 class FabricInFp16(FabricInOne):
@@ -907,7 +914,7 @@ def a_hook_in_the_middle_of_the_loop(here: Here) -> None:
     loop = WithOwnHookLater(here)
     loop.kwargs = {"on_unsupported": "eager"}  # type: ignore[misc]
     graphed, step = loop.run(graphed=True)
-    assert step.counts.replayed == 4, step.report
+    assert step.summary.calls.replayed == 4, step.summary
     found = differences(plain, graphed)
     assert not found, f"{len(found)} differences, the first: {found[:8]}"
 

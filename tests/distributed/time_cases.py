@@ -15,7 +15,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    LayerTimings,
+    LayerTimingsMonitor,
+)
 from lightning_cudagraph.timing.readings.spans import EXPOSED_TAG
 from tests.distributed.cases import Here
 from tests.harness import Net, Trace, assert_same, loader
@@ -49,7 +53,7 @@ def all_reduces_are_timed(here: Here) -> None:
     """In every replay; and in eager steps, where the numbers stay what they are."""
     plain = train_shown(here, "plain", None)
     graph = train_shown(here, "graph", CUDAGraphCallback())
-    timings = LayerTimings()
+    timings = LayerTimingsMonitor()
     eager = train_shown(here, "eager", None, callbacks=(timings,))
     assert_same(plain, graph, ignore=("_ms/",))
     assert_same(plain, eager, ignore=("_ms/",))
@@ -92,7 +96,7 @@ def the_slowest_is_named(here: Here) -> None:
     few = LayerTimings(window_steps=8, trace_steps=4)
     callback = CUDAGraphCallback(timings=few)
     graph = train_shown(here, "graph", callback, build=SlowOnOne, max_epochs=5)
-    timings = LayerTimings(window_steps=8)
+    timings = LayerTimingsMonitor(LayerTimings(window_steps=8))
     eager = train_shown(here, "eager", None, build=SlowOnOne, callbacks=(timings,))
     for trace in (graph, eager):
         assert trace.error is None
@@ -102,9 +106,9 @@ def the_slowest_is_named(here: Here) -> None:
     tracks = [event.get("cat") for event in trace_file["traceEvents"]]
     assert tracks.count("communication") >= 4
     if here.rank > 0:
-        assert "is slowest" not in str(callback.report)
+        assert "is slowest" not in str(callback.summary)
         return
-    for name, report in (("graph", callback.report), ("eager", timings.report)):
+    for name, report in (("graph", str(callback.summary)), ("eager", timings.report)):
         said = str(report)
         assert "ranks     rank 1 is slowest: " in said, said
         assert "it waits least for others" in said, said
@@ -138,7 +142,7 @@ def a_late_host_is_named(here: Here) -> None:
         callback = CUDAGraphCallback(timings=LayerTimings(window_steps=8))
         late = {"callbacks": (SleepsOnOne(),), "accumulate_grad_batches": batches}
         train_shown(here, name, callback, max_epochs=3 * batches, limit_val_batches=0, **late)
-        said = str(callback.report)
+        said = str(callback.summary)
         if here.rank > 0:
             assert "waits for others to come to the step" not in said, said
             continue

@@ -26,6 +26,7 @@ from lightning_cudagraph import (
     ConfigurationError,
     CUDAGraphCallback,
     LayerTimings,
+    LayerTimingsMonitor,
     UnsupportedError,
 )
 from lightning_cudagraph.errors import PeerError
@@ -89,7 +90,7 @@ class SharedNorm(Net):
 def the_optimizer_is_behind_in_one(here: Here) -> None:
     """So it is in all: what a check does again has the same collectives everywhere."""
     graph = _same_beside_on_rank_0(here, BeforeOptimizerStep, build=SharedNorm, max_epochs=4)
-    report = str(graph.callback and graph.callback.report)
+    report = str(graph.callback and str(graph.callback.summary))
     assert ("so it does in other processes" in report) == (here.rank > 0), report
 
 
@@ -271,11 +272,10 @@ def a_group_that_the_strategy_does_not_know(here: Here) -> None:
             )
             runs.append(trace)
         assert_same(*runs, ignore=("_ms/",))
-        report = str(callback.report)
+        report = str(callback.summary)
         refused = "a collective (`c10d::allreduce_`) in a run that is one process to Lightning"
         assert report.count(refused) >= 2, report
-        assert callback.evaluation_counts is not None
-        assert callback.evaluation_counts.replayed == 0, report
+        assert callback.summary.validate.replayed == 0, report
         assert runs[1].counts.replayed >= 10, runs[1].counts
     finally:
         dist.destroy_process_group()
@@ -295,7 +295,7 @@ def a_trace_and_a_refusal_in_one(here: Here) -> None:
         warnings.filterwarnings("ignore", "lightning_cudagraph: all steps eager")  # on rank 0
         warnings.filterwarnings("ignore", ".*anomaly")
         here.train("graph", callback, detect_anomaly=here.rank == 1)
-    assert "detect_anomaly=True" in str(callback.report), callback.report
+    assert "detect_anomaly=True" in str(callback.summary), callback.summary
 
 
 def times_after_a_refusal_in_one(here: Here) -> None:
@@ -304,12 +304,12 @@ def times_after_a_refusal_in_one(here: Here) -> None:
     callback = CUDAGraphCallback()
     here.train("next", callback, max_epochs=4)
     if here.rank == 0:
-        assert "\n  ranks     " in str(callback.report), callback.report
+        assert "\n  ranks     " in str(callback.summary), callback.summary
 
 
 def an_eager_clock_in_one(here: Here) -> None:
     """The first process has its trace, and says that it has no times of the others."""
-    timings = LayerTimings(trace_steps=3)
+    timings = LayerTimingsMonitor(LayerTimings(trace_steps=3))
     logger = TensorBoardLogger(here.folder / "alone", name="", version="")
     others = (timings,) if here.rank == 0 else ()
     here.train("alone", None, callbacks=others, logger=logger)

@@ -57,7 +57,7 @@ def _train(
                 # What was freed is somebody else's now.
                 fillers = [torch.full((2**20,), _FILLER, device="cuda") for _ in range(64)]
             run(x)
-        assert not graphed or run.counts.replayed > 30
+        assert not graphed or run.summary.calls.replayed > 30
     torch.cuda.synchronize()
     assert all(bool((filler == _FILLER).all()) for filler in fillers)
     return [parameter.detach().clone() for parameter in model.parameters()]
@@ -237,8 +237,8 @@ def train_critics(graphed: bool) -> list[torch.Tensor]:
                         torch.addmm(wide[0], wide, wide)
                 torch.cuda.synchronize()
             run(torch.randn(256, 24, device="cuda", generator=generator))
-        assert not graphed or run.counts.replayed > 20
-        assert not graphed or "captured on 8 streams" in run.report, run.report
+        assert not graphed or run.summary.calls.replayed > 20
+        assert not graphed or "captured on 8 streams" in str(run.summary), run.summary
     torch.cuda.synchronize()
     assert all(bool((filler == _FILLER).all()) for filler in fillers)
     return [parameter.detach().clone() for parameter in critics.parameters()]

@@ -15,7 +15,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep
+from lightning_cudagraph import (
+    CUDAGraphCallback,
+    CUDAGraphError,
+    GraphedStep,
+    Verification,
+)
 from tests.loops import device_of
 from tests.matrix.effects import Effect
 from tests.matrix.moments import EPOCH, Mode, Moment, Never
@@ -144,7 +149,7 @@ class Record:
 
     left: dict[str, Any] = field(default_factory=dict)
     replayed: int = 0
-    recaptures: list[str] = field(default_factory=list)
+    recaptures: tuple[str, ...] = ()
     error: CUDAGraphError | None = None
     report: str = ""
 
@@ -154,7 +159,7 @@ class Setting:
     """How the steps of a run are graphed.
 
     Attributes:
-        verify: `verify_replays`.
+        verify: the first replays that are checked.
         quick: without timings, which take a second capture, and without trials of streams.
         eager: `on_unsupported="eager"`.
     """
@@ -169,8 +174,12 @@ class Setting:
 
     def shared(self) -> dict[str, Any]:
         on_unsupported = "eager" if self.eager else "raise"
-        streams = 1 if self.quick else None
-        return {"verify_replays": self.verify, "on_unsupported": on_unsupported, "streams": streams}
+        streams = 1 if self.quick else "auto"
+        return {
+            "verify": Verification(replays=self.verify),
+            "on_unsupported": on_unsupported,
+            "streams": streams,
+        }
 
     def callback(self, mode: Mode) -> CUDAGraphCallback:
         kwargs = {**self.shared(), "timings": None} if self.quick else self.shared()
@@ -267,8 +276,8 @@ def _looped(net: LoopNet, moment: Moment, setting: Setting | None, accelerator: 
                 done += 1
     except CUDAGraphError as error:
         record.error = error
-    record.replayed, record.recaptures = graphed.counts.replayed, graphed.counts.recaptures
-    record.report = graphed.report
+    record.replayed, record.recaptures = graphed.summary.calls.replayed, graphed.summary.calls.recaptures
+    record.report = str(graphed.summary)
     record.left = _left(net, net.optimizer, {"losses": losses})
     return record
 
@@ -317,8 +326,8 @@ def _fitted(net: TrainedNet, moment: Moment, setting: Setting | None, accelerato
         record.error = error
         return record
     if callback is not None:
-        counts = callback.counts if mode == "train" else callback.evaluation_counts
-        record.report = callback.report or ""
+        counts = callback.summary.fit if mode == "train" else callback.summary.validate
+        record.report = str(callback.summary)
         if counts is not None:
             record.replayed, record.recaptures = counts.replayed, counts.recaptures
     logs = [path.read_text() for path in sorted(folder.rglob("metrics.csv"))]

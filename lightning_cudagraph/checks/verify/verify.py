@@ -42,7 +42,7 @@ from lightning_cudagraph.errors import CUDAGraphError, StaleGraphError, Verifica
 from lightning_cudagraph.processes.agreement import Agreement
 from lightning_cudagraph.tensors.batch import OF_THE_HOST
 
-__all__ = ["Verifier", "is_share"]
+__all__ = ["Verifier"]
 
 _Values = dict[str, Tensor]
 Trace = Callable[[], TapeDifference | None]
@@ -61,11 +61,6 @@ _PAUSES = 3
 # Without a pause, replays are checked at distances that grow by this factor, from the first one on.
 _FIRST_DISTANCE = 64
 _GROWTH = 4
-
-
-def is_share(value: object) -> bool:
-    """Whether a value can be a share of a run's time."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _no_rates() -> tuple[Any, ...]:

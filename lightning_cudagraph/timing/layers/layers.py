@@ -14,7 +14,7 @@ from torch import nn
 from lightning_cudagraph.errors import ConfigurationError
 
 __all__ = [
-    "LayerChoice",
+    "LayerTimings",
     "Placement",
     "layers_at",
     "left_out",
@@ -33,11 +33,39 @@ _FEW = 1 / 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerChoice:
-    """The arguments of `LayerTimings`, which documents each.
+class LayerTimings:
+    """Which layers of a model are timed, and how often: in a graph or without one, with the same tags.
+
+    ``CUDAGraphCallback(timings=LayerTimings(...))`` times them by events in the graph,
+    ``LayerTimingsMonitor(LayerTimings(...))`` in a run without graphs, to be compared with that.
+
+    `modules`, `types` and `depth` choose together: a layer is timed if it satisfies each that is given.
+    Without any of them the layers are chosen automatically, level by level from the outside in, as deep
+    as `max_layers` allows: the model is covered, and containers stay beside their members. If the
+    outermost level alone is more than that, the first so many of it are timed.
+
+    Args:
+        modules: glob patterns of module names as `named_modules` gives them, such as
+            ``["blocks.*", "head"]``. ``*`` crosses dots.
+        types: names of classes, such as ``["Linear"]`` or ``["torch.nn.Linear"]``. Classes that are
+            derived from them count.
+        depth: how many levels are timed, from the outside in: 1 for the children of the model. A
+            `ModuleList` or `ModuleDict` without a `forward` is no level: it is never called itself.
+        max_layers: how many layers the automatic choice may take, at most.
+        every_n_steps: the last of so many steps of the optimizer is timed, with all batches whose
+            gradients it takes, as `log_every_n_steps` counts; the others replay a graph without events.
+            In manual optimization, batches are counted.
+        placement: ``"forked"``: events are recorded on a branch of the graph that no kernel waits for.
+            ``"serial"``: they are recorded between two kernels, and each adds about 4 µs.
+        window_steps: aggregates are made over so many timed steps.
+        trace_steps: how many of the last timed steps are written as a Chrome trace; 0 for none.
 
     Raises:
         ConfigurationError: if one of them is not what it should be.
+
+    Example::
+
+        CUDAGraphCallback(timings=LayerTimings(types=["Linear"], every_n_steps=10))
     """
 
     modules: Sequence[str] = ()
@@ -92,10 +120,6 @@ class LayerChoice:
             raise ConfigurationError(
                 f"`LayerTimings({name}={value!r})`: expected an int of at least {least}.{nothing}"
             )
-
-
-# It is `LayerTimings` that is made; an argument that it does not have is an error of that name.
-LayerChoice.__init__.__qualname__ = "LayerTimings.__init__"
 
 
 def _is_a_layer(module: nn.Module) -> bool:
@@ -170,7 +194,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(shown[:_NAMES_SHOWN]) + (", ..." if len(shown) > _NAMES_SHOWN else "")
 
 
-def _matched(model: nn.Module, timings: LayerChoice, named: dict[str, nn.Module]) -> set[str]:
+def _matched(model: nn.Module, timings: LayerTimings, named: dict[str, nn.Module]) -> set[str]:
     """The names that satisfy `modules`, `types` and `depth`."""
     of_model = f"of `{type(model).__qualname__}`, which has"
     chosen = set(named)
@@ -233,7 +257,7 @@ def _levels_with_room(model: nn.Module, max_layers: int) -> tuple[set[str], list
     return chosen, []
 
 
-def select_layers(model: nn.Module, timings: LayerChoice) -> dict[str, nn.Module]:
+def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Module]:
     """The modules to time, by name, in the order of `named_modules`.
 
     Returns:
@@ -280,7 +304,7 @@ def layers_at(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     return found
 
 
-def left_out(model: nn.Module, timings: LayerChoice) -> dict[str, str]:
+def left_out(model: nn.Module, timings: LayerTimings) -> dict[str, str]:
     """Names under which nothing is timed, each with the reason.
 
     These are further names of layers that are timed, and layers for which the automatic choice has no
@@ -301,7 +325,7 @@ def left_out(model: nn.Module, timings: LayerChoice) -> dict[str, str]:
     return others | {f"`{name}`": reason for name in without_room}
 
 
-def _other_names(model: nn.Module, timings: LayerChoice) -> dict[str, str]:
+def _other_names(model: nn.Module, timings: LayerTimings) -> dict[str, str]:
     """Further names of layers that are timed, without those of their members."""
     timed = {id(module): name for name, module in select_layers(model, timings).items()}
     names: list[str] = []

@@ -1,14 +1,13 @@
-"""The report at the end of a run: what became of the steps, and where the time goes."""
+"""The lines of the report at the end of a run: what became of the steps, and where the time goes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.tables import Layer, layers_of, timed_steps
 from lightning_cudagraph.timing.output.texts import shortened, table
 from lightning_cudagraph.timing.readings.lead_in import GAP_TAG
-from lightning_cudagraph.timing.readings.pace import StepPace
 from lightning_cudagraph.timing.readings.spans import (
     BACKWARD_TAG,
     EXPOSED_TAG,
@@ -18,7 +17,15 @@ from lightning_cudagraph.timing.readings.spans import (
 )
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 
-__all__ = ["eager_report", "evaluation_report", "fit_report"]
+__all__ = [
+    "eager_report",
+    "ended_lines",
+    "layer_lines",
+    "note_lines",
+    "stage_lines",
+    "time_lines",
+    "verdict",
+]
 
 _SLOWEST_LAYERS = 10
 _NAME_WIDTH = 48
@@ -26,35 +33,65 @@ _BAR_WIDTH = 24
 _PARTS = (*STEP_PARTS, "copy")
 # The share of a step from which on a gap, or what the host does for timings, is worth a word.
 _LARGE_GAP = 0.1
+# A gain below the first is not worth a graph; one below the second is given with two digits.
+_LAUNCH_BOUND = 1.05
+_SMALL_GAIN = 2.0
 _NO_TIMES = WindowSummary([])
 _WATCHED = "watched, so slower: no measure of what is gained"
 
 
-def _count_lines(label: str, counts: StepCounts) -> list[str]:
-    eager_steps = sum(counts.eager.values())
-    lines = [
-        (
-            f"  {label:<10}{counts.warmed_up} warmed up, {counts.replayed} replayed,"
-            f" {eager_steps} eager; captured {counts.captures} time(s)"
-        )
-    ]
-    lines += [f"            {n} eager: {reason}" for reason, n in counts.eager.most_common()]
-    if not counts.captures and counts.warmed_up:
-        why = counts.variety or "the run ended, or went on eagerly, before a capture"
-        lines.append(f"            nothing was captured: {why}")
-    lines += [f"            captured anew: {reason}" for reason in counts.recaptures]
+def verdict(stage: StageSummary, unit: str) -> str:
+    """What is gained by graphs, where that was measured, and how much was replayed.
+
+    Args:
+        stage: the steps.
+        unit: what these are called.
+    """
+    # Rounded down: 100.0% is all of them.
+    percent = 1000 * stage.replayed // max(stage.steps, 1) / 10
+    share = f"{stage.replayed} of {stage.steps} {unit} replayed ({percent}%)"
+    speedup = stage.speedup
+    if speedup is None:
+        return share
+    gain = f"{speedup:.{1 if speedup >= _SMALL_GAIN else 2}f}x your plain step"
+    if speedup < _LAUNCH_BOUND:
+        return f"not launch-bound: {gain}, leave it out; {share}"
+    return f"{gain}; {share}"
+
+
+def stage_lines(label: str, stage: StageSummary) -> list[str]:
+    """What became of the steps of a stage.
+
+    Args:
+        label: its name.
+        stage: the steps.
+    """
+    captured = f"captured {stage.captures} time(s)"
+    if stage.captures:
+        captured += f" in {stage.capture_ms:.0f} ms, {stage.memory_bytes / 2**20:.1f} MiB taken"
+    became = f"{stage.warmed_up} warmed up, {stage.replayed} replayed, {stage.eager_steps} eager"
+    lines = [f"  {label:<10}{became}; {captured}"]
+    by_number = sorted(stage.eager.items(), key=lambda item: -item[1])
+    more = [f"{n} eager: {reason}" for reason, n in by_number]
+    if not stage.captures and stage.warmed_up:
+        why = stage.not_captured or "the run ended, or went on eagerly, before a capture"
+        more.append(f"nothing was captured: {why}")
+    more += [f"captured anew: {reason}" for reason in stage.recaptures]
+    if stage.captures:
+        more.append(f"{stage.checked} replay(s) verified against eager steps")
+    lines += [f"{'':<12}{line}" for line in more]
+    if stage.replay_ms is not None:
+        step = f"{stage.replay_ms:.2f} ms replayed"
+        if stage.plain_ms is None:
+            step += '; to know what is gained, run once with `backend="off"`'
+        else:
+            step += f", {stage.plain_ms:.2f} ms plain ({stage.plain_steps} steps before the capture)"
+        lines.append(f"  step      {step}")
     return lines
 
 
-def _verdict(backend: str, counts: StepCounts, unit: str) -> str:
-    """The first line: how much of the run was replayed."""
-    n_steps = counts.warmed_up + counts.replayed + sum(counts.eager.values())
-    # Rounded down: 100.0% is all of them.
-    percent = 1000 * counts.replayed // max(n_steps, 1) / 10
-    return f"lightning_cudagraph: {counts.replayed} of {n_steps} {unit} replayed ({percent}%); {backend}"
-
-
-def _ended_lines(ended: str) -> list[str]:
+def ended_lines(ended: str) -> list[str]:
+    """What has ended a run, if it has not come to its end."""
     return (
         [f"  ended     by {ended}; what had not been read of the last times is left out"]
         if ended
@@ -62,72 +99,38 @@ def _ended_lines(ended: str) -> list[str]:
     )
 
 
-def evaluation_report(backend: str, counts: StepCounts, notes: list[str], ended: str = "") -> str:
-    """The report of a run without training, as plain text with aligned columns.
-
-    Args:
-        backend: what the graphs ran on.
-        counts: what became of the batches.
-        notes: what the user should know besides.
-        ended: the exception that has ended the run, and where; nothing if it came to its end.
-    """
-    lines = [_verdict(backend, counts, "batches"), *_ended_lines(ended)]
-    lines += _count_lines("evaluate", counts)
-    if counts.captures:
-        lines.append(_capture_line(counts))
-    return "\n".join(lines + [f"  note      {note}" for note in notes])
+def note_lines(notes: Sequence[str]) -> list[str]:
+    """What the user should know besides."""
+    return [f"  note      {note}" for note in notes]
 
 
-def _capture_line(counts: StepCounts) -> str:
-    return f"  capture   {counts.capture_ms:.0f} ms, {counts.memory_bytes / 2**20:.1f} MiB taken"
-
-
-def fit_report(
-    backend: str,
-    counts: StepCounts,
-    pace: StepPace,
+def time_lines(
     graph: WindowSummary,
-    notes: Sequence[str],
-    evaluation: StepCounts | None = None,
     eager: WindowSummary = _NO_TIMES,
     ranks: Sequence[str] = (),
     event_host_us: float = 0.0,
-    ended: str = "",
-) -> str:
-    """The report as plain text with aligned columns.
+) -> list[str]:
+    """Where the time of steps goes.
 
     Args:
-        backend: what the graphs ran on.
-        counts: what became of the steps.
-        pace: how long they took.
         graph: the times inside the last replays.
-        notes: what the user should know besides.
-        evaluation: what became of the batches of validation, if they had graphs.
         eager: the times inside the eager steps of the warm-up, if they were timed.
         ranks: what there is to say of several processes.
         event_host_us: what an event takes of the host in each step, in microseconds, if all are timed.
-        ended: the exception that has ended the run, and where; nothing if it came to its end.
-
-    Returns:
-        A few lines, without a trailing newline.
     """
-    lines = [_verdict(backend, counts, "steps"), *_ended_lines(ended), *_count_lines("steps", counts)]
-    if evaluation is not None:
-        lines += _count_lines("evaluate", evaluation)
-    if counts.captures:
-        lines.append(_capture_line(counts))
-    if pace.replayed_ms is not None:
-        lines.append(
-            f"  step      {pace.replayed_ms:.2f} ms replayed; to know what is gained, run once with"
-            ' `backend="off"`'
-        )
-    lines += _parts_line("graph", graph)
+    lines = _parts_line("graph", graph)
     lines += [f"{line}; {_WATCHED}" for line in _parts_line("warm-up", eager)]
-    lines += _gap_line(graph, event_host_us)
-    lines += _ranks_lines(ranks)
-    lines += [f"  note      {note}" for note in notes]
-    layers = _layer_lines(graph, eager) or _layer_lines(eager, _NO_TIMES, "in warm-up, watched: ")
-    return "\n".join(lines + [f"  {line}" for line in layers])
+    return [*lines, *_gap_line(graph, event_host_us), *_ranks_lines(ranks)]
+
+
+def layer_lines(graph: WindowSummary, eager: WindowSummary = _NO_TIMES) -> list[str]:
+    """The slowest layers.
+
+    Args:
+        graph: the times inside the last replays.
+        eager: the times inside the eager steps of the warm-up, if they were timed.
+    """
+    return _layer_lines(graph, eager) or _layer_lines(eager, _NO_TIMES, "in warm-up, watched: ")
 
 
 def eager_report(
@@ -141,11 +144,11 @@ def eager_report(
         ranks: what there is to say of several processes.
         ended: the exception that has ended the run, and where; nothing if it came to its end.
     """
-    lines = ["lightning_cudagraph: the times of an eager run", *_ended_lines(ended)]
+    lines = ["lightning_cudagraph: the times of an eager run", *ended_lines(ended)]
     lines += _parts_line("step", times)
     lines += _gap_line(times)
     lines += _ranks_lines(ranks)
-    lines += [f"  note      {note}" for note in notes]
+    lines += note_lines(notes)
     return "\n".join(lines + [f"  {line}" for line in _layer_lines(times, _NO_TIMES)])
 
 

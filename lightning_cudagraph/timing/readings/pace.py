@@ -1,19 +1,29 @@
-"""The time of replayed steps from end to end, as the host sees them."""
+"""The time of steps from end to end, as the host sees them."""
 
 from __future__ import annotations
 
+from enum import Enum
 from time import perf_counter
 
 from lightning_cudagraph.capture.steps import Phase
 
-__all__ = ["StepPace"]
+__all__ = ["Plain", "StepPace"]
+
+
+class Plain(Enum):
+    """Whether a step ran as without this package, in a row of such steps that are measured together."""
+
+    NOT = "not"
+    ONE = "one"
+    LAST = "last"
 
 
 class StepPace:
-    """The time of steps that are replays and follow a replay.
+    """The time of steps that are replays and follow a replay, and of plain steps before the capture.
 
-    Steps without a graph have no pace here: the callback watches them, and they take longer than in a
-    run without it.
+    Other steps without a graph have no pace here: the callback watches them, and they take longer than
+    in a run without it. Plain ones come in a row: the device has nothing left to do at the end of the
+    step before the first of them, nor at the end of the last one.
     """
 
     def __init__(self) -> None:
@@ -21,12 +31,22 @@ class StepPace:
         self._last_phase: Phase | None = None
         self._replay_total_ms = 0.0
         self._replays = 0
+        self._plain_total_ms = 0.0
+        self._plain_steps = 0
+        self._row: Plain | None = Plain.NOT  # where in the row of plain steps; None if it was broken
 
-    def tick(self, phase: Phase) -> None:
+    def tick(self, phase: Phase, plain: Plain = Plain.NOT) -> None:
         """A step of `phase` has ended."""
         now_s = perf_counter()
-        if self._last_s is not None and phase is self._last_phase is Phase.CAPTURED:
-            self._replay_total_ms += (now_s - self._last_s) * 1e3
+        step_ms = None if self._last_s is None else (now_s - self._last_s) * 1e3
+        if plain is not Plain.NOT and step_ms is not None and self._row in (Plain.NOT, Plain.ONE):
+            self._plain_total_ms += step_ms
+            self._plain_steps += 1
+            self._row = plain
+        elif plain is not Plain.NOT or self._row is Plain.ONE:
+            self._row = None  # a pause, or another step, came between them
+        elif step_ms is not None and phase is self._last_phase is Phase.CAPTURED:
+            self._replay_total_ms += step_ms
             self._replays += 1
         self._last_s, self._last_phase = now_s, phase
 
@@ -38,3 +58,13 @@ class StepPace:
     def replayed_ms(self) -> float | None:
         """Milliseconds of a replayed step: the mean, in which running ahead evens out."""
         return self._replay_total_ms / self._replays if self._replays else None
+
+    @property
+    def plain_steps(self) -> int:
+        """The plain steps that were measured: a whole row, or none."""
+        return self._plain_steps if self._row is Plain.LAST else 0
+
+    @property
+    def plain_ms(self) -> float | None:
+        """Milliseconds of a plain step: the mean."""
+        return self._plain_total_ms / self.plain_steps if self.plain_steps else None

@@ -1,4 +1,4 @@
-"""What the user asked for, as the parts of a run are given it."""
+"""The arguments of the callback, as the parts of a run are given them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_cudagraph.capture.stream_choice import Streams
-from lightning_cudagraph.timing.layers.layers import LayerChoice
+from lightning_cudagraph.checks.verify.verification import Verification
+from lightning_cudagraph.timing.layers.layers import LayerTimings
 
 __all__ = ["Scope", "Settings"]
 
@@ -20,10 +21,10 @@ class Settings:
     scope: Scope
     warmup_steps: int
     raise_unsupported: bool
-    timings: LayerChoice | None
-    verify_replays: int
-    verify_every_n_steps: int | None
-    verify_budget: float
+    timings: LayerTimings | None
+    verify: Verification
+    max_graphs: int
     harmless: frozenset[str] = frozenset()
     streams: Streams = 1
     compile: bool = False
+    measures_plain_steps: bool = False

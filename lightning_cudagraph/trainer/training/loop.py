@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,8 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement
 from lightning_cudagraph.timing.layers.layers import untimed_notes
+from lightning_cudagraph.timing.output.stages import StageSummary
+from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.profilers import around_replays, profiler_notes, progress_bar_notes
@@ -185,35 +188,36 @@ class GraphedTraining:
         """Graphs of evaluation come now, which may write where those of training keep gradients."""
         self._engine.leave()
 
+    @property
+    def stage(self) -> StageSummary:
+        """What became of the steps so far."""
+        return StageSummary.of(self.counts, self._verifier.checked, self._times.pace)
+
     def finish(
-        self,
-        description: str,
-        evaluation: StepCounts | None = None,
-        notes: Sequence[str] = (),
-        exception: BaseException | None = None,
-    ) -> str:
-        """Read what is left to read, and write the report.
+        self, summary: RunSummary, notes: Sequence[str] = (), exception: BaseException | None = None
+    ) -> RunSummary:
+        """Read what is left to read.
 
         Args:
-            description: what the graphs ran on.
-            evaluation: what became of the batches of validation, if they had graphs.
-            notes: what the user should know of these.
+            summary: of the run so far.
+            notes: what the user should know besides.
             exception: what has ended the run, if it has not come to its end. Then nothing is read.
 
         Returns:
-            The report.
+            The summary of the whole run.
         """
-        notes = [*self._notes(), *notes]
+        said = [*self._notes(), *notes]
         # A device that has failed, or hangs, would not answer.
         if self._part.scaler is not None and exception is None:
             skipped = int(self._part.scaler.skipped_steps)
-            notes.append(f"{skipped} step(s) skipped, because a gradient overflowed")
-        step, ended = step_number(self._trainer), ended_by(self._trainer, exception)
-        return self._times.report(description, self.counts, notes, evaluation, step, ended)
+            said.append(f"{skipped} step(s) skipped, because a gradient overflowed")
+        ended = ended_by(self._trainer, exception)
+        finished = self._times.finish(replace(summary, notes=tuple(said), ended=ended))
+        self._times.show(str(finished), step_number(self._trainer))
+        return finished
 
     def _notes(self) -> list[str]:
-        notes = [f"{self._verifier.checked} replay(s) verified against eager steps"]
-        notes += [*self._verifier.notes, *self._engine.notes, *self.notes, *self._run.metrics.notes]
+        notes = [*self._verifier.notes, *self._engine.notes, *self.notes, *self._run.metrics.notes]
         untimed = self._recorder.untimed
         is_timed = self._run.settings.timings is not None
         if is_timed and is_step_compiled(self._module):

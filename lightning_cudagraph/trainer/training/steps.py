@@ -27,6 +27,7 @@ from lightning_cudagraph.compat.method_patches import replace_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.tensors.recomputed import detach_recomputed
+from lightning_cudagraph.timing.readings.pace import Plain
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
 from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
 from lightning_cudagraph.trainer.training.closures import GraphClosure
@@ -34,6 +35,7 @@ from lightning_cudagraph.trainer.training.eager_steps import EagerSteps
 from lightning_cudagraph.trainer.training.hand_over import HandOver
 from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen
 from lightning_cudagraph.trainer.training.run import TrainingRun
+from lightning_cudagraph.trainer.training.times.baseline import PlainSteps
 from lightning_cudagraph.trainer.training.times.run_times import step_number
 from lightning_cudagraph.trainer.training.transfer import BatchTransfer
 
@@ -76,6 +78,7 @@ class TrainingSteps:
         self._verifier = verifier
         self._recorder = recorder
         self._eager = EagerSteps(run)
+        self._plain = PlainSteps(run.trainer, run.backend, run.settings)
         self._hand_over = HandOver(run)
         self._refreshes = {
             place: partial(self._refresh, place)
@@ -121,6 +124,9 @@ class TrainingSteps:
                 self._engine.counts.note_eager(reason)
             with run.backend.on_side_stream():
                 return eagerly()
+        plain = self._plain.next(self._engine.counts, closure.batch)
+        if plain is not Plain.NOT and not self._engine.given_up:
+            return self._plainly(plain, eagerly)
         if part.behind is not None:
             # The closure is what is captured, wherever the optimizer calls it.
             with part.arithmetic(optimizer, capturing=False):
@@ -137,6 +143,21 @@ class TrainingSteps:
             Place(closure.drops_gradients, True, self._replicas.syncs),
         )
         return self._take(closure, body, eagerly)
+
+    def _plainly(self, plain: Plain, eagerly: Callable[[], Any]) -> Any:
+        """Do a step that nothing watches, to measure it."""
+        backend, times = self._run.backend, self._run.times
+        self.is_in_step = True
+        try:
+            with backend.on_side_stream():
+                result = eagerly()
+        finally:
+            self.is_in_step = False
+        if plain is Plain.LAST:
+            backend.synchronize()
+        self._engine.counts.warmed_up += 1
+        times.pace.tick(Phase.WARMING, plain)
+        return result
 
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
         """In the place of `Closure.__call__`."""

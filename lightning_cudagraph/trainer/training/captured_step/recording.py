@@ -23,7 +23,7 @@ from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_seve
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.recomputed import recomputed_apart
 from lightning_cudagraph.timing.events.marks import StepMarks
-from lightning_cudagraph.timing.layers.layers import LayerChoice, never_timed
+from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
 from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING, check_optimizer_part
 from lightning_cudagraph.trainer.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.trainer.profilers import unprofiled
@@ -64,7 +64,7 @@ class Recorder:
         batch: Any,
         closure: GraphClosure,
         body: StepBody,
-        timings: LayerChoice | None,
+        timings: LayerTimings | None,
         cut: Cut | None,
     ) -> StepOutputs:
         """Run a step on the static batch.

@@ -18,7 +18,7 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.emulator import EmulatorBackend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.timing.events.marks import StepMarks
-from lightning_cudagraph.timing.layers.layers import LayerChoice, never_timed
+from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
 from lightning_cudagraph.trainer.config.support import make_backend
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_optimizers, timed_stages
@@ -37,7 +37,7 @@ class EagerTimes:
         ConfigurationError: if the choice names a layer that is not there.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, choice: LayerChoice) -> None:
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, choice: LayerTimings) -> None:
         self._trainer = trainer
         self._module = module
         self._backend = _clock_of(trainer)

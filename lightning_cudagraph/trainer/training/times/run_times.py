@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
-from lightning_cudagraph.capture.steps import Place, StepCounts
+from lightning_cudagraph.capture.steps import Place
 from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE, TIMES
 from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.device.backend import Backend
@@ -22,7 +23,7 @@ from lightning_cudagraph.processes.peers import own_store
 from lightning_cudagraph.timing.events.clock import FitClock
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import (
-    LayerChoice,
+    LayerTimings,
     Placement,
     layers_at,
     left_out,
@@ -31,7 +32,8 @@ from lightning_cudagraph.timing.layers.layers import (
 )
 from lightning_cudagraph.timing.output.dashboard import Dashboard
 from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_text
-from lightning_cudagraph.timing.output.report import eager_report, fit_report
+from lightning_cudagraph.timing.output.report import eager_report, layer_lines, time_lines
+from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.output.trace import TraceWriter
 from lightning_cudagraph.timing.readings.pace import StepPace
@@ -96,7 +98,7 @@ class RunTimes:
         trainer: pl.Trainer,
         module: pl.LightningModule,
         backend: Backend,
-        choice: LayerChoice | None,
+        choice: LayerTimings | None,
         run: SharedRun | None = None,
     ) -> None:
         self.off: list[str] = []
@@ -111,7 +113,7 @@ class RunTimes:
         self._backend = backend
         self._every_n_steps = 0 if choice is None else choice.every_n_steps
         self._takes_in_turn = backend.graphs_per_step > 1
-        window_steps = LayerChoice.window_steps if choice is None else choice.window_steps
+        window_steps = LayerTimings.window_steps if choice is None else choice.window_steps
         self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps)
         self.eager = ReadingWindow(window_steps)
         loop = trainer.fit_loop.epoch_loop
@@ -214,45 +216,35 @@ class RunTimes:
         """
         self._tensorboard.add_event(text, step_number)
 
-    def report(
-        self,
-        description: str,
-        counts: StepCounts,
-        notes: list[str],
-        evaluation: StepCounts | None,
-        step_number: int,
-        ended: str = "",
-    ) -> str:
-        """Read what is left to read, and write the report.
+    def finish(self, summary: RunSummary) -> RunSummary:
+        """Read what is left to read.
 
         Args:
-            description: what the graphs ran on.
-            counts: what became of the steps.
-            notes: what the user should know besides.
-            evaluation: what became of the batches of validation, if they had graphs.
-            step_number: the last step as the trainer's loggers count it.
-            ended: the exception that has ended the run, and where. Then nothing is waited for.
+            summary: of the run; if an exception has ended it, nothing is waited for.
+
+        Returns:
+            The same with the times.
         """
-        ranks = self._finish(ended)
+        ranks = self._finish(summary.ended)
         graph, eager = self._dashboard.window.summary(), self.eager.summary()
-        if self._every_n_steps:
-            notes = [*notes, *delay_notes(self._trainer)]
-        notes = [*notes, *self._notes()]
+        notes = [*(delay_notes(self._trainer) if self._every_n_steps else []), *self._notes()]
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
-        text = fit_report(
-            description,
-            counts,
-            self.pace,
-            graph,
-            notes,
-            evaluation,
-            eager,
-            ranks,
-            event_host_us,
-            ended,
+        return replace(
+            summary,
+            times=tuple(time_lines(graph, eager, ranks, event_host_us)),
+            layers=tuple(layer_lines(graph, eager)),
+            notes=(*summary.notes, *notes),
+            tensorboard_dir=_tensorboard_dir(self._trainer),
         )
-        self._tensorboard.add_text("cudagraph/report", text, step_number)
-        return text
+
+    def show(self, report: str, step_number: int) -> None:
+        """Show the report in TensorBoard.
+
+        Args:
+            report: the text.
+            step_number: the last step as the trainer's loggers count it.
+        """
+        self._tensorboard.add_text("cudagraph/report", report, step_number)
 
     def eager_report(self, untimed: Mapping[str, str], step_number: int, ended: str = "") -> str:
         """Read what is left to read, and write the report of a run without graphs.
@@ -332,6 +324,12 @@ class _TracePath:
                 self._folder = self._store.get(_FOLDER).decode()
         name = "layer_trace.json" if self._rank == 0 else f"layer_trace_rank{self._rank}.json"
         return Path(self._folder) / name
+
+
+def _tensorboard_dir(trainer: pl.Trainer) -> str | None:
+    """The folder of the first `TensorBoardLogger`, if there is one."""
+    found = (logger.log_dir for logger in trainer.loggers if isinstance(logger, TensorBoardLogger))
+    return next((os.fspath(folder) for folder in found), None)
 
 
 def _folder(trainer: pl.Trainer) -> str:

@@ -1,0 +1,70 @@
+"""The arguments that `GraphedStep` and the callback have in common, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, are_streams
+from lightning_cudagraph.checks.verify.verification import Verification
+from lightning_cudagraph.errors import ConfigurationError
+
+__all__ = ["check_shared_arguments", "wrong_argument"]
+
+
+def wrong_argument(owner: str, name: str, value: Any, expected: str) -> ConfigurationError:
+    """The error for an argument.
+
+    Args:
+        owner: the class or function that was given it.
+        name: that of the argument.
+        value: the value that was given.
+        expected: the values that would do.
+    """
+    is_long = hasattr(value, "__dict__") and not hasattr(value, "__dataclass_fields__")
+    shown = type(value).__qualname__ if is_long else value
+    return ConfigurationError(f"`{owner}({name}={shown!r})`: expected {expected}.")
+
+
+def check_shared_arguments(
+    owner: str,
+    *,
+    warmup_steps: object,
+    on_unsupported: object,
+    verify: object,
+    harmless: object,
+    backend: object,
+    max_graphs: object,
+    streams: object,
+) -> None:
+    """Check arguments, which `owner` documents.
+
+    Raises:
+        ConfigurationError: if one of them is not what it should be.
+    """
+    for name, value in (("warmup_steps", warmup_steps), ("max_graphs", max_graphs)):
+        if type(value) is not int or value < 1:
+            raise wrong_argument(owner, name, value, "an int of at least 1")
+    for name, value, allowed in (
+        ("on_unsupported", on_unsupported, ("raise", "eager")),
+        ("backend", backend, ("auto", "cuda", "emulator", "off")),
+    ):
+        if value not in allowed:
+            expected = f"one of {', '.join(map(repr, allowed))}"
+            raise wrong_argument(owner, name, value, expected)
+    if verify is not None and not isinstance(verify, Verification):
+        expected = "a `Verification`, such as `Verification(replays=4)`, or None for no checks"
+        raise wrong_argument(owner, "verify", verify, expected)
+    if not are_streams(streams):
+        expected = (
+            f'an int from 1 to {MAX_STREAMS}, "auto" for the fastest of 1, 2, 4 and 8, or the same'
+        )
+        raise wrong_argument(
+            owner, "streams", streams, f"{expected} within `AutoStreams(memory_bytes=...)`"
+        )
+    if isinstance(harmless, str) or not (
+        isinstance(harmless, Collection) and all(isinstance(name, str) for name in harmless)
+    ):
+        raise wrong_argument(
+            owner, "harmless", harmless, 'a list of names, such as `["counter", "print"]`'
+        )

@@ -1,0 +1,84 @@
+"""The plain steps of a `fit` that are measured before its capture, so that its report says the gain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.tensors.batch import flatten_batch
+from lightning_cudagraph.timing.readings.pace import Plain
+from lightning_cudagraph.trainer.config.settings import Settings
+
+__all__ = ["PlainSteps", "has_speed"]
+
+_MOST = 10
+# Fewer are no measure.
+_LEAST = 3
+# They cost what a graph would have gained in them: no more than this share of the steps are plain.
+_SHARE = 1 / 500
+
+
+class PlainSteps:
+    """Steps between the last but one and the last step of the warm-up, which nothing watches.
+
+    None in a short run, nor where a step is not one batch in one process, nor where steps are compiled
+    for the run alone, nor on the emulator, which has no speed. A number of warm-up steps that the user
+    gives is what is done.
+
+    Args:
+        trainer: the trainer, at the start of training.
+        backend: where steps are captured.
+        settings: what the user asked for.
+    """
+
+    def __init__(self, trainer: pl.Trainer, backend: Backend, settings: Settings) -> None:
+        self._watched_before = settings.warmup_steps - 1
+        self._left = _number(trainer, backend, settings)
+        self._looks: list[Any] | None = None
+
+    def next(self, counts: StepCounts, batch: Any) -> Plain:
+        """The place of a step among them, if it is one.
+
+        Args:
+            counts: what became of the steps before.
+            batch: that of the step.
+        """
+        if not self._left:
+            return Plain.NOT
+        looks = [
+            (path, leaf.shape, leaf.dtype)
+            for path, leaf in flatten_batch(batch)
+            if isinstance(leaf, Tensor)
+        ]
+        if counts.eager or counts.captures or (self._looks is not None and looks != self._looks):
+            self._left = 0  # steps that differ are no measure of those that are replayed
+        self._looks = looks
+        if not self._left or counts.warmed_up < self._watched_before:
+            return Plain.NOT
+        self._left -= 1
+        return Plain.ONE if self._left else Plain.LAST
+
+
+def has_speed(backend: Backend) -> bool:
+    """Tell if the speed of replays is that of a GPU."""
+    return backend.device.type == "cuda"
+
+
+def _number(trainer: pl.Trainer, backend: Backend, settings: Settings) -> int:
+    is_one_batch = trainer.accumulate_grad_batches == 1 and trainer.world_size == 1
+    if not (settings.measures_plain_steps and is_one_batch and has_speed(backend)) or settings.compile:
+        return 0
+    batches = float(trainer.num_training_batches)  # infinite, if the loader has no length
+    epochs = _limit(trainer.max_epochs) - trainer.current_epoch
+    steps = min(_limit(trainer.max_steps) - trainer.global_step, batches * epochs if epochs > 0 else 0)
+    n = int(min(_MOST, steps * _SHARE))
+    # A pause in the middle of them would spoil the measurement.
+    return n if n >= _LEAST and batches > settings.warmup_steps + n else 0
+
+
+def _limit(number: int | None) -> float:
+    return float("inf") if number is None or number < 0 else number
