@@ -445,7 +445,7 @@ class Moves(Callback):
 def test_a_recompilation_is_named(tmp_path: Path, accelerator: str) -> None:
     """Another number in each step: Dynamo makes it a size of its own, or compiles until it gives up."""
     callback = CUDAGraphCallback(timings=None)
-    expected = r"compiled anew in the capture.*function name: 'both'.*scale"
+    expected = r"recompiled in the capture.*function name: 'both'.*scale"
     with (
         torch._dynamo.config.patch(specialize_float=True),
         pytest.raises(CaptureError, match=expected),
