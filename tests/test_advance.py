@@ -130,7 +130,7 @@ def test_the_long_way(
 ) -> None:
     if reason == "another lightning":
         monkeypatch.setattr(lightning_source, "_KNOWN", frozenset())
-        monkeypatch.setattr(lightning_source, "_TURNS", "")
+        monkeypatch.setattr(lightning_source, "_CALLS", "")
     kwargs: dict[str, Any] = {
         "others": (Watches(),) if reason == "a hook" else (),
         "build": Steps if reason == "an override" else Net,

@@ -434,7 +434,7 @@ def test_no_memory_to_look_at_its_python(tmp_path: Path, accelerator: str) -> No
     eager = fit(Large, tmp_path / "eager", callback, accelerator=accelerator)
     assert_same(plain, eager)
     assert eager.counts.replayed == 0
-    assert "without torch.compile, to look at its Python; that ran out of memory" in callback.report
+    assert "without torch.compile, to audit its Python; that ran out of memory" in callback.report
 
 
 class Moves(Callback):

@@ -60,7 +60,7 @@ SHARDS = Feature("captures of sharded weights", _OFF)
 COLLECTIVES = Feature("captured steps of several processes", _OFF)
 CUDA = Feature("captures on CUDA", _OFF)
 SEGMENTS = Feature(
-    "asking whether the allocator has expandable segments, which is needed beside NCCL",
+    "detecting expandable segments of the allocator, which NCCL must not register",
     f"set NCCL_GRAPH_REGISTER=0 before the process group is made, or {_OFF}",
 )
 METRICS = Feature(

@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from lightning_cudagraph.compat.loop_probe import digest_of_turns
+from lightning_cudagraph.compat.loop_probe import digest_of_calls
 from lightning_cudagraph.compat.names.lightning_names import (
     _AutomaticOptimization,
     _FitLoop,
@@ -49,14 +49,14 @@ _NAMES: dict[type, str] = {
 }
 # The value of `digest`: the same in lightning 2.6.0 to 2.6.6.
 _KNOWN = frozenset({"1be74e7607601d6d11705367c2f27f4e6d089b2e7905485d456c9235997108f6"})
-# The values of `digest_of_turns` and `digest_of_names` for the same releases.
-_TURNS = "1285d4f582a9a406eceafedcd34369b7f0412a520220491db023808a37c3d72a"
+# The values of `digest_of_calls` and `digest_of_names` for the same releases.
+_CALLS = "1285d4f582a9a406eceafedcd34369b7f0412a520220491db023808a37c3d72a"
 _MENTIONED = "940c0692de00723ebb3c8d5244aca58b69e00ac5a8d4a9c1c72d9c12a7978364"
 
 
 def is_known() -> bool:
     """True if Lightning's loop does the same as in the releases that the fast path was written for."""
-    return digest() in _KNOWN or (digest_of_names() == _MENTIONED and digest_of_turns() == _TURNS)
+    return digest() in _KNOWN or (digest_of_names() == _MENTIONED and digest_of_calls() == _CALLS)
 
 
 def digest_of_names() -> str:

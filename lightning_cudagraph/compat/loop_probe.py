@@ -23,7 +23,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _LoggerConnector
 
-__all__ = ["digest_of_turns", "turns"]
+__all__ = ["digest_of_calls", "loop_calls"]
 
 _FOLDER = os.path.dirname(os.path.abspath(pl.__file__)) + os.sep
 _BATCHES = 2
@@ -135,7 +135,7 @@ def _counters(trainer: Any) -> str:
     return f"{progresses} {stepped} {first} {loop._results.batch is None} {loop._results.batch_size}"
 
 
-def turns(accumulate: int) -> list[str]:
+def loop_calls(accumulate: int) -> list[str]:
     """The calls of Lightning's loop for two batches, in order, and its counters after each.
 
     Args:
@@ -144,14 +144,14 @@ def turns(accumulate: int) -> list[str]:
     Raises:
         Exception: any, from a loop that the mock does not fit.
     """
-    trainer, fetcher, noted = _mock(accumulate), _Fetcher(), list[str]()
+    trainer, fetcher, calls = _mock(accumulate), _Fetcher(), list[str]()
     loop = trainer.fit_loop.epoch_loop
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def record(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         # Comprehensions are calls in some versions of Python; their names begin with `<`.
         if event == "call" and code.co_filename.startswith(_FOLDER) and code.co_name[0] != "<":
-            noted.append(f"{code.co_filename.removeprefix(_FOLDER)}:{code.co_name}")
+            calls.append(f"{code.co_filename.removeprefix(_FOLDER)}:{code.co_name}")
 
     # A collection would record finalizers of older runs too, such as a profiler's `__del__`.
     gc_was_on = gc.isenabled()
@@ -159,7 +159,7 @@ def turns(accumulate: int) -> list[str]:
         for _ in range(_BATCHES):
             before = sys.getprofile()
             gc.disable()
-            sys.setprofile(note)
+            sys.setprofile(record)
             try:
                 loop.advance(fetcher)
                 loop.on_advance_end(fetcher)
@@ -168,17 +168,17 @@ def turns(accumulate: int) -> list[str]:
                 sys.setprofile(before)
                 if gc_was_on:
                     gc.enable()
-            noted.append(_counters(trainer))
-            noted.append(f"done: {loop.done}")
-    return noted
+            calls.append(_counters(trainer))
+            calls.append(f"done: {loop.done}")
+    return calls
 
 
-def digest_of_turns() -> str:
+def digest_of_calls() -> str:
     """SHA-256 of the calls without accumulation and with it; empty if the mock does not fit the loop."""
     if sys.getprofile() is not None:
         return ""  # a profiler written in C could not be restored
     try:
-        noted = [*turns(1), *turns(_BATCHES)]
+        calls = [*loop_calls(1), *loop_calls(_BATCHES)]
     except Exception:  # a changed loop may raise anything
         return ""
-    return hashlib.sha256("\n".join(noted).encode()).hexdigest()
+    return hashlib.sha256("\n".join(calls).encode()).hexdigest()

@@ -68,7 +68,7 @@ def _addressed(value: Any, known: dict[int, Tensor]) -> Any:
     return value
 
 
-# The graph whose capture is under way in each thread.
+# The graph that each thread is capturing.
 _recording_in = threading.local()
 
 
@@ -299,7 +299,7 @@ class EmulatedGraph:
 
     @staticmethod
     def recording() -> EmulatedGraph | None:
-        """The graph whose capture is under way in the calling thread."""
+        """The graph that the calling thread is capturing."""
         return getattr(_recording_in, "graph", None)
 
     def capture_begin(self) -> None:
@@ -369,7 +369,7 @@ class EmulatedGraph:
 
 
 @contextmanager
-def _resizes_noticed(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
+def _resizes_recorded(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
     """Record resizes of storages during a capture; there is no op for them."""
     thread = threading.get_ident()
 
@@ -387,7 +387,7 @@ def _resizes_noticed(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
 
 
 @contextmanager
-def _told_by_torch() -> Iterator[None]:
+def _reported_by_torch() -> Iterator[None]:
     """Make `torch.cuda.is_current_stream_capturing` true during a capture, for libraries that ask."""
     name = "is_current_stream_capturing"
     owners: list[Any] = [torch.cuda, torch.cuda.graphs]
@@ -439,9 +439,9 @@ class EmulatorBackend:
             recorder.writes = Writes(storages_held() if is_compiled else None)
             with (
                 set_multithreading_enabled(False),
-                _told_by_torch(),
+                _reported_by_torch(),
                 refused_on_cpu(),
-                _resizes_noticed(graph, undo),
+                _resizes_recorded(graph, undo),
                 host_work_of(graph.work),
                 HostReads("cpu"),
                 recorder,

@@ -30,9 +30,9 @@ class HostWork:
         self._work: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self.skipped: dict[int, Tensor] = {}
 
-    def add(self, before: Callable[[], None], behind: Callable[[], None]) -> None:
+    def add(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Add work to do before and after each launch."""
-        self._work.append((before, behind))
+        self._work.append((before, after))
 
     @contextmanager
     def around_launch(self) -> Iterator[None]:
@@ -40,8 +40,8 @@ class HostWork:
         for before, _ in self._work:
             before()
         yield
-        for _, behind in self._work:
-            behind()
+        for _, after in self._work:
+            after()
 
 
 @contextmanager

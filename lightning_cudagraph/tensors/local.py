@@ -7,14 +7,11 @@ wrapper has none, and its `data_ptr()` is 0.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["address_of", "addresses_of", "is_around_another", "is_split", "local"]
-
-_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
+__all__ = ["address_of", "is_around_another", "is_split", "local"]
 
 
 def is_split(kind: type) -> bool:
@@ -45,8 +42,3 @@ def local(tensor: Tensor) -> Tensor:
 def address_of(tensor: Tensor) -> int:
     """The address of the local part of a tensor."""
     return local(tensor).data_ptr()
-
-
-def addresses_of(tensors: Iterable[Tensor]) -> Callable[[Tensor], int]:
-    """A function that returns the address of a tensor: a C function if none of them is a `DTensor`."""
-    return address_of if any(is_split(type(tensor)) for tensor in tensors) else _data_ptr

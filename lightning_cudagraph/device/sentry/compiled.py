@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, overrides
 
-from lightning_cudagraph.device.sentry.hidden_reads import let_go
+from lightning_cudagraph.device.sentry.hidden_reads import reads_permitted
 from lightning_cudagraph.device.sentry.inductor import wants_graphs
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode, unpatched
 from lightning_cudagraph.errors import CaptureError
@@ -265,11 +265,11 @@ class CompiledCode:
             CaptureError: if there is not enough memory.
         """
         try:
-            with torch.compiler.set_stance("force_eager"), let_go():
+            with torch.compiler.set_stance("force_eager"), reads_permitted():
                 return body()
         except torch.OutOfMemoryError as error:
             raise CaptureError(
-                "A step that calls compiled code is captured once without torch.compile, to look at its"
+                "A step that calls compiled code is captured once without torch.compile, to audit its"
                 f" Python; that ran out of memory: {str(error).partition(chr(10))[0]}",
                 "Use smaller batches, or leave out `torch.compile`.",
             ) from error

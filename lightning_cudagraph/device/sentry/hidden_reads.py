@@ -9,7 +9,7 @@ others. They are a list because nothing else detects them: neither the walk over
 mode, and the emulator has no boundary between host and device.
 
 Backward passes of compiled code were traced under dispatch modes, and do not read. So these reads are
-permitted while compiled functions run as plain Python (`let_go`).
+permitted while compiled functions run as plain Python (`reads_permitted`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.compat.private_names import found_or_stand_in
 
-__all__ = ["in_op", "let_go", "of_function"]
+__all__ = ["in_op", "of_function", "reads_permitted"]
 
 Words = tuple[str, str]  # the description for the user, and the remedy
 
@@ -76,22 +76,22 @@ _CROSS_ENTROPY_LOSS = (
 )
 
 # Threads in which such reads in backward passes are permitted.
-_let_go: set[int] = set()
+_permitted: set[int] = set()
 
 
 @contextmanager
-def let_go() -> Iterator[None]:
+def reads_permitted() -> Iterator[None]:
     """Permit such reads in backward passes of this thread."""
     thread = threading.get_ident()
-    _let_go.add(thread)
+    _permitted.add(thread)
     try:
         yield
     finally:
-        _let_go.discard(thread)
+        _permitted.discard(thread)
 
 
-def _is_let_go() -> bool:
-    return threading.get_ident() in _let_go
+def _is_permitted() -> bool:
+    return threading.get_ident() in _permitted
 
 
 def in_op(name: str, args: tuple[Any, ...]) -> Words | None:
@@ -107,7 +107,7 @@ def in_op(name: str, args: tuple[Any, ...]) -> Words | None:
     elif not given.ndim:
         return None
     has_gradient = given.requires_grad and torch.is_grad_enabled()
-    return words if has_gradient and not _is_let_go() else None
+    return words if has_gradient and not _is_permitted() else None
 
 
 def of_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Words | None:

@@ -59,26 +59,26 @@ class _WithoutGraphs:
     def __init__(self) -> None:
         self._runs: list[_Run] = []
         self._patches = ExitStack()
-        self._turned: set[int] = set()
+        self._without: set[int] = set()
 
     def enter(self, announce: Callable[[str], None]) -> _Run:
-        self._let_go([run for run in self._runs if run.announce() is None])
+        self._remove([run for run in self._runs if run.announce() is None])
         self._runs.append(run := _Run(announce))
         if len(self._runs) == 1:
             self._patch()
         return run
 
     def leave(self, run: _Run) -> None:
-        self._let_go([run])
+        self._remove([run])
 
-    def _let_go(self, gone: list[_Run]) -> None:
+    def _remove(self, gone: list[_Run]) -> None:
         if not gone:
             return
         self._runs = [run for run in self._runs if run not in gone]
         if not self._runs:
             self._patches.close()
-        if without := self._turned - {run.thread for run in self._runs}:
-            self._turned -= without
+        if without := self._without - {run.thread for run in self._runs}:
+            self._without -= without
             torch.compiler.reset()  # recompile with the graphs that were asked for
 
     def _patch(self) -> None:
@@ -87,13 +87,13 @@ class _WithoutGraphs:
         by_inductor, by_cudagraphs = kind.__call__, other_kind.__call__
 
         def compile_by_inductor(backend: Any, *args: Any, **kwargs: Any) -> Any:
-            if wants_graphs(backend) and self._turn():
+            if wants_graphs(backend) and self._must_go_without():
                 backend = copy.copy(backend)
                 backend.config = {**backend.config, _GRAPHS: False}
             return by_inductor(backend, *args, **kwargs)
 
         def compile_by_cudagraphs(model: Any, inputs: Any, **kwargs: Any) -> Any:
-            if self._turn():  # without graphs, this backend does the same as `aot_eager`
+            if self._must_go_without():  # without graphs, this backend does the same as `aot_eager`
                 return debugging.aot_eager(model, inputs)
             return by_cudagraphs(model, inputs, **kwargs)
 
@@ -104,13 +104,13 @@ class _WithoutGraphs:
         self._patches.callback(setattr, owner, name, vars(owner)[name])
         setattr(owner, name, by)
 
-    def _turn(self) -> bool:
-        """True if a backend that wants graphs of its own, in this thread, must not have them."""
+    def _must_go_without(self) -> bool:
+        """True if this thread must compile without graphs; the first time, announce it."""
         thread = threading.get_ident()
         of_thread = [run.announce() for run in self._runs if run.thread == thread]
         there = [announce for announce in of_thread if announce is not None]
-        if there and thread not in self._turned:
-            self._turned.add(thread)
+        if there and thread not in self._without:
+            self._without.add(thread)
             there[-1](_SAID)
         return bool(there)
 

@@ -106,10 +106,10 @@ def _stream_of_ones_own(device: torch.device) -> torch.cuda.Stream | None:
 def _shared_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream on which other code has memory, with a warning."""
     warnings.warn(
-        f"lightning_cudagraph: each of the {_STREAMS_OF_TORCH} streams that torch hands out is in use"
-        " already, so that graphs share cuBLAS's scratch memory with others. They may come to wrong"
-        " numbers where both run at the same time, or once it is freed, as Lightning does at the end of"
-        " every run. Make fewer streams (`torch.cuda.Stream`), or fewer graphs at the same time.",
+        f"lightning_cudagraph: each of the {_STREAMS_OF_TORCH} streams of torch's pool is in use, so"
+        " that graphs share cuBLAS's workspaces with other code. Replays may give wrong numbers if both"
+        " run at the same time, or once the workspaces are freed, as Lightning does at the end of every"
+        " run. Make fewer streams (`torch.cuda.Stream`), or fewer graphs at the same time.",
         stacklevel=2,
     )
     # The workspaces of a pooled stream are at least never freed.
