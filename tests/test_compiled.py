@@ -655,9 +655,9 @@ def test_a_step_that_nobody_closes_turns_no_later_one() -> None:
     notes: list[str] = []
     owner = Owner()
     stack = without_its_graphs(owner.note)
-    assert inductor._without_graphs._turn()
+    assert inductor._without_graphs._must_go_without()
     del owner
-    assert not inductor._without_graphs._turn()
+    assert not inductor._without_graphs._must_go_without()
     assert len(notes) == 1
     stack.close()
 

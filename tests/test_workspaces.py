@@ -172,7 +172,7 @@ def test_one_that_shares_is_not_taken_again_without_a_word(simulated: Torch) -> 
     for _ in range(_STREAMS):
         simulated.multiply(simulated.new_stream(_DEVICE).cuda_stream)
     for _ in range(2):
-        with pytest.warns(UserWarning, match="is in use already"):
+        with pytest.warns(UserWarning, match="is in use, so"):
             SideStream(_DEVICE)  # given back at once
     simulated.workspaces.clear()
     side = SideStream(_DEVICE)
