@@ -73,7 +73,7 @@ _recording_in = threading.local()
 
 
 class HostEvent:
-    """A timing event of the host clock, in place of a CUDA event."""
+    """A timing event of the host clock, instead of a CUDA event."""
 
     def __init__(self) -> None:
         self._time_s: float | None = None

@@ -1,4 +1,4 @@
-"""A function that is called at the exit of Python, in processes forked by `multiprocessing` too."""
+"""A function that is called at the exit of Python, even of a process forked by `multiprocessing`."""
 
 from __future__ import annotations
 
