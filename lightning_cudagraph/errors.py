@@ -1,8 +1,8 @@
-"""Every error of this package that a user can meet; docs/errors.md lists them.
+"""The exceptions of this package; docs/errors.md lists them.
 
-Each message answers five questions in this order: what happened, to which object, what was expected
-and what was found, what to do about it, and how to go on without a graph. Code that raises one of
-these writes the first three; the class adds the way out.
+Each message says, in this order: what happened, to which object, what was expected and what was found,
+one remedy, and how to go on without a graph. Code that raises one writes all but the last, which the
+class adds.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class CUDAGraphError(RuntimeError):
 
 
 class ConfigurationError(CUDAGraphError, ValueError):
-    """An argument, or the way the callback is used, cannot be right for any training run."""
+    """An argument, or a use of the callback, that is wrong for every training run."""
 
 
 class UnsupportedError(CUDAGraphError):
-    """Something about the run cannot be held to the same numbers in a graph, so it is not captured.
+    """A part of the run that is not captured, because a graph of it would not give the same numbers.
 
     Args:
-        reason: what was found, in which object, and what would be expected.
+        reason: what was found, in which object, and what was expected.
         remedy: one thing to do about it.
-        in_optimizer: it concerns only what comes after the backward pass, so that forward and backward
-            can still be captured.
+        in_optimizer: True if only code after the backward pass is concerned, so that forward and
+            backward can still be captured. Default: False.
     """
 
     def __init__(self, reason: str, remedy: str, *, in_optimizer: bool = False) -> None:
@@ -56,27 +56,27 @@ class UnsupportedError(CUDAGraphError):
 
 
 class CaptureError(UnsupportedError):
-    """The step did something that no CUDA graph can hold.
+    """An operation of the step that no CUDA graph can hold.
 
     The capture has been ended and undone: parameters, gradients, optimizer state, random state,
-    Lightning's counters and the Python objects that are watched (those that can be reached from the
-    model, and from the globals and closures of the step's code) are what they were before the step. What
-    the step did to other Python objects has been done.
+    Lightning's counters and the watched Python objects (those that can be reached from the model, and
+    from the globals and closures of the step's code) are as they were before the step. Changes that the
+    step made to other Python objects remain.
     """
 
 
 class VerificationError(UnsupportedError):
-    """A replay came to other numbers than an eager step from the same state.
+    """A replay with other results than an eager step from the same state.
 
-    All tensors have been put back to what they were before the step. What the eager step of the check
-    did to Python objects has been done.
+    All tensors have been restored to their values before the step. Changes that the eager step of the
+    check made to Python objects remain.
     """
 
 
 class StaleGraphError(VerificationError):
-    """A replay came to other numbers than an eager step, because of a change since the capture.
+    """A replay with other results than an eager step, because of a change since the capture.
 
-    Handled by this package: the step is done eagerly, and the graph is captured again.
+    Handled inside this package: the step runs eagerly, and the graph is captured again.
     """
 
 
@@ -114,9 +114,9 @@ class Wording:
 
 
 class HookError(CUDAGraphError):
-    """A hook in the middle of a replayed step did what the rest of the graph cannot take into account.
+    """A hook in the middle of a replayed step that did something the rest of the graph cannot follow.
 
-    The forward pass has been replayed and the hook has run; the step cannot be done again.
+    The forward pass has been replayed and the hook has run, so the step cannot be repeated.
 
     Args:
         reason: what the hook did, and what was expected.
@@ -128,10 +128,10 @@ class HookError(CUDAGraphError):
 
 
 class TimerError(CUDAGraphError):
-    """A timer, or a profiler, was used in a way from which no time can come. No work was harmed.
+    """A use of a timer or a profiler that yields no time. The timed work is unaffected.
 
     Args:
-        reason: what was done to which one, and what was expected.
+        reason: what was done to which timer, and what was expected.
         remedy: one thing to do about it.
     """
 
@@ -140,10 +140,10 @@ class TimerError(CUDAGraphError):
 
 
 class PeerError(CUDAGraphError):
-    """Another process of the run has failed, or does something else; this one cannot go on alone."""
+    """A failure or a different plan of another process of the run; this one cannot go on alone."""
 
-    is_told = True  # the other processes know of it, or come to it by themselves
+    is_told = True  # the other processes know of the error, or find it by themselves
 
 
 class BatchError(UnsupportedError):
-    """A batch holds tensors in a place from which no static copy can be made."""
+    """A batch with tensors in an object of which no static copy can be made."""

@@ -1,4 +1,4 @@
-"""The short way through Lightning's loop between replays does what the long one does.
+"""The fast path through Lightning's loop between replays does what the loop does.
 
 `tests/gpu/test_advance.py` collects these tests again, on CUDA.
 """
@@ -29,7 +29,7 @@ from tests.harness import Net, differences, loader, make
 
 
 class Run:
-    """A run without hooks of the user's, and how many batches went the short way."""
+    """A run without hooks of the user's, and how many batches took the fast path."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ def test_the_long_way(
 ) -> None:
     if reason == "another lightning":
         monkeypatch.setattr(lightning_source, "_KNOWN", frozenset())
-        monkeypatch.setattr(lightning_source, "_TURNS", "")
+        monkeypatch.setattr(lightning_source, "_CALLS", "")
     kwargs: dict[str, Any] = {
         "others": (Watches(),) if reason == "a hook" else (),
         "build": Steps if reason == "an override" else Net,
@@ -207,7 +207,7 @@ def test_a_release_that_does_something_else(monkeypatch: pytest.MonkeyPatch, cha
     monkeypatch.setattr(_TrainingEpochLoop, "advance", change(_TrainingEpochLoop.advance))
     assert not lightning_source.is_known()
     (note,) = notes(SHORT_WAY)
-    assert note.startswith("off: the short way from one replay to the next, because `lightning.pytorch")
+    assert note.startswith("off: the fast path from one replay to the next, because `lightning.pytorch")
     assert note.endswith("microseconds more a step")
 
 

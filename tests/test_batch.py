@@ -221,7 +221,7 @@ def test_a_step_is_lent_containers_of_its_own() -> None:
     assert loan.batch["x"] is static.batch["x"]
     loan.batch["x"] = loan.batch["x"] * 2
     assert loan.batch["x"] is not static.batch["x"]
-    with pytest.raises(CaptureError, match=r"the place of `batch\['x'\]`"):
+    with pytest.raises(CaptureError, match=r"replaces `batch\['x'\]`"):
         loan.refuse_changes()
     static.lend().refuse_changes()
 

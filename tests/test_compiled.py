@@ -435,9 +435,7 @@ def test_no_memory_to_look_at_its_python(tmp_path: Path, accelerator: str) -> No
     eager = fit(Large, tmp_path / "eager", callback, accelerator=accelerator)
     assert_same(plain, eager)
     assert eager.counts.replayed == 0
-    assert "without torch.compile, to look at its Python; that ran out of memory" in str(
-        callback.summary
-    )
+    assert "without torch.compile, to audit its Python; that ran out of memory" in str(callback.summary)
 
 
 class Moves(Callback):
@@ -448,7 +446,7 @@ class Moves(Callback):
 def test_a_recompilation_is_named(tmp_path: Path, accelerator: str) -> None:
     """Another number in each step: Dynamo makes it a size of its own, or compiles until it gives up."""
     callback = CUDAGraphCallback(timings=None)
-    expected = r"compiled anew in the capture.*function name: 'both'.*scale"
+    expected = r"recompiled in the capture.*function name: 'both'.*scale"
     with (
         torch._dynamo.config.patch(specialize_float=True),
         pytest.raises(CaptureError, match=expected),
@@ -658,9 +656,9 @@ def test_a_step_that_nobody_closes_turns_no_later_one() -> None:
     notes: list[str] = []
     owner = Owner()
     stack = without_its_graphs(owner.note)
-    assert inductor._without_graphs._turn()
+    assert inductor._without_graphs._must_go_without()
     del owner
-    assert not inductor._without_graphs._turn()
+    assert not inductor._without_graphs._must_go_without()
     assert len(notes) == 1
     stack.close()
 

@@ -624,7 +624,7 @@ def test_lightnings_own_loop_otherwise(
 ) -> None:
     if reason == "another lightning":
         monkeypatch.setattr(lightning_source, "_KNOWN", frozenset())
-        monkeypatch.setattr(lightning_source, "_TURNS", "")
+        monkeypatch.setattr(lightning_source, "_CALLS", "")
     runs = Both(
         tmp_path,
         accelerator,

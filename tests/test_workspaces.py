@@ -148,9 +148,7 @@ def test_it_is_said_when_there_is_no_stream_left(simulated: Torch, used: int) ->
     sides = [SideStream(_DEVICE) for _ in range(used)]
     for _ in range(_STREAMS):
         simulated.multiply(simulated.new_stream(_DEVICE).cuda_stream)
-    with pytest.warns(
-        UserWarning, match=f"each of the {_STREAMS} streams that torch hands out is in use"
-    ):
+    with pytest.warns(UserWarning, match=f"each of the {_STREAMS} streams of torch's pool is in use"):
         side = SideStream(_DEVICE)
     pool = simulated.workspaces[side.stream.cuda_stream]
     # Scratch memory of a pooled stream is never freed; that of others may be.
@@ -174,7 +172,7 @@ def test_one_that_shares_is_not_taken_again_without_a_word(simulated: Torch) -> 
     for _ in range(_STREAMS):
         simulated.multiply(simulated.new_stream(_DEVICE).cuda_stream)
     for _ in range(2):
-        with pytest.warns(UserWarning, match="is in use already"):
+        with pytest.warns(UserWarning, match="is in use, so"):
             SideStream(_DEVICE)  # given back at once
     simulated.workspaces.clear()
     side = SideStream(_DEVICE)

@@ -1,1 +1,1 @@
-"""The one home of private names of other packages, and of what is to be known of their versions."""
+"""Private names of other packages, their probes, and the features that depend on them."""

@@ -1,4 +1,4 @@
-"""The features of this package that are built on private names of others."""
+"""The features of this package that depend on private names of other packages."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class Feature:
     """A feature that needs private names.
 
     Attributes:
-        what: it, in words.
-        without: where a name is gone, what the user can do; of an optional feature, what is lost.
-        is_optional: it is off then, and the report says so. What needs another feature is refused.
+        what: a noun phrase for messages.
+        without: what the user can do without it; for an optional feature, what is lost.
+        is_optional: True if it is switched off when a name is missing, and the report says so; other
+            features are refused.
     """
 
     what: str
@@ -59,7 +60,7 @@ SHARDS = Feature("captures of sharded weights", _OFF)
 COLLECTIVES = Feature("captured steps of several processes", _OFF)
 CUDA = Feature("captures on CUDA", _OFF)
 SEGMENTS = Feature(
-    "asking whether the allocator has expandable segments, which is needed beside NCCL",
+    "detecting expandable segments of the allocator, which NCCL must not register",
     f"set NCCL_GRAPH_REGISTER=0 before the process group is made, or {_OFF}",
 )
 METRICS = Feature(
@@ -68,7 +69,7 @@ METRICS = Feature(
 TIMES = Feature("the times of layers", "leave out `timings=`")
 
 SHORT_WAY = Feature(
-    "the short way from one replay to the next",
+    "the fast path from one replay to the next",
     "Lightning's own loop runs there, which takes the host some hundred microseconds more a step",
     is_optional=True,
 )
@@ -78,18 +79,16 @@ COUNTED_CLASSES = Feature(
     True,
 )
 HELD_GRADIENTS = Feature(
-    "finding who keeps gradients",
-    "parameters are given copies of their gradients after every replay",
+    "finding external references to gradients",
+    "gradients are copied out after every replay",
     True,
 )
 EVENT_QUEUE = Feature(
-    "the quick way into TensorBoard's queue",
+    "the fast path into TensorBoard's queue",
     "each time of a layer is written as an event of its own",
     True,
 )
-CHARTS = Feature(
-    "finding the user's custom scalars", "those of the user are not kept in the layout", True
-)
+CHARTS = Feature("finding the user's custom scalars", "they are not kept in the layout", True)
 CUDA_STREAMS = Feature(
     "asking for the address of a stream", "each replay asks for the whole stream", True
 )

@@ -1,4 +1,4 @@
-"""The packages that are installed: whether this one can be imported beside them, and what they lack."""
+"""Checks of the installed packages at import: presence, versions, builds."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["PACKAGE_DIR", "check_installed", "gpu_without_cuda"]
 PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 _OLDEST = {"torch": (2, 10), "lightning": (2, 6)}
-# What torch's packages bring of compiled code, which must be of one build with it.
+# Packages with compiled code, which must be of one build with torch.
 _BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def check_installed() -> None:
-    """Say what is wrong with an installation, before something inside of a package fails.
+    """Refuse an unusable installation, before an import inside another package fails.
 
     Raises:
-        ImportError: with one remedy.
+        ImportError: naming the package, and one remedy.
     """
     if find_spec("lightning") is None:
         beside = (
@@ -48,7 +48,7 @@ def check_installed() -> None:
             )
     try:
         import_module("lightning.pytorch")
-    except (ImportError, RuntimeError, OSError) as error:  # all three, by what does not fit
+    except (ImportError, RuntimeError, OSError) as error:  # which one depends on what does not fit
         if (culprit := _misfit(str(error))) is None:
             raise
         raise ImportError(
@@ -60,12 +60,12 @@ def check_installed() -> None:
 
 
 def gpu_without_cuda(built_for: str | None, hip: str | None, gpus: Path = _GPUS) -> str:
-    """One line, if torch cannot use an NVIDIA GPU that is there because of how it was built; or nothing.
+    """One line if there is an NVIDIA GPU that this build of torch cannot use; otherwise empty.
 
     Args:
         built_for: the version of CUDA that torch was built for.
-        hip: that of ROCm.
-        gpus: where the driver lists them.
+        hip: the version of ROCm that torch was built for.
+        gpus: the folder in which the driver lists GPUs.
     """
     if built_for is not None or hip is not None or not (gpus.is_dir() and any(gpus.iterdir())):
         return ""
@@ -76,13 +76,13 @@ def gpu_without_cuda(built_for: str | None, hip: str | None, gpus: Path = _GPUS)
 
 
 def _version_of(package: str) -> str:
-    if package == "torch":  # which knows its build, and is there without metadata, too
+    if package == "torch":  # has its build in the version, and may be installed without metadata
         return str(import_module("torch").__version__)
     return version(package)
 
 
 def _misfit(said: str, packages: Iterable[str] = _BUILT_FOR_TORCH) -> str | None:
-    """The package beside torch that an error is about, with its version, if it is about one."""
+    """The package that an error message names, with its version; None if it names none."""
     for package in packages:
         if package in said:
             try:

@@ -1,9 +1,9 @@
-"""The functions of Lightning that are stood in for between replays, as they were when they were read.
+"""Fingerprints of Lightning's loop functions, which the fast path between replays reimplements.
 
-The digest of their source is compared with that of the releases that were read. For any other, two
-batches of the loop are run: if they call the same in the same order, and the functions mention the same
-names, so that no condition has come that two batches do not show, the loop is as it was. Else
-Lightning's own runs.
+The digest of their source is compared with that of the releases that the fast path was written for. For
+any other release, two batches of the loop are run. The loop counts as unchanged if they make the same
+calls in the same order, and if the functions mention the same names, so that there is no new condition
+that two batches do not show. Otherwise Lightning's own loop runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
-from lightning_cudagraph.compat.loop_probe import digest_of_turns
+from lightning_cudagraph.compat.loop_probe import digest_of_calls
 from lightning_cudagraph.compat.names.lightning_names import (
     _AutomaticOptimization,
     _FitLoop,
@@ -47,22 +47,20 @@ _NAMES: dict[type, str] = {
     pl.LightningModule: "optimizer_step",
     pl.Trainer: "_results _active_loop training num_training_batches",
 }
-# What `digest` gives for the source that was read: the same in lightning 2.6.0 to 2.6.6.
+# The value of `digest`: the same in lightning 2.6.0 to 2.6.6.
 _KNOWN = frozenset({"1be74e7607601d6d11705367c2f27f4e6d089b2e7905485d456c9235997108f6"})
-
-
-# What is called in two turns of its loop, and what its functions mention.
-_TURNS = "1285d4f582a9a406eceafedcd34369b7f0412a520220491db023808a37c3d72a"
+# The values of `digest_of_calls` and `digest_of_names` for the same releases.
+_CALLS = "1285d4f582a9a406eceafedcd34369b7f0412a520220491db023808a37c3d72a"
 _MENTIONED = "940c0692de00723ebb3c8d5244aca58b69e00ac5a8d4a9c1c72d9c12a7978364"
 
 
 def is_known() -> bool:
-    """Whether Lightning's loop does what it did when it was read."""
-    return digest() in _KNOWN or (digest_of_names() == _MENTIONED and digest_of_turns() == _TURNS)
+    """True if Lightning's loop does the same as in the releases that the fast path was written for."""
+    return digest() in _KNOWN or (digest_of_names() == _MENTIONED and digest_of_calls() == _CALLS)
 
 
 def digest_of_names() -> str:
-    """SHA-256 of the names that are mentioned by what is stood in for, function by function."""
+    """SHA-256 of the names that the reimplemented functions mention, function by function."""
     try:
         functions = [_function(owner, n) for owner, names in _NAMES.items() for n in names.split()]
         mentioned = [sorted(_mentioned(inspect.unwrap(function).__code__)) for function in functions]
@@ -77,7 +75,7 @@ def _mentioned(code: CodeType) -> set[str]:
 
 
 def digest() -> str:
-    """SHA-256 of the source of what is stood in for."""
+    """SHA-256 of the source of the reimplemented functions."""
     try:
         sources = [
             _source(_function(owner, n)) for owner, names in _NAMES.items() for n in names.split()

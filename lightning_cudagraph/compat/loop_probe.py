@@ -1,9 +1,9 @@
-"""Two batches of Lightning's training loop, with nothing but Lightning's code in them: what is called.
+"""A probe of Lightning's training loop: the calls it makes for two batches, as a digest.
 
-The short way between replays does what Lightning's loop does there, in the same order. So for a
-Lightning that has not been read, its loop is run here once, around a mock of everything else, and all
-that it calls is noted, with its counters after each batch. The mock has what is known to be asked of a
-trainer: a loop that asks for more ends in an error, and is another one.
+The fast path between replays does what Lightning's loop does there, in the same order. For an unknown
+release of Lightning, its loop is run here once, around a mock of everything else, and all its calls are
+recorded, with its counters after each batch. The mock has the attributes that the known loop reads from
+a trainer: a loop that reads more raises, and so counts as changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _LoggerConnector
 
-__all__ = ["digest_of_turns", "turns"]
+__all__ = ["digest_of_calls", "loop_calls"]
 
 _FOLDER = os.path.dirname(os.path.abspath(pl.__file__)) + os.sep
 _BATCHES = 2
@@ -40,7 +40,7 @@ class _Module(pl.LightningModule):
 
 
 class _Fetcher:
-    """Hands out batches as Lightning's fetchers do."""
+    """A data fetcher with a fixed number of batches."""
 
     def __init__(self) -> None:
         self.fetched = 0
@@ -56,7 +56,7 @@ class _Fetcher:
 
 
 class _Strategy:
-    """Calls closures, and computes nothing."""
+    """A strategy that calls closures and computes nothing."""
 
     handles_gradient_accumulation = False
 
@@ -87,7 +87,7 @@ class _Strategy:
 
 
 def _mock(accumulate: int) -> Any:
-    """A trainer, as far as the loop is known to ask it."""
+    """A trainer with the attributes that the known loop reads."""
     module = _Module()
     module.weight = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     schedule = SimpleNamespace(scheduler=None, interval="step", frequency=1, reduce_on_plateau=False)
@@ -135,31 +135,31 @@ def _counters(trainer: Any) -> str:
     return f"{progresses} {stepped} {first} {loop._results.batch is None} {loop._results.batch_size}"
 
 
-def turns(accumulate: int) -> list[str]:
-    """What Lightning calls in two turns of its loop, in order, and its counters after each.
+def loop_calls(accumulate: int) -> list[str]:
+    """The calls of Lightning's loop for two batches, in order, and its counters after each.
 
     Args:
-        accumulate: so many batches make a step.
+        accumulate: micro-batches of an optimizer step.
 
     Raises:
-        Exception: whatever comes of a loop that does something else.
+        Exception: any, from a loop that the mock does not fit.
     """
-    trainer, fetcher, noted = _mock(accumulate), _Fetcher(), list[str]()
+    trainer, fetcher, calls = _mock(accumulate), _Fetcher(), list[str]()
     loop = trainer.fit_loop.epoch_loop
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def record(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        # Comprehensions are calls in some versions of Python.
+        # Comprehensions are calls in some versions of Python; their names begin with `<`.
         if event == "call" and code.co_filename.startswith(_FOLDER) and code.co_name[0] != "<":
-            noted.append(f"{code.co_filename.removeprefix(_FOLDER)}:{code.co_name}")
+            calls.append(f"{code.co_filename.removeprefix(_FOLDER)}:{code.co_name}")
 
-    # Or what is collected of older runs is noted too, such as a profiler's `__del__`.
+    # A collection would record finalizers of older runs too, such as a profiler's `__del__`.
     gc_was_on = gc.isenabled()
     with torch.inference_mode(False), torch.enable_grad():
         for _ in range(_BATCHES):
             before = sys.getprofile()
             gc.disable()
-            sys.setprofile(note)
+            sys.setprofile(record)
             try:
                 loop.advance(fetcher)
                 loop.on_advance_end(fetcher)
@@ -168,17 +168,17 @@ def turns(accumulate: int) -> list[str]:
                 sys.setprofile(before)
                 if gc_was_on:
                     gc.enable()
-            noted.append(_counters(trainer))
-            noted.append(f"done: {loop.done}")
-    return noted
+            calls.append(_counters(trainer))
+            calls.append(f"done: {loop.done}")
+    return calls
 
 
-def digest_of_turns() -> str:
-    """SHA-256 of what is called without accumulation and with it; empty if the loop asks for more."""
+def digest_of_calls() -> str:
+    """SHA-256 of the calls without accumulation and with it; empty if the mock does not fit the loop."""
     if sys.getprofile() is not None:
-        return ""  # what watches the interpreter can be written in C, and then not be put back
+        return ""  # a profiler written in C could not be restored
     try:
-        noted = [*turns(1), *turns(_BATCHES)]
-    except Exception:  # whatever another loop makes of the mock
+        calls = [*loop_calls(1), *loop_calls(_BATCHES)]
+    except Exception:  # a changed loop may raise anything
         return ""
-    return hashlib.sha256("\n".join(noted).encode()).hexdigest()
+    return hashlib.sha256("\n".join(calls).encode()).hexdigest()

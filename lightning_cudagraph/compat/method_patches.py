@@ -1,7 +1,7 @@
-"""What hangs on other people's objects during a run, and must not get into copies of them.
+"""Method patches and hooks on the user's objects during a run; copies of the objects are without them.
 
-A copy or a pickle of the object works like the object without us: it knows no graph, stream or event,
-and a file with it can be read where this package is not installed.
+A copy or a pickle of such an object behaves as if it had never been patched: it refers to no graph,
+stream or event, and a file with it can be read where this package is not installed.
 """
 
 from __future__ import annotations
@@ -14,26 +14,20 @@ __all__ = ["OwnHook", "StandIn", "in_place", "no_hook", "replace_method"]
 
 
 class StandIn:
-    """In the place of a method of an object. In a copy of the object, it is that method of the copy.
-
-    Args:
-        owner: the object.
-        name: the name of the method.
-        call: what is called instead.
-    """
+    """A patch of an object's method. A copy of the object has its own, unpatched method instead."""
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
         self._owner = owner
         self._name = name
         self._call = call
-        # Who asks whether the method is overridden, or for its arguments, asks for what was there.
+        # Code that asks if the method is overridden, or for its signature, sees the original.
         self.__wrapped__ = getattr(owner, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The copy of the owner has nothing in its place yet when this is called.
+        # At this point the copy of the owner has no patch yet, so this is its own method.
         return getattr, (self._owner, self._name)
 
 
@@ -44,14 +38,11 @@ def replace_method(
     patches: ExitStack,
     kind: type[StandIn] = StandIn,
 ) -> None:
-    """Put something in the place of a method of an object.
+    """Patch a method of an object.
 
     Args:
-        owner: the object.
-        name: the name of the method.
-        call: what is called instead.
-        patches: puts the method back when it is closed.
-        kind: what to put there.
+        patches: restores the method when it is closed.
+        kind: class of the patch.
     """
     stand_in = kind(owner, name, call)
     if name in vars(owner):
@@ -63,23 +54,19 @@ def replace_method(
 
 @contextmanager
 def in_place(owner: object, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    """Put something in the place of a method of an object, during one step."""
+    """Patch a method of an object inside the `with` block."""
     with ExitStack() as patches:
         replace_method(owner, name, call, patches)
         yield
 
 
 def no_hook() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What an object is reduced to that is a hook which does nothing, in copies and in pickles."""
+    """The `__reduce__` value for a hook that does nothing, used in copies and pickles."""
     return getattr, (nullcontext(), "__exit__")  # it takes any arguments, and returns None
 
 
 class OwnHook:
-    """A hook that is registered with an object. In a copy of the object, it is one that does nothing.
-
-    Args:
-        call: what the hook does.
-    """
+    """A hook registered with an object. In a copy of the object, it is a hook that does nothing."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call

@@ -1,7 +1,8 @@
-"""Private names of other packages: where each lives, how its shape is tested, and what is built on it.
+"""Declarations of private names of other packages: path, probe, and dependent features.
 
-A name is looked up when it is asked for, never when this package is imported. What is needed and is not
-as it was is refused before the first step; what can be done without is left off, and said.
+A name is looked up when it is asked for, never when this package is imported. If a required name is
+missing or changed, the feature is refused before the first step; an optional feature is switched off,
+and the report says so.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ class PrivateName:
     """A private name, or a public one in a private place.
 
     Attributes:
-        where: its place, as one would write it: a module, and attributes from there on.
-        features: what is built on it. Where there is none, code asks for the name at its place of use,
-            and does the right thing with and without: only some versions have it.
-        probe: given what is found there; raises, or returns something false, if it is not what it was.
-        fields: attributes that are set on its instances, tested for in the code of the class.
-        if_imported: the module without which nothing of it is used, and which takes long to import.
+        where: dotted path: a module, and attributes from there on.
+        features: the features that depend on it. Empty if only some versions have the name: code then
+            looks for it at the place of use, and works without it.
+        probe: called with the value found; raises, or returns something false, if the value has changed.
+        fields: attributes that the class sets on its instances; looked for in its code.
+        if_imported: a module that is slow to import, and without which the name is unused. The name is
+            tested only if the module is imported already.
     """
 
     where: str
@@ -41,7 +43,7 @@ class PrivateName:
     if_imported: str = ""
 
     def trouble(self) -> str:
-        """What is wrong with it, in words; nothing if it is as it was."""
+        """Describe what is missing or changed; empty if nothing is."""
         if self.if_imported and self.if_imported not in sys.modules:
             return ""
         package = self.where.partition(".")[0]
@@ -56,37 +58,37 @@ class PrivateName:
             return ""
         try:
             is_known = bool(self.probe(value))
-        except Exception:  # whatever another shape makes of the example
+        except Exception:  # a probe of a changed value may raise anything
             is_known = False
         return "" if is_known else f"`{self.where}` of {_version_of(package)} is not what it was"
 
 
 def named(place: str, names: str, *features: Feature, **kwargs: Any) -> Iterator[PrivateName]:
-    """Several names in one place.
+    """Yield several names of one module or class.
 
     Args:
-        place: a module or a class.
-        names: of it, with spaces between them.
-        features: what is built on them.
-        kwargs: further attributes of each.
+        place: path of the module or class.
+        names: separated by spaces.
+        features: the features that depend on them.
+        kwargs: further fields of each `PrivateName`.
     """
     for name in names.split():
         yield PrivateName(f"{place}.{name}", features, **kwargs)
 
 
 def members(place: str, names: str, *features: Feature) -> PrivateName:
-    """Attributes of the instances of a class.
+    """Declare attributes of the instances of a class.
 
     Args:
-        place: the class.
-        names: of the attributes, with spaces between them.
-        features: what is built on them.
+        place: path of the class.
+        names: names of the attributes, separated by spaces.
+        features: the features that depend on them.
     """
     return PrivateName(place, features, fields=tuple(names.split()))
 
 
 def accepts(*args: str, **kwargs: object) -> Callable[[Any], object]:
-    """A probe: a function can be called like this; for one written in C, it can be called."""
+    """A probe: the function accepts these arguments; one written in C need only be callable."""
 
     def probe(function: Any) -> bool:
         try:
@@ -100,11 +102,11 @@ def accepts(*args: str, **kwargs: object) -> Callable[[Any], object]:
 
 
 def found(where: str) -> Any:
-    """What is at a place.
+    """Return the value at a dotted path.
 
     Raises:
-        AttributeError: if there is nothing.
-        ImportError: if there is no such module.
+        AttributeError: if a module or a class on the path has no such attribute.
+        ImportError: if the root package is missing.
     """
     root, *path = where.split(".")
     value: Any = import_module(root)
@@ -120,9 +122,10 @@ def found(where: str) -> Any:
 
 
 def found_or_stand_in(where: str) -> Any:
-    """What is at a place; else a class that can be derived from, and that raises if it is used.
+    """Return the value at a dotted path, or a placeholder class that raises when it is called.
 
-    So that a module which needs the name can be imported: what is built on it is refused, or off.
+    With a placeholder, which can be subclassed, modules that need the name can still be imported: the
+    features that depend on it are refused, or off.
     """
     try:
         return found(where)
@@ -131,7 +134,7 @@ def found_or_stand_in(where: str) -> Any:
 
 
 class _Gone(type):
-    """The class of what stands in for something that is gone."""
+    """The metaclass of placeholders for names that are gone."""
 
     where: str
 
@@ -140,7 +143,7 @@ class _Gone(type):
 
 
 def trouble_with(table: tuple[PrivateName, ...], feature: Feature) -> str:
-    """What is wrong with the names that a feature is built on, in words; empty if nothing is."""
+    """Describe which name of a feature is missing or changed; empty if none is."""
     for name in table:
         if feature in name.features and (trouble := name.trouble()):
             return trouble
@@ -148,7 +151,7 @@ def trouble_with(table: tuple[PrivateName, ...], feature: Feature) -> str:
 
 
 def _has_field(owner: Any, name: str) -> bool:
-    """Whether a class, or one that it is derived from, has an attribute or sets it on its instances."""
+    """True if a class or one of its bases has an attribute or sets it on its instances."""
     if hasattr(owner, name):
         return True
     for base in getattr(owner, "__mro__", ()):

@@ -1,4 +1,4 @@
-"""All private names, and whether what is built on them can be done."""
+"""The table of all private names, and the features that are available with them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TABLE: tuple[PrivateName, ...] = (*TORCH, *LIGHTNING, *TORCHMETRICS, *TENSORBOAR
 
 
 def require(*features: Feature) -> None:
-    """Refuse what cannot be right.
+    """Refuse features with missing or changed private names.
 
     Raises:
-        CUDAGraphError: naming the first private name that is gone, or is not what it was.
+        CUDAGraphError: naming the first private name that is missing or changed.
     """
     for feature in features:
         if trouble := _trouble(feature):
@@ -38,12 +38,12 @@ def require(*features: Feature) -> None:
 
 
 def available(feature: Feature) -> bool:
-    """Whether a feature can be had."""
+    """True if all private names of a feature are as expected."""
     return not _trouble(feature)
 
 
 def notes(*features: Feature) -> list[str]:
-    """Which of some optional features are off, why, and what that costs, in words."""
+    """One line for each optional feature that is off: why, and what that costs."""
     troubles = [(feature, _trouble(feature)) for feature in features]
     return [
         f"off: {feature.what}, because {trouble}; {feature.without}"
@@ -53,11 +53,11 @@ def notes(*features: Feature) -> list[str]:
 
 
 def _trouble(feature: Feature) -> str:
-    # Examples of autograd are none in evaluations.
+    # Probes run autograd, which evaluations switch off.
     with torch.inference_mode(False), torch.enable_grad():
         return trouble_with(TABLE, feature)
 
 
 def notes_of_captures(device: torch.device) -> list[str]:
-    """Which optional features of captures are off on a device, in words."""
+    """One line for each optional feature of captures that is off on a device."""
     return notes(HELD_GRADIENTS, *((CUDA_STREAMS, BROKEN_CAPTURES) if device.type == "cuda" else ()))

@@ -1,4 +1,4 @@
-"""The versions that the whole test suite has been run on, and what is said on newer ones."""
+"""The newest versions that the whole test suite has run on, and the note about newer ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 __all__ = ["NEWEST", "newer_than_tested"]
 
-# The newest of each in the table of docs/versions.md, which `python -m tests.versions` writes.
+# The newest of each in the table of docs/versions.md (written by `python -m tests.versions`).
 NEWEST: Mapping[str, str] = {"torch": "2.13.0", "lightning": "2.6.6", "Python": "3.11"}
 
 
 def newer_than_tested(newest: Mapping[str, str] = NEWEST) -> str:
-    """One line on what is newer than all that was tested; empty if nothing is.
+    """One line that names the packages newer than any version tested; empty if there are none.
 
-    Of a version, the first two numbers count: probes of private names see what a patch release changes.
+    Only major and minor version are compared: probes of private names see changes of a patch release.
     """
     import lightning
 

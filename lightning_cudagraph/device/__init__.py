@@ -1,1 +1,1 @@
-"""A device that a step is captured on: streams, graphs and events, on CUDA and on the emulator."""
+"""Streams, graphs and events of the device that steps are captured on: CUDA or the CPU emulator."""

@@ -1,4 +1,4 @@
-"""What a device must offer so that a training step can be captured on it, and the CUDA one."""
+"""The protocol of a device on which steps are captured, and its implementation for CUDA."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ _handle_of_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCur
 
 
 class Event(Protocol):
-    """A point in time on the device, set anew by each replay of the graph that holds it."""
+    """A point in time on the device, set by each replay of the graph that holds it."""
 
     def synchronize(self) -> None:
         """Block the host until the point has been reached."""
 
     def query(self) -> bool:
-        """Whether the point has been reached. Not to be asked of one that only a graph sets."""
+        """True if the point has been reached. Not defined for an event that only a graph sets."""
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this point to `end`."""
 
 
 class Graph(Protocol):
-    """A captured piece of work, in one part or more."""
+    """A captured step, in one or more parts with graph breaks between them."""
 
     def replay(self, between: Between | None = None) -> None:
-        """Run it, on the current stream.
+        """Run it on the current stream.
 
         Args:
-            between: called after each part but the last, with the number of parts before it less one.
+            between: called at each graph break, with the index of the break.
         """
 
 
@@ -68,18 +68,19 @@ class Backend(Protocol):
     """A device on which steps are warmed up, captured and replayed.
 
     Attributes:
-        generators: what the steps draw random numbers from.
-        device: where the training step runs.
-        description: one line for the user that says what this is.
-            graphs_per_step: how many captures of a timed step take turns, so that the events of one are
-            read while the other runs.
-        event_host_us: what an event in a graph takes of the host in each replay, in microseconds, to be
-            launched and to be read.
-        overlaps: ops on several streams run side by side, so that trials show how many are fastest.
-        streams: on how many streams ops that do not need one another are captured.
-        barriers: what all streams of the last capture waited for, and that for them, and how often.
-        in_turn: the host has a turn in the middle of a replay. Memory of the pool holds what the rest of
-            it needs, so that no other graph may be replayed.
+        generators: the random generators that steps draw from.
+        device: the device on which steps run.
+        description: one line for the user.
+        graphs_per_step: instances of a timed step, replayed in turn, so that the events of one are read
+            while the other runs.
+        event_host_us: host time of an event in a graph for each replay, in microseconds: its launch and
+            its reading.
+        overlaps: True if ops on several streams run concurrently, so that trials show how many streams
+            are fastest.
+        streams: the number of streams that independent ops are captured on.
+        barriers: the ops of the last capture that made all streams wait, with their counts.
+        in_turn: True at a graph break of a replay. The pool then holds memory that the rest of the
+            replay needs, so that no other graph may be replayed.
     """
 
     in_turn: bool
@@ -93,115 +94,112 @@ class Backend(Protocol):
     overlaps: bool
 
     def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Run what is inside on the one side stream of warm-up and capture, in order with the rest.
+        """Run the `with` block on the side stream of warm-up and capture, in order with other work.
 
-        Backward passes run in the calling thread, there and in a capture: Python in them is seen by all
-        that watches a step, and multiplies matrices with the handle of this thread.
+        Backward passes run in the calling thread, here and in a capture: so the modes that watch a step
+        see the Python code in them, and matrix products use the cuBLAS handle of this thread.
         """
 
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
-        """Capture what `body` does, without its taking effect.
+        """Capture the work of `body` without executing it.
 
         Args:
-            body: the work, run once.
-            is_compiled: it calls compiled code, which takes memory past all dispatch.
+            body: called once.
+            is_compiled: True if `body` calls compiled code, which allocates without the dispatcher.
 
         Returns:
-            The graph, and what `body` returned: its tensors are static, and hold values of the step
+            The graph, and the result of `body`. Its tensors are static, and hold values of the step
             only after a replay.
 
         Raises:
             CaptureError: if `body` did something that no graph can hold.
-            Exception: whatever else `body` raised. In both cases the capture has been ended, and
+            Exception: any other exception of `body`. In both cases the capture has been ended, and
                 memory and random state are as before.
         """
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
-        """What is captured inside shares no memory with the other graphs, and is released inside."""
+        """Capture into a pool of its own; graphs captured in the `with` block are released in it."""
 
     def cut(self) -> None:
-        """End a part of the capture under way, and begin the next: the host has a turn between them."""
+        """End a part of the capture at a graph break, and begin the next: the host runs between them."""
 
     def checked(self) -> contextlib.AbstractContextManager[None]:
-        """Run what is inside, and refuse what a capture would refuse, without one."""
+        """Run the `with` block eagerly, and refuse what a capture would refuse."""
 
     def written(self, graph: Graph) -> list[torch.Tensor]:
-        """Tensors older than the capture of a graph that it writes into."""
+        """The tensors that a graph writes into and that are older than its capture."""
 
     def release(self, graph: Graph) -> None:
-        """Let go of a graph and of its memory."""
+        """Release a graph and its memory."""
 
     def event(self) -> Event:
         """A new timing event."""
 
     def mark(self, event: Any, forked: bool = True) -> None:
-        """Let `event` say when the work issued so far on the current stream has finished.
+        """Record `event` after the work issued so far on the current stream.
 
-        In a capture anew in each replay. Outside of one, once.
+        A capture makes it part of the graph, so that each replay sets it.
 
         Args:
             event: the event.
-            forked: in a capture, what follows does not wait for it.
+            forked: True to record it, in a capture, on a branch that later work does not wait for.
         """
 
     def mark_end(self, event: Any, work: Any) -> bool:
-        """Let `event` say when a collective that is not waited for yet has finished.
+        """Record `event` at the end of an asynchronous collective; no other work waits for it.
 
-        Nothing else waits for it. What it works on must live until it has.
+        The tensors of the collective must live until it has ended.
 
         Args:
-            event: the event. Those of several collectives are passed in the order of these calls.
-            work: the collective, as `torch.distributed` handed it out.
+            event: the event. Events of several collectives complete in the order of these calls.
+            work: the `torch.distributed.Work` of the collective.
 
         Returns:
-            Whether what comes after it runs beside it.
+            True if later work runs concurrently with the collective.
         """
 
     def event_times(self, events: Sequence[Any]) -> Callable[[], list[float]]:
-        """What reads when events were passed.
-
-        Args:
-            events: they have been marked.
+        """Build a reader of the times of marked events.
 
         Returns:
-            A function that gives milliseconds after the first, one for each.
+            A function that returns for each event the milliseconds since the first.
         """
 
     def position(self) -> object | None:
-        """How far the current stream has come in the capture under way.
+        """The position of the current stream in the capture.
 
         Returns:
-            Something that equals itself as long as nothing is issued; None where that cannot be known.
+            A value that stays equal as long as nothing is issued; None if the position is unknown.
         """
 
     def synchronize(self) -> None:
         """Block the host until the device has nothing left to do."""
 
     def rng_state(self) -> torch.Tensor:
-        """The states of the generators, in host memory."""
+        """The states of all generators, in host memory."""
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Put the generators into the states that `rng_state` returned."""
+        """Restore the states that `rng_state` returned."""
 
     def free_bytes(self) -> int:
-        """Device memory that can still be allocated, in bytes."""
+        """Free device memory, in bytes."""
 
     def graph_bytes(self) -> int:
-        """Device memory that the live graphs have taken, in bytes."""
+        """Device memory of the live graphs, in bytes."""
 
     def workspace_bytes(self) -> int:
-        """Device memory that the streams of captures keep as scratch memory, in bytes."""
+        """Device memory of the cuBLAS workspaces of the capture streams, in bytes."""
 
     def host_value_moved(self) -> bool:
-        """Whether a number in host memory that a graph has baked in is another one now."""
+        """True if a number in host memory that a graph has baked in has changed."""
 
     def largest_graph_bytes(self) -> int:
-        """The part of it that one graph has taken, about as much as an eager step needs."""
+        """Device memory of the largest live graph, in bytes: about as much as an eager step needs."""
 
 
 @dataclass
 class _Live:
-    """A graph, its pool, the device memory that it has taken, and what it reads and writes outside."""
+    """A live graph: its pool, its device memory, and the memory outside that it reads and writes."""
 
     graph: Graph
     pool: tuple[int, int]
@@ -213,10 +211,10 @@ class _Live:
 class CudaBackend:
     """CUDA graphs through `torch.cuda.CUDAGraph`.
 
-    One side stream serves warm-up and capture, so that autograd's accumulation nodes, cuBLAS
-    workspaces and cuDNN plans made in warm-up are the ones that the capture meets. One memory pool
-    serves all graphs. The capture mode is ``thread_local``: pin-memory threads of dataloaders and the
-    watchdog of NCCL go on making CUDA calls while a capture is under way.
+    Warm-up and capture share one side stream, so that the capture uses the autograd accumulation nodes,
+    cuBLAS workspaces and cuDNN plans that warm-up has made. All graphs share one memory pool. The
+    capture mode is ``thread_local``, because pin-memory threads of dataloaders and NCCL's watchdog make
+    CUDA calls during a capture.
     """
 
     description = "CUDA graphs"
@@ -234,9 +232,10 @@ class CudaBackend:
         self._side = SideStream(device)
         self._side_stream = self._side.stream
         self._other_sides: list[SideStream] = []
-        # Each stream that is marked has one beside it: what waits for one would hold up the other.
+        # One timing stream for each stream with marks: on a shared one, events of one stream would delay
+        # those of another.
         self._timing_streams = {self._side_stream: event_stream(device)}
-        # Waits for collectives, which run on streams that torch does not show.
+        # Waits for collectives, which run on streams that torch does not expose.
         self._collectives_stream = event_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
@@ -260,15 +259,15 @@ class CudaBackend:
 
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         torch.cuda.synchronize(self.device)
-        # A cycle collected in the middle of a capture may free what CUDA may not free then.
+        # A collection during the capture may free what CUDA must not free then.
         gc.collect()
         torch.cuda.empty_cache()
         sides = self._sides()
         keep_all_workspaces(sides)
-        # Replays do not wait for what this has just run on other streams, in memory that they use.
+        # Replays do not wait for what the line above has run on other streams, in memory that they use.
         torch.cuda.synchronize(self.device)
         if all(live.pool != self._pool for live in self._live):
-            # A pool that all graphs have left cannot be entered again (an assertion in torch 2.11).
+            # A pool without graphs cannot be used again (an assertion in torch 2.11).
             self._pool = torch.cuda.graph_pool_handle()
         rng_state = self.rng_state()
         reserved_bytes = torch.cuda.memory_reserved(self.device)
@@ -316,8 +315,8 @@ class CudaBackend:
         if failure is not None:
             explained = meaning_of(failure)
             if isinstance(failure, Exception):
-                # Training may go on, but the frames of the failure hold autograd's graph of the step,
-                # and with it nodes of the broken capture, which the next step would meet again.
+                # Training may go on. The frames of the failure hold the autograd graph of the step, and
+                # so nodes of the broken capture, which the next step would use again.
                 clear_frames(failure)
             raise explained
         raise CaptureError(
@@ -334,8 +333,8 @@ class CudaBackend:
 
     def cut(self) -> None:
         assert self._recording is not None
-        # Without the modes that watch the step: what torch itself writes at the beginning of a capture
-        # (the seeds and offsets of generators) is not part of it.
+        # Without the modes that watch the step: torch's own writes at the beginning of a capture (seeds
+        # and offsets of generators) are not part of it.
         with _disable_current_modes():
             if (broken := self._end_capture(self._recording)) is not None:
                 raise broken
@@ -343,7 +342,7 @@ class CudaBackend:
             self._begin_part(self._recording)
 
     def _sides(self) -> list[SideStream]:
-        """The streams of a capture, from the first: as many as ops may be on."""
+        """The `streams` streams of a capture, the main one first."""
         while len(self._other_sides) < self.streams - 1:
             self._other_sides.append(SideStream(self.device))
         return [self._side, *self._other_sides[: self.streams - 1]]
@@ -362,17 +361,17 @@ class CudaBackend:
             self._pool = pool
 
     def _end_capture(self, graph: CudaParts) -> Exception | None:
-        """End the capture, on the error path too, where nothing may be left open."""
+        """End the capture, on the error path too, so that none stays open; return its error."""
         failure: Exception | None = None
         try:
             if self._branches is not None:
                 self._branches.end()
             if self._forked or self._branches is not None:
                 for stream in self._forked:
-                    # A capture that ends with a forked stream not joined is lost.
+                    # A forked stream that is not joined makes the capture fail.
                     self._side_stream.wait_stream(stream)
-                # In one node, and not in several branches: two graphs that take turns, and begin and end
-                # in one node each, took 29 to 47 us less for a step of 2.3 ms (GPT, H200).
+                # End in one node rather than in several branches: two graphs replayed in turn, each with
+                # one first and one last node, took 29 to 47 us less for a step of 2.3 ms (GPT, H200).
                 graph.record(torch.cuda.Event(external=True), self._side_stream)
         except RuntimeError as error:
             failure = error
@@ -383,10 +382,10 @@ class CudaBackend:
         return failure
 
     def _repair(self, rng_state: torch.Tensor) -> None:
-        """Bring back what a capture that CUDA itself broke off leaves behind.
+        """Repair generators and allocator after a capture that CUDA itself broke off.
 
-        The default generator would stay in capture mode to the end of the process, and torch 2.11's
-        allocator would believe that the capture is still under way (pytorch#180395).
+        Otherwise the default generator stays in capture mode to the end of the process, and torch 2.11's
+        allocator takes the capture to be still under way (pytorch#180395).
         """
         fresh = torch.Generator(device=self.device)
         for generator in (torch.cuda.default_generators[self._index], *self.generators.extra):
@@ -394,8 +393,8 @@ class CudaBackend:
             fresh = torch.Generator(device=self.device)
         self.set_rng_state(rng_state)
         with contextlib.suppress(RuntimeError, AttributeError):
-            # Newer versions of torch have done this by themselves, and say so by raising. Where these
-            # names are gone, the report has said so.
+            # Newer versions of torch have done this already, and raise. If these names are gone, the
+            # report says so.
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
             torch._C._cuda_releasePool(self._index, self._pool)
 
@@ -403,15 +402,15 @@ class CudaBackend:
         return next(live.written for live in self._live if live.graph is graph)
 
     def release(self, graph: Graph) -> None:
-        # Its last replay may be under way. CUDA frees such a graph when it has ended, but the host
-        # memory that it copies from, and its pool, would be given to others at once.
-        with contextlib.suppress(RuntimeError):  # of a device that has failed, and runs nothing any more
+        # Its last replay may be running. CUDA frees the graph only after it, but its pool, and the host
+        # memory that it copies from, could be reused at once.
+        with contextlib.suppress(RuntimeError):  # raised by a failed device, which runs nothing any more
             torch.cuda.synchronize(self.device)
         self._live = [live for live in self._live if live.graph is not graph]
         cast(CudaParts, graph).reset()
 
     def event(self) -> torch.cuda.Event:
-        # External: CUDA then makes an event-record node whose time the host can read after a replay.
+        # External events become event-record nodes, whose times the host can read after a replay.
         return torch.cuda.Event(enable_timing=True, external=True)
 
     def mark(self, event: Any, forked: bool = True) -> None:
@@ -420,12 +419,12 @@ class CudaBackend:
             event.record(self._current_stream())
             return
         current = torch.cuda.current_stream(self.device)
-        begins = len(position_of(current) or ()) == 1  # no node yet; in one as well
+        begins = len(position_of(current) or ()) == 1  # no node yet: begin in one node too
         if begins or not forked:
             graph.record(event, current)
             return
-        # Recorded on the stream itself, the event would become a node between two kernels and cost the
-        # critical path 2 to 4 us. On a forked branch the next kernel does not wait.
+        # An event on the stream itself is a node between two kernels, and costs 2 to 4 us on the
+        # critical path. The next kernel does not wait for one on a forked branch.
         fork = torch.cuda.Event()
         graph.record(fork, current)
         if current not in self._timing_streams:
@@ -438,7 +437,7 @@ class CudaBackend:
     def mark_end(self, event: Any, work: Any) -> bool:
         branch = self._collectives_stream
         with torch.cuda.stream(branch):
-            work.wait()  # the stream waits, and not the host
+            work.wait()  # the stream waits, not the host
         if self._recording is None:
             event.record(branch)
         else:
@@ -447,7 +446,7 @@ class CudaBackend:
         return True
 
     def _current_stream(self) -> torch.cuda.Stream:
-        """The current stream; to ask torch for it, which makes an object, takes several us each time."""
+        """The current stream, cached by its handle: torch makes an object each time, in several us."""
         handle = None if _handle_of_stream is None else _handle_of_stream(self._index)
         if handle is None or self._current is None or self._current.cuda_stream != handle:
             self._current = torch.cuda.current_stream(self.device)
@@ -469,13 +468,13 @@ class CudaBackend:
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         own = self.generators.set_extra_states(state)
-        # Through another handle of the same state: a generator that is itself set, be it to what it is,
-        # makes cuDNN's dropout begin anew (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `reset_rnn_state`).
+        # Through another handle of the same state: setting the generator itself, even to its own state,
+        # restarts cuDNN's dropout (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `reset_rnn_state`).
         torch.cuda.default_generators[self._index].graphsafe_get_state().set_state(own)
 
     def free_bytes(self) -> int:
         cached_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        # What the graphs' pool keeps is not free for anybody else.
+        # Cached memory of the graphs' pool cannot be used for anything else.
         return torch.cuda.mem_get_info(self.device)[0] + max(0, cached_bytes - self.graph_bytes())
 
     def graph_bytes(self) -> int:

@@ -1,10 +1,10 @@
-"""What CUDA's driver tells, and torch does not hand on, or not quickly.
+"""Calls into CUDA's driver for what torch does not offer, or not fast enough.
 
-How far a capture has come, and what comes next waits for: the last nodes of its graph. Counting ops
-would not do: a Triton kernel passes no dispatcher, and a view launches nothing.
+The dependencies of a stream under capture (the last nodes of its graph) show how far the capture has
+come. Counting ops would not do: a Triton kernel passes no dispatcher, and a view launches nothing.
 
-When events were passed: torch asks for each pair whether both have been, and sets the device, before it
-asks for the time (c10/cuda/CUDAEvent.h). For a hundred events after every step that is too long.
+Times of events: for each pair, torch queries both events and sets the device before it reads the time
+(c10/cuda/CUDAEvent.h). For a hundred events after every step that is too slow.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 
 @lru_cache(maxsize=2)
 def _driver_function(*names: str) -> Any:
-    """The first of these functions that the driver has, or None without one."""
+    """The first of these functions that the driver has; None if it has none, or without a driver."""
     try:
-        # Calls keep the interpreter's lock: none of them waits, and who gives it away waits for it.
+        # Calls through `PyDLL` keep the GIL: none blocks, and taking the GIL again would take time.
         driver = ctypes.PyDLL("libcuda.so.1")
     except OSError:
         return None
@@ -35,14 +35,11 @@ def _driver_function(*names: str) -> Any:
 
 
 def position_of(stream: torch.cuda.Stream) -> tuple[int, ...] | None:
-    """What the next work on a stream that is captured would wait for.
-
-    Args:
-        stream: the stream.
+    """The dependencies of the next work on a stream under capture.
 
     Returns:
-        The capture, and the nodes of its graph: the same as long as nothing is issued. None if the
-        stream is not captured, or if the driver does not tell.
+        The id of the capture and the nodes of its graph: unchanged as long as nothing is issued. None if
+        the stream is not under capture, or if the driver lacks the function.
     """
     function = _driver_function("cuStreamGetCaptureInfo_v2")
     if function is None:
@@ -59,15 +56,15 @@ def position_of(stream: torch.cuda.Stream) -> tuple[int, ...] | None:
 
 
 def let_wait(stream: torch.cuda.Stream, nodes: Collection[int]) -> bool:
-    """Let the next work on a stream that is captured wait for these nodes, and for nothing else.
+    """Replace the dependencies of the next work on a stream under capture by these nodes.
 
     Args:
         stream: the stream.
-        nodes: of the graph of its capture. Who drops others sees to it that they are waited for
-            elsewhere, before the capture ends.
+        nodes: nodes of the graph under capture. Nodes that are dropped must be waited for elsewhere
+            before the capture ends.
 
     Returns:
-        Whether the driver can do that, and has done it.
+        True if the driver has done so; False if it failed or lacks the function.
     """
     function = _driver_function("cuStreamUpdateCaptureDependencies")
     if function is None:
@@ -83,17 +80,17 @@ def let_wait(stream: torch.cuda.Stream, nodes: Collection[int]) -> bool:
 
 
 def event_times(events: Sequence[torch.cuda.Event]) -> Callable[[], list[float]]:
-    """What reads when events were passed.
+    """Build a reader of the times of events.
 
     Args:
-        events: they have been recorded, be it in a capture.
+        events: recorded already, outside or inside a capture.
 
     Returns:
-        A function that gives milliseconds after the first, one for each. It may be called whenever all
-        have been passed, and raises a RuntimeError otherwise.
+        A function that returns for each event the milliseconds since the first. It raises a RuntimeError
+        if one of them has not completed.
     """
-    # The newer one (CUDA 12.8) does not look for errors of work that is pending. While the device is
-    # busy, that takes the older one, and torch's queries, 3 to 4 us a pair (H200); the newer, 0.5 to 1.
+    # `_v2` (CUDA 12.8) does not look for errors of pending work. While the device is busy, it takes 0.5
+    # to 1 us a pair (H200); the older function, and torch's queries, 3 to 4.
     function = _driver_function("cuEventElapsedTime_v2", "cuEventElapsedTime")
     if function is None:
         return lambda: [0.0, *map(events[0].elapsed_time, events[1:])]

@@ -1,15 +1,14 @@
-"""The semantics of a CUDA graph on a CPU.
+"""The CPU emulator: the semantics of a CUDA graph, without its speed.
 
-A capture records every aten op of forward, backward and optimizer with the very tensors it used, and
-then undoes all it did, so that, as on a GPU, a capture executes nothing. A replay runs the ops again
-into the same storage: what was a Python value at capture stays frozen, a tensor that has been
-replaced since is not seen, random numbers are drawn afresh, and what a capture refuses is refused.
+A capture records every aten op of forward, backward and optimizer with the tensors that it used, and
+undoes all effects at its end, because a capture on a GPU executes nothing. A replay runs the ops again
+into the same storage: Python values stay frozen as they were at capture, a tensor that has been replaced
+since is not seen, random numbers are drawn again, and what a capture on a GPU refuses is refused.
 
-It exists so that everything about this package can be tested, and a step be examined, on a machine
-without a GPU. It has a graph's semantics and not its speed. Ops on several streams run one after the
-other, in orders that the streams allow. Not emulated: streams of the user's own, reuse of memory inside
-a pool, asynchronous execution, the boundary between host and device, and a generator whose state is set
-inside the step, which is refused.
+With it, this package can be tested, and a step be examined, on a machine without a GPU. Ops on several
+streams run one after the other, in orders that the streams allow. Not emulated: the user's own streams,
+reuse of memory inside a pool, asynchronous execution, the boundary between host and device. A generator
+whose state is set inside the step is refused.
 """
 
 from __future__ import annotations
@@ -50,16 +49,17 @@ T = TypeVar("T")
 
 
 def _address(tensor: Tensor) -> Tensor:
-    """An alias that goes on pointing at today's storage, whatever becomes of the tensor object."""
+    """An alias of the tensor's present storage, even if the tensor is later set to another."""
     return tensor.detach()
 
 
 def _addressed(value: Any, known: dict[int, Tensor]) -> Any:
-    """An argument of an op, with the addresses of its tensors.
+    """An argument of an op, with its tensors replaced by aliases.
 
     Args:
         value: the argument.
-        known: those of the op so far, by tensor: attention looks whether it is given one tensor thrice.
+        known: aliases by the id of their tensor, so that one tensor has one alias: attention checks if
+            query, key and value are the same object.
     """
     if isinstance(value, Tensor):
         return known.setdefault(id(value), _address(value))
@@ -68,19 +68,19 @@ def _addressed(value: Any, known: dict[int, Tensor]) -> Any:
     return value
 
 
-# The graph whose capture is under way in each thread.
+# The graph that each thread is capturing.
 _recording_in = threading.local()
 
 
 class HostEvent:
-    """A timing event of the host clock, in place of a CUDA event."""
+    """A timing event of the host clock, instead of a CUDA event."""
 
     def __init__(self) -> None:
         self._time_s: float | None = None
-        self._passed: threading.Event | None = None  # of what another thread takes the time of
+        self._passed: threading.Event | None = None  # set by the thread that takes the time
 
     def record(self) -> None:
-        """Take the time now; inside a capture, each time that a replay comes to this point."""
+        """Take the time now; inside a capture, whenever a replay reaches this point."""
         graph = EmulatedGraph.recording()
         if graph is None:
             self.take_time()
@@ -88,11 +88,11 @@ class HostEvent:
             graph.tape.add_mark(self)
 
     def take_time(self) -> None:
-        """Take the time, whatever is being captured."""
+        """Take the time now, even inside a capture."""
         self._time_s = perf_counter()
 
     def record_behind(self, work: Any) -> None:
-        """Take the time when a collective has ended that other threads work on."""
+        """Take the time at the end of a collective, which other threads run."""
         passed = self._passed = threading.Event()
 
         def ended(_: Any) -> None:
@@ -108,12 +108,12 @@ class HostEvent:
             future.add_done_callback(ended)
 
     def synchronize(self) -> None:
-        """Wait for a collective; all else has ended, for the emulator works in the calling thread."""
+        """Wait for a collective; everything else ran in the calling thread, and has ended."""
         if self._passed is not None:
             self._passed.wait()
 
     def query(self) -> bool:
-        """Whether it has been recorded."""
+        """True if it has been recorded."""
         return self._time_s is not None
 
     def elapsed_time(self, end: HostEvent) -> float:
@@ -128,14 +128,14 @@ class HostEvent:
 
 
 class _Op:
-    """One recorded op: what to call, with which addresses, and where its results belong."""
+    """One recorded op: function, aliased arguments, and the storage of its results."""
 
     __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, results: list[Tensor | None]) -> None:
         self.func = func
-        self.grad_mode = torch.is_grad_enabled()  # some kernels ask for it (mkldnn's RNN)
-        # It is on for those that call others, and comes to these.
+        self.grad_mode = torch.is_grad_enabled()  # some kernels read it (mkldnn's RNN)
+        # Composite ops pass it on to the ops that they call.
         self.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         self.args = args
         self.kwargs = kwargs
@@ -155,7 +155,7 @@ class _Op:
 
 
 class _Resize:
-    """Memory that is given another size in the middle of a step, as `fully_shard` does with weights."""
+    """A resize of a storage in the middle of a step, as `fully_shard` does with weights."""
 
     __slots__ = ("size_bytes", "storage")
 
@@ -171,7 +171,7 @@ _resize: Any = torch.UntypedStorage.resize_
 
 
 class _Undo:
-    """Remembers what the capture finds in memory, to put it back."""
+    """The contents of memory before the capture, to restore them."""
 
     def __init__(self, generators: Generators) -> None:
         self._generators = generators
@@ -181,8 +181,8 @@ class _Undo:
         self._made_inside: set[int] = set()
 
     def before(self, tensors: list[Tensor]) -> None:
-        # All inputs and not only those that a schema declares as written: `native_batch_norm` writes
-        # its running statistics without saying so.
+        # All inputs, not only those that the schema declares as written: `native_batch_norm` writes its
+        # running statistics undeclared.
         for tensor in tensors:
             key = storage_id(tensor)
             if key in self._saved or key in self._made_inside:
@@ -196,7 +196,7 @@ class _Undo:
     def before_resize(self, storage: torch.UntypedStorage) -> None:
         key = int(storage._cdata)
         if not storage.nbytes():
-            self._made_inside.add(key)  # nothing is in it that is to be put back
+            self._made_inside.add(key)  # it is empty: there is nothing to restore
         elif key not in self._made_inside:
             forbid(*STORAGE, user_location())
         self._sizes.append(_Resize(storage, storage.nbytes()))
@@ -205,7 +205,7 @@ class _Undo:
         for size in reversed(self._sizes):
             size.run()
         with torch.no_grad():
-            # Two storages may share memory (`from_dlpack`): what was saved first was there before.
+            # Two storages may share memory (`from_dlpack`): the copy saved first holds the state before.
             for whole, saved in reversed(self._saved.values()):
                 whole.copy_(saved)
         torch.set_rng_state(self._generators.set_extra_states(self._rng_state))
@@ -218,12 +218,12 @@ _WRAPPER = ("which consists of other tensors, on the CPU emulator", "Use plain t
 
 
 def _is_fake(tensor: Tensor) -> bool:
-    """True for a tensor without memory, by which DTensor finds out what an op will return."""
+    """True for a tensor without memory, with which DTensor infers the result of an op."""
     return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
 
 
 class _Recorder(Sentry):
-    """Runs below autograd and autocast, so that what it sees is what a GPU would be launched with."""
+    """Records ops below autograd and autocast: the kernels that a GPU would launch."""
 
     def __init__(self, graph: EmulatedGraph, undo: _Undo, generators: Generators) -> None:
         super().__init__("cpu", generators)
@@ -233,7 +233,7 @@ class _Recorder(Sentry):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_generator(func)
-        # Ranges of a profiler's time line are held by no graph.
+        # A profiler's ranges are not part of a graph.
         if func.namespace == "profiler" or only_wraps(func):
             return func(*args, **kwargs)
         collective = is_collective(func)
@@ -270,7 +270,7 @@ class _Recorder(Sentry):
         return result
 
     def _check_generator(self, func: Any) -> None:
-        """Refuse what a GPU's capture can hold and a tape of ops cannot: a generator that is set."""
+        """Refuse a generator whose state was set: a GPU's capture can hold that, a tape cannot."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return
         if not torch.equal(torch.get_rng_state(), self._rng_state):
@@ -283,10 +283,10 @@ class _Recorder(Sentry):
 
 
 class EmulatedGraph:
-    """A recorded piece of work on the CPU; its methods are named as `torch.cuda.CUDAGraph`'s are.
+    """A recorded graph on the CPU, with the method names of `torch.cuda.CUDAGraph`.
 
     Args:
-        streams: on how many streams ops that do not need one another are.
+        streams: the number of streams that independent ops are spread over.
     """
 
     def __init__(self, streams: int = 1) -> None:
@@ -299,29 +299,29 @@ class EmulatedGraph:
 
     @staticmethod
     def recording() -> EmulatedGraph | None:
-        """The graph whose capture is under way in the calling thread."""
+        """The graph that the calling thread is capturing."""
         return getattr(_recording_in, "graph", None)
 
     def capture_begin(self) -> None:
-        """Events that are recorded in this thread are part of the graph from now on."""
+        """Make events that are recorded in this thread part of the graph."""
         _recording_in.graph = self
 
     def capture_end(self) -> None:
-        """No longer."""
+        """End the capture."""
         _recording_in.graph = None
 
     @property
     def tape(self) -> _Tape:
-        """The part under way."""
+        """The part that is being captured."""
         return self._parts[-1]
 
     def add(self, op: _Op, placed: Placed | None, result: Any, inputs: list[Tensor]) -> None:
-        """Take an op that has run."""
+        """Add an op that has run."""
         self.tape.add(op, placed, result, inputs)
         self._ops += 1
 
     def cut(self) -> None:
-        """Begin another part."""
+        """End this part at a graph break, and begin the next."""
         self._parts.append(Tape(self._streams))
         self.work.append(HostWork())
 
@@ -332,7 +332,7 @@ class EmulatedGraph:
     def replay(self, between: Between | None = None) -> None:
         """Run the recorded ops again, into the storage they used at capture.
 
-        Those on several streams come in another order in each replay.
+        Ops on several streams run in another order in each replay.
         """
         self._replays += 1
         for index, (part, work) in enumerate(zip(self._parts, self.work, strict=True)):
@@ -346,13 +346,13 @@ class EmulatedGraph:
                         op.run()
 
     def reset(self) -> None:
-        """Let go of the recorded ops and of the memory they hold."""
+        """Release the recorded ops and their memory."""
         self._parts = [Tape(self._streams)]
         self.work = [HostWork()]
         self.written.clear()
 
     def barriers(self) -> dict[str, int]:
-        """The ops that all streams waited for, and how often."""
+        """The ops that made all streams wait, with their counts."""
         return dict(sum((tape.barriers for tape in self._parts), Counter[str]()))
 
     def memory_bytes(self) -> int:
@@ -369,8 +369,8 @@ class EmulatedGraph:
 
 
 @contextmanager
-def _resizes_noticed(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
-    """Around a capture: note when memory is given another size, for which there is no op."""
+def _resizes_recorded(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
+    """Record resizes of storages during a capture; there is no op for them."""
     thread = threading.get_ident()
 
     def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
@@ -387,8 +387,8 @@ def _resizes_noticed(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
 
 
 @contextmanager
-def _told_by_torch() -> Iterator[None]:
-    """Around a capture: libraries that ask torch whether there is one are answered as on a GPU."""
+def _reported_by_torch() -> Iterator[None]:
+    """Make `torch.cuda.is_current_stream_capturing` true during a capture, for libraries that ask."""
     name = "is_current_stream_capturing"
     owners: list[Any] = [torch.cuda, torch.cuda.graphs]
     plain = [getattr(owner, name) for owner in owners]
@@ -406,7 +406,7 @@ def _told_by_torch() -> Iterator[None]:
 
 
 class EmulatorBackend:
-    """A CPU in the place of a GPU; see the notes on this module."""
+    """A CPU that emulates a GPU; see the module docstring."""
 
     description = (
         "CPU emulator: a CUDA graph's semantics without its speed, for tests and for trying things out"
@@ -439,9 +439,9 @@ class EmulatorBackend:
             recorder.writes = Writes(storages_held() if is_compiled else None)
             with (
                 set_multithreading_enabled(False),
-                _told_by_torch(),
+                _reported_by_torch(),
                 refused_on_cpu(),
-                _resizes_noticed(graph, undo),
+                _resizes_recorded(graph, undo),
                 host_work_of(graph.work),
                 HostReads("cpu"),
                 recorder,
@@ -462,7 +462,7 @@ class EmulatorBackend:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        yield  # graphs share no memory here
+        yield  # emulated graphs share no memory
 
     def cut(self) -> None:
         assert self._recording is not None
@@ -491,7 +491,7 @@ class EmulatorBackend:
             event.record_behind(work)
             return True
         event.record()
-        return False  # a replay waits for each
+        return False  # a replay waits for each collective
 
     def event_times(self, events: Sequence[HostEvent]) -> Callable[[], list[float]]:
         return lambda: [0.0, *map(events[0].elapsed_time, events[1:])]
@@ -500,7 +500,7 @@ class EmulatorBackend:
         return None if self._recording is None else self._recording.position()
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: nothing is asynchronous."""
 
     def rng_state(self) -> Tensor:
         return self.generators.state(torch.get_rng_state())
@@ -509,7 +509,7 @@ class EmulatorBackend:
         torch.set_rng_state(self.generators.set_extra_states(state))
 
     def free_bytes(self) -> int:
-        return sys.maxsize  # host memory is not the emulator's to judge
+        return sys.maxsize  # host memory is not limited here
 
     def graph_bytes(self) -> int:
         return sum(graph.memory_bytes() for graph in self._live)
@@ -518,7 +518,7 @@ class EmulatorBackend:
         return 0
 
     def host_value_moved(self) -> bool:
-        return False  # host tensors are the device's here, and are read in every replay
+        return False  # host tensors are device tensors here: every replay reads them
 
     def largest_graph_bytes(self) -> int:
         return max((graph.memory_bytes() for graph in self._live), default=0)

@@ -1,7 +1,7 @@
 """Random generators besides the default one of the device.
 
-A CUDA graph must know a generator before its capture begins, so that every replay draws afresh from it.
-Which ones a step uses is seen in its first warm-up step.
+A CUDA graph must know a generator before its capture begins, so that every replay draws new numbers from
+it. The generators of a step are found in its first warm-up step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ __all__ = ["Generators"]
 
 
 class Generators:
-    """The generators of a device that steps draw from.
-
-    Args:
-        device_type: the type of the device.
-        default: its default generator.
-    """
+    """The generators of a device that steps draw from, the default one included."""
 
     def __init__(self, device_type: str, default: torch.Generator) -> None:
         self._device_type = device_type
@@ -33,18 +28,18 @@ class Generators:
 
     @property
     def extra(self) -> list[torch.Generator]:
-        """Those besides the default one."""
+        """The generators besides the default one."""
         return list(self._known.values())[1:]
 
     def knows(self, generator: torch.Generator) -> bool:
-        """Whether a graph may draw from a generator."""
+        """True if a graph may draw from a generator."""
         return _address(generator) in self._known
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Note the generators of the random ops inside."""
-        # Not a mode of the dispatcher, which would see more: under one, ops that consist of others are
-        # run with autocast off, and some backward passes go another way (TensorSubclassLikeUtils.h).
+        """Record the generators of random ops inside the `with` block."""
+        # Not a dispatch mode, which would see more: under one, composite ops run with autocast off, and
+        # some backward passes take another path (TensorSubclassLikeUtils.h).
         with _Spotter(self._note):
             yield
 
@@ -53,11 +48,11 @@ class Generators:
             self._known.setdefault(_address(generator), generator)
 
     def state(self, default_state: Tensor) -> Tensor:
-        """The states of all of them, one after the other, given that of the default one."""
+        """The states of all generators, concatenated; that of the default one is given."""
         return torch.cat([default_state, *(generator.get_state() for generator in self.extra)])
 
     def set_extra_states(self, state: Tensor) -> Tensor:
-        """Put the extra ones into what `state` returned; returns that of the default one."""
+        """Set the extra generators to what `state` returned; return the state of the default one."""
         sizes = [generator.get_state().numel() for generator in self.extra]
         default_state: Tensor
         default_state, *states = state.split([state.numel() - sum(sizes), *sizes])

@@ -1,4 +1,4 @@
-"""A capture on CUDA in one part or more, between which the host has a turn in every replay."""
+"""A capture on CUDA in one or more parts, with graph breaks between them for the host."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lightning_cudagraph.device.host_work import HostWork
 
 __all__ = ["Between", "CudaParts"]
 
-# Called between two parts of a replay, with the number of parts before it less one.
+# Called at each graph break of a replay, with the index of the break.
 Between = Callable[[int], None]
 
 
 class CudaParts:
     """A CUDA graph for each part of a capture.
 
-    They share a pool, and are replayed one after another: what one leaves in memory the next one finds,
-    autograd's saved tensors too.
+    The graphs share a memory pool and are replayed in order: each finds in memory what the one before
+    has left, autograd's saved tensors too.
 
     Args:
-        generators: what may be drawn from.
+        generators: generators that the graphs may draw from.
         pool: the memory pool.
 
     Attributes:
-        work: what the host does around the launch of each part.
+        work: host work of each part.
     """
 
     def __init__(self, generators: Generators, pool: Any) -> None:
@@ -36,8 +36,8 @@ class CudaParts:
         self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self.work: list[HostWork] = []
-        # A node does not keep its event alive; and CUDA, when a capture ends, looks at those that it has
-        # met, also where a step that failed has let go of its own (a segmentation fault).
+        # A node does not keep its event alive. At the end of a capture CUDA reads all its events, also
+        # those that a failed step has released (a segmentation fault).
         self._events: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
@@ -50,14 +50,14 @@ class CudaParts:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        """Record an event in the part under way, behind all that `stream` waits for, and keep it."""
+        """Record an event on `stream` in the part that is being captured, and keep it alive."""
         self._events.append(event)
         event.record(stream)
 
     def end(self) -> None:
-        """End the capture of the part under way."""
+        """End the capture of the present part."""
         with warnings.catch_warnings():
-            # What is refused before the first op of the step leaves a graph without any.
+            # A step that is refused before its first op leaves an empty graph.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             self._graphs[-1].capture_end()
 
@@ -70,7 +70,7 @@ class CudaParts:
                 graph.replay()
 
     def reset(self) -> None:
-        """Let go of the graphs and of their memory."""
+        """Release the graphs and their memory."""
         for graph in self._graphs:
             graph.reset()
         self.work.clear()

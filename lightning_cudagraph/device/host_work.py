@@ -1,8 +1,8 @@
-"""Work of the host that belongs to a graph: what goes before each launch of it, and behind it.
+"""Host work of a graph, done before and after each launch.
 
-A graph holds launches and nothing else. What a step computes on the host (the bias corrections of
-Adam, from the number of its steps) is computed in each replay, before the launch, and copied to where
-the graph reads it.
+A graph holds launches and nothing else. Values that a step computes on the host (Adam's bias
+corrections, from its step count) are computed before each launch, and copied to where the graph reads
+them.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ _here = threading.local()
 
 
 class HostWork:
-    """What the host does around each launch of one part of a graph.
+    """Host work around each launch of one part of a graph.
 
     Attributes:
-        skipped: by the identity of an optimizer, a flag on the device that says, after a replay, whether
-            the optimizer's step was skipped in it.
+        skipped: by the id of an optimizer, a flag on the device that is true after a replay that skipped
+            the optimizer's step.
     """
 
     def __init__(self) -> None:
         self._work: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self.skipped: dict[int, Tensor] = {}
 
-    def add(self, before: Callable[[], None], behind: Callable[[], None]) -> None:
-        """Take work to do before each launch, and behind it."""
-        self._work.append((before, behind))
+    def add(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Add work to do before and after each launch."""
+        self._work.append((before, after))
 
     @contextmanager
     def around_launch(self) -> Iterator[None]:
-        """Do it around what is inside, the launch."""
+        """Do the work around the launch in the `with` block."""
         for before, _ in self._work:
             before()
         yield
-        for _, behind in self._work:
-            behind()
+        for _, after in self._work:
+            after()
 
 
 @contextmanager
 def host_work_of(parts: list[HostWork]) -> Iterator[None]:
-    """Inside, a graph is captured in this thread that has this work, part by part."""
+    """Make these the host work of the graph that this thread captures, one per part."""
     outer = getattr(_here, "parts", None)
     _here.parts = parts
     try:
@@ -56,6 +56,6 @@ def host_work_of(parts: list[HostWork]) -> Iterator[None]:
 
 
 def work_under_capture() -> HostWork:
-    """The host work of the part of a graph whose capture is under way in this thread."""
+    """The host work of the part that this thread is capturing."""
     parts: list[HostWork] = _here.parts
     return parts[-1]

@@ -1,4 +1,4 @@
-"""What errors mean that CUDA and torch raise because a capture is under way."""
+"""Translation of errors that CUDA and torch raise during a capture into `CaptureError`s."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = ("captur", "cudagraph", "cuda graph")
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold, and of those it came from."""
+    """Clear the locals of the frames of an error and of its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -27,7 +27,7 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 def meaning_of(error: BaseException) -> BaseException:
-    """An error that ended a capture; or what it means, if CUDA or torch raised it because of that."""
+    """Translate an error that ended a capture, if CUDA or torch raised it because of the capture."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         details = text.splitlines()[0] if text else "no details"
@@ -48,8 +48,8 @@ def meaning_of(error: BaseException) -> BaseException:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [frame.f_code.co_filename for frame in frames]
     if "legacy stream" in text and graph.__file__ in files:
-        # What adds to a gradient runs on the stream that was current when torch made it. A wrapper has
-        # that made when it is made itself, and keeps it.
+        # Gradient accumulation nodes run on the stream that was current when they were made. A wrapper
+        # makes them in its constructor and keeps them.
         reason = (
             " in a backward pass that goes on on the default stream, where something that keeps its"
             " nodes, such as a `DistributedDataParallel`, was made"

@@ -1,1 +1,1 @@
-"""The processes of a run: votes, errors, and `DistributedDataParallel`. Knows nothing of Lightning."""
+"""The processes of a run: votes, failures, replicas and shards. Knows nothing of Lightning."""

@@ -1,8 +1,8 @@
-"""The decisions that the processes of a run take together, as the engine needs to know them.
+"""Votes of the processes of a run on what to do with a batch.
 
-NCCL says it of collectives: whether one is captured must be the same in all processes, and a graph
-with collectives in it must be launched by all of them. So before each step every process votes for what
-it would do by itself, and all come to the same from the votes of all.
+NCCL requires of collectives that all processes capture one, or none, and that all of them launch a graph
+with collectives in it. So before each step every process votes for its own plan, and all derive the same
+decision from all votes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Intent(IntEnum):
-    """The plan of a process for a batch, by itself."""
+    """The plan of one process for a batch, before the vote."""
 
     REPLAY = 0
     VERIFY = 1
@@ -28,19 +28,15 @@ class Intent(IntEnum):
 
 
 class Agreement(Protocol):
-    """The agreement of the processes of a run. All call each method, in the same order."""
+    """Votes of the processes of a run. All processes call the same methods in the same order."""
 
     def vote(self, intent: Intent) -> tuple[Intent, Intent]:
-        """Vote for what this process would do with its batch.
-
-        Returns:
-            The lowest and the highest vote of all processes.
-        """
+        """Vote for the plan of this process; returns the lowest and the highest vote of all."""
 
     def gather(self, mine: T) -> list[T]:
-        """Gather an object of each process, in the order of their ranks."""
+        """Gather an object of each process, by rank."""
 
 
 def of_ranks(reasons: Iterable[str | None]) -> str:
-    """The reasons of processes, with their ranks."""
+    """Join the reasons of processes, with their ranks."""
     return "; ".join(f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason)

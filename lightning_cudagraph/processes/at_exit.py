@@ -1,4 +1,4 @@
-"""A function that is called when Python ends, whichever way a process comes to it."""
+"""A function that is called at the exit of Python, even of a process forked by `multiprocessing`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["AtExit", "uncaught_error"]
 
 
 def uncaught_error() -> BaseException | None:
-    """The error that has ended the program, if it was not caught; known while Python ends."""
+    """The uncaught error that has ended the program; known at the exit of Python."""
     last: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
     return last
 
 
 class AtExit:
-    """A function that is called when Python ends, in this process and not in forks of it.
+    """A function that is called at the exit of Python, in this process and not in forks of it.
 
     Args:
-        act: the function, given the error that has ended the program, or None.
+        act: called with the error that has ended the program, or None.
     """
 
     def __init__(self, act: Callable[[BaseException | None], object]) -> None:
@@ -29,17 +29,17 @@ class AtExit:
         self._pid = os.getpid()
         self._earlier = uncaught_error()
         atexit.register(self)
-        # Processes that `multiprocessing` forks leave without the above.
+        # Processes that `multiprocessing` has forked exit without `atexit`.
         self._finalizer = multiprocessing.util.Finalize(None, self, exitpriority=0)
 
     def __call__(self) -> None:
-        """Call it, because Python ends."""
+        """Call the function: Python exits."""
         if os.getpid() == self._pid:
             error = uncaught_error()
-            # Shells keep the error of a line, and go on.
+            # An interactive shell keeps the error of a line, and goes on.
             self._act(None if error is self._earlier else error)
 
     def cancel(self) -> None:
-        """Do not call it."""
+        """Unregister the function."""
         atexit.unregister(self)
         self._finalizer.cancel()

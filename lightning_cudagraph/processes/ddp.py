@@ -1,7 +1,7 @@
-"""The `DistributedDataParallel`s of a step: which can be captured, and the state that they keep.
+"""`DistributedDataParallel` in a captured step: refusals, and its state on the host.
 
-A replay does not run their Python. So what an eager step would leave there is noted at the capture, and
-left after each replay.
+A replay does not run its Python. So the state that an eager step leaves is recorded at the capture, and
+set after each replay.
 """
 
 from __future__ import annotations
@@ -19,57 +19,57 @@ from lightning_cudagraph.errors import UnsupportedError
 
 __all__ = ["COMM_HOOKS", "DDPState", "check_wrapper", "hooks_of"]
 
-# Those that keep nothing from step to step.
+# Communication hooks without state between steps.
 COMM_HOOKS = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
 )
-# The reducer takes times of its first ten iterations and of one in so many later, by events that no
-# capture can hold (torch/csrc/distributed/c10d/reducer.hpp, `kDDPRuntimeLoggingSampleRate`).
+# The reducer times its first ten iterations, and one in so many later, with events that no capture can
+# hold (torch/csrc/distributed/c10d/reducer.hpp, `kDDPRuntimeLoggingSampleRate`).
 _TIMED = 10
 _SAMPLE_RATE = 100
 _NEVER = 2**30
-# After so many iterations, buckets that were left in the middle are sorted once more.
+# Iterations until buckets have been rebuilt after an aborted backward pass.
 _SORTED_AFTER = 2
 
 
 class DDPState:
-    """The state of wrappers on the host, which a step changes and a replay does not.
+    """The state of wrappers on the host, which an eager step changes and a replay does not.
 
     Args:
-        wrappers: those of a step; there may be none.
-        check: refuses those that do by now what no graph can hold.
+        wrappers: the wrappers of a step, possibly none.
+        check: refuses wrappers that no graph can hold any more.
     """
 
     def __init__(self, wrappers: Iterable[DistributedDataParallel], check: Callable[[], None]) -> None:
         self.wrappers = [*wrappers]
         self._check = check
         self._is_broken = False
-        self._averaged_steps = _SORTED_AFTER  # since buckets were left in the middle
+        self._averaged_steps = _SORTED_AFTER  # since a backward pass was aborted
 
     def record_times(self, does: bool) -> None:
-        """Let the reducers take times of their own after the first ten iterations, or not."""
+        """Switch the reducers' own timing after the first ten iterations on or off."""
         for ddp in self.wrappers:
             ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE if does else _NEVER)
 
     def is_settled(self) -> bool:
-        """Tell if the reducers have had the iterations that no capture can hold."""
+        """True if the reducers are past the iterations that no capture can hold."""
         iterations = [ddp._get_ddp_logging_data().get("iteration", 0) for ddp in self.wrappers]
-        # One that averages nothing (a teacher under `no_grad`) has none.
+        # A wrapper that averages nothing (a teacher under `no_grad`) has no iterations.
         averaging = [number for number in iterations if number > 0] or iterations
         return self._averaged_steps >= _SORTED_AFTER and min(averaging, default=_TIMED) >= _TIMED
 
     def ran(self) -> None:
-        """An eager step went through."""
+        """Record that an eager step has completed."""
         self._averaged_steps += all(self.left())
 
     def left(self) -> tuple[bool, ...]:
-        """For each wrapper, whether the last step has averaged, so that the next one syncs buffers."""
+        """For each wrapper: True if the last step has averaged, so that the next one syncs buffers."""
         return tuple(ddp.require_forward_param_sync for ddp in self.wrappers)
 
     def leave(self, left: tuple[bool, ...]) -> None:
-        """Leave what an eager step leaves: what `left` returns after it."""
+        """Set the state that an eager step leaves, as `left` returned it."""
         for ddp, value in zip(self.wrappers, left, strict=True):
             ddp.require_forward_param_sync = value
 
@@ -78,7 +78,7 @@ class DDPState:
         """Undo the changes of a step.
 
         Raises:
-            UnsupportedError: if a wrapper does by now what no graph can hold.
+            UnsupportedError: if a wrapper cannot be captured any more.
         """
         if self.wrappers:
             self._check()  # hooks may have been added since
@@ -92,11 +92,11 @@ class DDPState:
             self.leave(before)
 
     def is_broken(self) -> bool:
-        """Tell if a step was left in the middle of its backward pass: gradients are waited for."""
+        """True if a backward pass was aborted, so that a reducer waits for gradients."""
         return self._is_broken
 
     def reset(self) -> None:
-        """Wait for no gradients. In all processes at once: buckets are sorted once more."""
+        """Reset the reducers after an aborted backward pass, in all processes: buckets are rebuilt."""
         self._is_broken = False
         self._averaged_steps = 0
         for ddp in self.wrappers:
@@ -119,17 +119,17 @@ def hooks_of(ddp: DistributedDataParallel) -> tuple[str, ...]:
 def check_wrapper(
     what: str, ddp: DistributedDataParallel, by_strategy: bool = False, known_hooks: int = 0
 ) -> None:
-    """Refuse a wrapper that does in a step what no graph can hold.
+    """Refuse a wrapper that no graph can hold.
 
     Args:
-        what: what it is called.
+        what: its name in messages.
         ddp: the wrapper.
-        by_strategy: it is that of a strategy of Lightning's.
-        known_hooks: how many of its communication hooks, from the first, were looked at already.
+        by_strategy: True if a strategy of Lightning's has made it.
+        known_hooks: number of its communication hooks, from the first, that were checked before.
 
     Raises:
-        UnsupportedError: naming what that is.
-        CUDAGraphError: if torch has lost private names that captured steps are built on.
+        UnsupportedError: naming the setting, hook or process group.
+        CUDAGraphError: if private names of torch are missing.
     """
     require(REPLICAS)
     device = next(ddp.parameters()).device
@@ -166,7 +166,7 @@ def check_wrapper(
             " captured so far are steps of all of them.",
             "Leave `process_group` out.",
         )
-    # By device: one group can have several backends, and may have been made without a name of any.
+    # By device: a group can have several backends, and may have been made without naming one.
     backend = dist.get_backend_config(group)
     if device.type == "cuda" and "cuda:nccl" not in backend:
         raise UnsupportedError(

@@ -1,13 +1,13 @@
-"""Errors of single processes, told to the others of a run.
+"""Failures of single processes, reported to the others of a run.
 
-A process that fails leaves its error in the store that the process group was made with. The others read
-it where they wait in a vote; and in a thread that looks once a second, because they may wait on the
-device, in a collective. Such a wait ends only at the time limit of the process group, when NCCL's
-watchdog aborts it. The thread does that in seconds, once the reason is known. A process that does not
-come back from there is left to that watchdog, and to what has started it (`torchrun`, `srun`).
+A process that fails writes its error into the store of the process group. The others read it while they
+wait in a vote, and in a thread once a second, because they may wait on the device, in a collective. Such
+a wait would end only at the time limit of the process group, when NCCL's watchdog aborts it. The thread
+aborts it in seconds, once the reason is known. A process that hangs even then is left to the watchdog
+and to its launcher (`torchrun`, `srun`).
 
-The store ends with the process that has it, mostly that of rank 0. So this one waits a moment at its
-end, until the others have read what is in the store.
+The store ends with the process that hosts it, usually rank 0. So that process waits at its end until the
+others have read the store.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from lightning_cudagraph.processes.shared_page import SharedPage
 __all__ = ["GIVE_THE_SAME", "LOOK_EVERY", "Failures"]
 
 GIVE_THE_SAME = "give all of them the same numbers of batches, steps and epochs."
-# Keys of the store: the first error; that a process has come to its end without one; and that the
-# process of a rank has read either, or has come to its own end.
+# Keys of the store: the first error; a process has ended without one; the process of a rank has read
+# either, or has ended itself.
 _FAILED, _ENDED, _READ = "failed", "ended", "read"
 LOOK_EVERY = timedelta(seconds=1)
 _LOOK_EVERY_S = LOOK_EVERY.total_seconds()
-# How long a process that knows of an error of another has to come to its end by itself.
+# Time for a process to end by itself once it knows of another's error.
 _ABORT_AFTER_S = 3.0
-# How long the device may take for what is launched, before it is taken to wait for other processes.
+# Time for the device to finish launched work, before it counts as waiting for other processes.
 _DRAIN_S = 5.0
-# How long the abort of a process group may take, which waits for the graphs with its collectives.
+# Time limit for the abort of a process group, which waits for the graphs with its collectives.
 _ABORT_TIMEOUT_S = 15.0
-# How long a process that ends, and has the store, waits for the others to read; and how long one to
-# which another does not come waits for the reason.
+# Time that the host of the store waits at its end for the others to read; and that a process waits for
+# the reason why another does not come.
 _READ_TIMEOUT_S = 3.0
 _POLL_S = 0.02
 
 
 class Failures:
-    """The errors of other processes, as this one knows them, and its own, as they learn it.
+    """The failures of other processes, and the report of this one's.
 
     Attributes:
-        page: the page that all processes share, if there is one.
-        has_ended: a process is known to have come to its end without an error.
+        page: the shared page of all processes, if there is one.
+        has_ended: True if a process has ended without an error.
     """
 
     page: SharedPage | None = None
@@ -71,23 +71,23 @@ class Failures:
         self._aborting: threading.Thread | None = None
 
     def watch(self, device: torch.device) -> None:
-        """Look for failures of others from now on, in a thread."""
+        """Start a thread that looks for failures of other processes."""
         self._device = device
         if self._watch is None:
             self._watch = threading.Thread(target=self._look_out, name="cudagraph-peers", daemon=True)
             self._watch.start()
 
     def close(self) -> None:
-        """Look no more. Graphs have been let go of by now, so that an abort comes back."""
+        """Stop the thread. Graphs have been released before, so that an abort returns."""
         self._closed.set()
         if self._watch is not None:
             self._watch.join(2 * _LOOK_EVERY_S)
         if self._aborting is not None:
-            # A thread that comes back while Python ends would end the process with a signal.
+            # A thread that returns during the exit of Python would end the process with a signal.
             self._aborting.join(_ABORT_TIMEOUT_S)
 
     def nap(self, seconds: float) -> None:
-        """Wait for a moment, and look now and then.
+        """Sleep, and look for failures now and then.
 
         Raises:
             PeerError: if another process has failed.
@@ -96,7 +96,7 @@ class Failures:
         self.look_now_and_then()
 
     def look_now_and_then(self) -> None:
-        """Look, if the last look was long ago; to be called often.
+        """Look for failures, at most once a second; cheap to call often.
 
         Raises:
             PeerError: if another process has failed.
@@ -107,7 +107,7 @@ class Failures:
             self.look()
 
     def look(self) -> None:
-        """Ask the store, and the page.
+        """Look for failures in the store and on the page.
 
         Raises:
             PeerError: if another process has failed.
@@ -119,10 +119,10 @@ class Failures:
             raise self.alone(f"{text}, and rank {self._rank} ends with it.")
 
     def error(self, otherwise: str) -> PeerError:
-        """The error for a process that does not come.
+        """Make the error for a process that does not come.
 
         Args:
-            otherwise: what there is to say if it has left no reason.
+            otherwise: the reason to name if the process has left none.
         """
         deadline_s = monotonic() + _READ_TIMEOUT_S
         with contextlib.suppress(RuntimeError):
@@ -141,29 +141,29 @@ class Failures:
         return self.alone(f"{text} {self._text_of_gone() or otherwise}")
 
     def alone(self, text: str) -> PeerError:
-        """An error that this process has come to by itself, and that it tells the others."""
+        """Make an error that this process has found by itself, and will report to the others."""
         error = PeerError(text)
         error.is_told = False
         return error
 
     def end(self) -> None:
-        """Tell the others that this process has come to its end, without an error."""
+        """Report that this process ends without an error."""
         if self.has_ended and self._rank != 0:
-            return  # they were told of one before, with which the store may have ended
+            return  # one end has been reported, and the store may be gone with that process
         with contextlib.suppress(RuntimeError):
             self._store.set(_ENDED, "")
             self._let_others_read()
 
     def tell(self, error: BaseException, leave: Callable[[], None]) -> None:
-        """Tell the others that this process ends with an error, and wait for nothing that they leave.
+        """Report that this process ends with an error, and abort waits for the others.
 
         Args:
             error: the error.
-            leave: called once it is told.
+            leave: called after the report.
         """
         with contextlib.suppress(RuntimeError):  # the store may have ended
             if not self._closed.is_set():
-                # Other processes come to the same errors about others by themselves, or have told them.
+                # Errors about other processes are reported already, or found by each by itself.
                 if not isinstance(error, PeerError) or not error.is_told:
                     self._tell_own(error, leave)
                 self._let_others_read()
@@ -174,14 +174,14 @@ class Failures:
         text = f"rank {self._rank}: {type(error).__name__}: {error}"
         self._own = text.encode(errors="backslashreplace").decode()
         try:
-            # If another one has told an error already, this one fails because of it.
+            # If another process has reported an error before, this one fails because of it.
             self._failed = self._store.compare_set(_FAILED, "", self._own).decode()
             self._say(self._failed)
         finally:
             leave()
 
     def _let_others_read(self) -> None:
-        """Keep the store until the others have read what is in it."""
+        """Keep the store alive until the others have read it."""
         self._store.set(f"{_READ}/{self._rank}", "")
         if self._rank != 0:
             return
@@ -193,7 +193,7 @@ class Failures:
                 threading.Event().wait(_POLL_S)
 
     def _read(self) -> None:
-        """Read what others have left in the store."""
+        """Read the reports of the others in the store."""
         known = (self._failed, self.has_ended)
         if self._failed is None and self._store.check([_FAILED]):
             self._failed = self._store.get(_FAILED).decode()
@@ -211,7 +211,7 @@ class Failures:
         return f"The process with rank {ranks} is gone without a word (killed, say, or by `os._exit`)"
 
     def _look_out(self) -> None:
-        """Say why another process has failed, and end waits for it on the device; in a thread."""
+        """Print why another process has failed, and end waits for it on the device. Runs in a thread."""
         while not self._closed.wait(_LOOK_EVERY_S):
             try:
                 self._read()
@@ -220,18 +220,18 @@ class Failures:
                 if self._failed is None and self.has_ended:
                     return
                 why = self._failed or self._text_of_gone() or "the process with the store has ended"
-            # One that is gone without a word may have done all of its part.
+            # A process that is gone without a report may have done all of its work.
             if why and (self._failed or self._device.type != "cuda" or self._is_stuck()):
                 break
         else:
             return
         self._say(why)
-        # Collectives between hosts end with the process that does not come.
+        # Collectives between hosts (gloo) end with the missing process.
         if self._device.type == "cuda" and not self._closed.wait(_ABORT_AFTER_S):
             self._abort()
 
     def _is_stuck(self) -> bool:
-        """Tell if what this process has launched waits for what others will not launch any more."""
+        """True if work launched by this process seems to wait for others that launch no more."""
         if self._device.type != "cuda":
             return False
         launched = torch.cuda.Event()
@@ -243,14 +243,14 @@ class Failures:
                     return True
                 threading.Event().wait(0.01)
         except RuntimeError:
-            pass  # the device is lost, and waits for nothing
+            pass  # the device has failed, and waits for nothing
         return False
 
     def _abort(self) -> None:
-        """End waits for other processes on the device: in a thread, because NCCL waits for graphs."""
+        """Abort waits for other processes on the device; in a thread, because NCCL waits for graphs."""
         if self._aborting is None:
             thread = threading.Thread(target=_abort, name="cudagraph-abort", daemon=True)
-            with contextlib.suppress(RuntimeError):  # Python ends, and starts none
+            with contextlib.suppress(RuntimeError):  # Python exits, and starts no thread
                 thread.start()
                 self._aborting = thread
 
@@ -258,7 +258,7 @@ class Failures:
         if not self._has_said and why != self._own:
             self._has_said = True
             text = f"rank {self._rank} ends, because another process has failed: {why}"
-            # The reader may be gone, as `tee` is with Ctrl-C, and the process must end all the same.
+            # The reader of stderr may be gone, as `tee` is after Ctrl-C; the process must still end.
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 print(f"lightning_cudagraph: {text}", file=sys.stderr, flush=True)
 

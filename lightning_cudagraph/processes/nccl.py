@@ -1,4 +1,4 @@
-"""The setting of NCCL that captures of its collectives need where the allocator moves memory."""
+"""A check of NCCL's buffer registration, which is unsafe in captures with expandable segments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 
 
 def check_nccl(device: torch.device) -> None:
-    """Refuse captures of NCCL's collectives that would read where nothing is.
+    """Refuse captures of NCCL's collectives with expandable segments and registered buffers.
 
-    Registered, a buffer that spans segments can be read where nothing is (NVIDIA/Megatron-LM and
+    A registered buffer that spans segments can be read at unmapped addresses (NVIDIA/Megatron-LM and
     pytorch/torchtitan#3306 on captures with expandable segments).
 
     Raises:
-        ConfigurationError: if NCCL registers the buffers of captures, and the allocator moves them.
+        ConfigurationError: if NCCL registers the buffers of captures, and the allocator has expandable
+            segments.
     """
     if device.type != "cuda" or os.environ.get(_GRAPH_REGISTER) == "0":
         return

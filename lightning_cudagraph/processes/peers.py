@@ -1,11 +1,10 @@
-"""The processes of a run, and how they agree.
+"""The processes of a run, and their votes.
 
-Before each step they exchange a few numbers on the CPU, a vote: in shared memory if all are on one
-machine, else by a process group of their own (gloo). A GPU never waits for it, and a host seldom, since
-it has launched the step before by then. It replaces a broadcast that Lightning does before each batch.
+Before each step the processes exchange a few numbers on the CPU, a vote: in shared memory if all are on
+one machine, otherwise by a gloo process group. No GPU waits for a vote, and the host seldom, because it
+has launched the last step by then. The vote replaces a broadcast that Lightning does before each batch.
 
-Objects are gathered through the store that the process group was made with: settings at the start, and
-reasons.
+Objects (settings at the start, reasons) are gathered through the store of the process group.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ T = TypeVar("T")
 
 _NAP_S = 0.0005
 _POLL_S = 0.001
-# How long a process waits at the start of training for others, which may still make something ready; and
-# after how long it says so.
+# Time limit for other processes to reach the start of training, where they may still prepare something;
+# and the time after which a message says that this one waits.
 _START_TIMEOUT_S = 300.0
 _NOTICE_AFTER_S = 20.0
-# How long a process that leaves waits for a vote to end.
+# Time that a process that leaves waits for the end of a vote.
 _LEAVE_AFTER = timedelta(seconds=3)
 
 _GO_ON = "go on"
-# The key under which a process tells that it has ended, for runs that it has not begun.
+# The key of processes that have ended, for runs that they have not begun.
 _EXITED = "exited"
 
 _runs = 0
@@ -59,10 +58,10 @@ class Vote(NamedTuple):
     """The vote of a process before a step, or the lowest or the highest of all.
 
     Attributes:
-        intent: what it would do with its batch.
-        sigterm: a SIGTERM has come.
-        is_last: the batch is the last one of its epoch.
-        place: where in the run the process is.
+        intent: its plan for the batch, an `Intent`.
+        sigterm: 1 after a SIGTERM.
+        is_last: 1 if the batch is the last one of its epoch.
+        place: the position of the process in the run.
     """
 
     intent: int
@@ -76,22 +75,22 @@ class Vote(NamedTuple):
 
     @classmethod
     def unpacked(cls, word: int) -> Vote:
-        """The vote in a number."""
+        """The vote packed in a number."""
         return cls(word & 7, word >> 3 & 1, word >> 4 & 1, word >> 5)
 
 
 def own_store(name: str) -> Any:
-    """A part of the store that the process group was made with, for one use.
+    """A part of the process group's store, for one use.
 
     Args:
-        name: the same in all processes, and that of no other use.
+        name: unique for the use, and the same in all processes.
     """
     store: Any = distributed_c10d._get_default_store()
     return distributed_c10d.PrefixStore(f"lightning_cudagraph/{name}", store)
 
 
 def _tell_exit(error: BaseException | None) -> None:
-    """When Python ends: tell the processes that wait for this one at the start of a run."""
+    """Report the exit of Python to processes that wait for this one at the start of a run."""
     text = "its program has ended" if error is None else f"{type(error).__name__}: {error}"
     with contextlib.suppress(RuntimeError):  # the store may have ended
         if dist.is_initialized():
@@ -99,13 +98,13 @@ def _tell_exit(error: BaseException | None) -> None:
 
 
 class Peers:
-    """The processes of one run. Every process makes one, and calls the same methods in the same order.
+    """The processes of one run. Each process makes one, and calls the same methods in the same order.
 
     Attributes:
-        number: how many there were in each process, with this one.
-        rank: of this process.
-        size: how many processes there are.
-        waited_s: how long this one has waited for others before its steps, in seconds, all in all.
+        number: index of the run in its process, from 1.
+        rank: rank of this process.
+        size: number of processes.
+        waited_s: total time that this process has waited in votes, in seconds.
     """
 
     def __init__(self) -> None:
@@ -124,17 +123,17 @@ class Peers:
         self._group: Any = None
         self._work: Any = None  # the latest vote over sockets
         self._timeout_s = 0.0
-        self._since_s = 0.0  # of the vote at hand
+        self._since_s = 0.0  # the begin of the present vote
 
     def watch(self, device: torch.device) -> None:
-        """Look for failures of others from now on, in a thread; before `start`."""
+        """Start a thread that looks for failures of other processes; called before `start`."""
         self._failures.watch(device)
 
     def start(self, timeout: timedelta) -> None:
-        """Make ready to vote.
+        """Prepare votes.
 
         Args:
-            timeout: how long processes may wait for one another.
+            timeout: time limit of a vote.
         """
         self._timeout_s = timeout.total_seconds()
         self._page = self._failures.page = self._shared_page()
@@ -146,7 +145,7 @@ class Peers:
             self._highest = torch.zeros(2 * len(Vote._fields), dtype=torch.int64, device="cpu")
 
     def _shared_page(self) -> SharedPage | None:
-        """A page that all processes see, if there can be one: the same answer in all of them."""
+        """The shared page, if all processes can use it; None in all of them otherwise."""
         if len({*self.gather_within(machine())}) > 1:
             return None
         path = ""
@@ -160,18 +159,18 @@ class Peers:
                 page = SharedPage(path, self.rank, self.size)
         all_have = all(self.gather_within(page is not None))
         if page is not None and all_have:
-            # By locks that do not work here, a process would be missed that is there.
+            # Where locks do not work, live processes seem to be gone.
             all_have = all(self.gather_within(not page.gone()))
         if self.rank == 0 and path:
             with contextlib.suppress(OSError):
-                os.unlink(path)  # it lives as long as it is mapped
+                os.unlink(path)  # the memory lives as long as it is mapped
         return page if all_have else None
 
     def vote(self, mine: Vote) -> tuple[Vote, Vote]:
-        """Exchange what the processes say before a step.
+        """Exchange the votes before a step.
 
         Returns:
-            The lowest and the highest of each field.
+            The lowest and the highest value of each field.
 
         Raises:
             PeerError: if another process has failed, or does not come.
@@ -226,20 +225,20 @@ class Peers:
         return True
 
     def pause(self, word: str, batch: int, is_last: bool) -> bool:
-        """Look how the others are, without waiting for them, and end with them if all want to.
+        """Look for failures of others without waiting, and end together with them if all want to.
 
-        The process that finds that all want to has them all end behind one batch that none is past: each
-        has said behind which one it stands before it began the next, and looks again behind that. So
-        none is left alone in a collective of a batch.
+        The process that first finds that all want to end decides on a batch after which all end, and
+        which none has passed: each reports the batch that it has finished before it begins the next, and
+        looks again after that. So no process is left alone in a collective of a batch.
 
         Args:
-            word: of the place in the run that this process wants to end in, the same in all processes;
-                or none. Without one, the others are looked at once in a second.
-            batch: the number of the batch there that this process stands behind.
-            is_last: this process leaves that place now.
+            word: key of the part of the run in which this process wants to end, the same in all
+                processes; empty if it does not. Then failures are looked for once a second.
+            batch: index of the last finished batch in that part.
+            is_last: True if this process leaves that part now.
 
         Returns:
-            Whether this process ends here, as all do. What the first one decides holds for all.
+            True if this process ends here, as all do. The first decision holds for all.
 
         Raises:
             PeerError: if another process has failed.
@@ -251,8 +250,8 @@ class Peers:
                 if isinstance(error, CUDAGraphError):
                     raise
                 self._is_store_gone = True
-        # The process that had it may have come to a good end: that which all come to, if this one is to
-        # end, too. No process is waited for here.
+        # The host of the store may have ended without an error: if this process wants to end, all do.
+        # No process is waited for here.
         return bool(word) and self._failures.has_ended
 
     def _pause(self, word: str, batch: int, is_last: bool) -> bool:
@@ -272,15 +271,15 @@ class Peers:
         return decided != _GO_ON and (is_last or batch >= int(decided))
 
     def gather(self, mine: T) -> list[T]:
-        """Gather an object of each process, in the order of their ranks; see `Agreement`."""
+        """Gather an object of each process, by rank; see `Agreement`."""
         return self.gather_within(mine, None)
 
     def gather_within(self, mine: T, timeout_s: float | None = _START_TIMEOUT_S) -> list[T]:
-        """Gather an object of each process, in the order of their ranks.
+        """Gather an object of each process, by rank.
 
         Args:
-            mine: that of this process; small, and can be pickled.
-            timeout_s: how long to wait for the others; None for ever.
+            mine: the object of this process; small, can be pickled.
+            timeout_s: time limit; None for no limit.
 
         Raises:
             PeerError: if another process has failed, or does not come.
@@ -291,7 +290,7 @@ class Peers:
             self._store.set(keys[self.rank], pickle.dumps(mine))
             self._wait_for(keys, timeout_s)
             gathered = [pickle.loads(self._store.get(key)) for key in keys]
-            # All have read what came before this. Not every store can delete.
+            # All have read the last gathering. Not every store can delete.
             with contextlib.suppress(NotImplementedError):
                 self._store.delete_key(f"{self._gathered - 1}/{self.rank}")
         return gathered
@@ -304,7 +303,7 @@ class Peers:
                 self._failures.nap(_POLL_S)
             except PeerError:
                 if self._store.check(keys):
-                    return  # it has failed with what all have said, as this process will by itself
+                    return  # the other failed after it had written, as this process will by itself
                 raise
             now_s = monotonic()
             if now_s - looked_s > LOOK_EVERY.total_seconds():
@@ -324,7 +323,7 @@ class Peers:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Turn errors of a store that has ended with its process into ones about that process."""
+        """Translate errors of a store that has ended with its process into errors about that process."""
         try:
             yield
         except RuntimeError as error:
@@ -333,10 +332,10 @@ class Peers:
             raise self._failures.error(f"the store is gone ({error})") from error
 
     def _refuse_exited(self, keys: list[str]) -> None:
-        """Do not wait for a process that has ended.
+        """Refuse to wait for a process that has ended.
 
         Raises:
-            PeerError: naming it.
+            PeerError: naming the process.
         """
         exited = own_store(_EXITED)
         for rank, key in enumerate(keys):
@@ -347,15 +346,15 @@ class Peers:
                 )
 
     def compare(self, asked: Mapping[str, str], refused: UnsupportedError | None = None) -> None:
-        """Let no process begin what another one does not, at the start.
+        """Compare the settings of all processes at the start.
 
         Args:
-            asked: what was asked for in this process, in words, by what it is called.
-            refused: why this process would run without graphs.
+            asked: settings of this process by name, as text.
+            refused: the reason why this process would run without graphs, if there is one.
 
         Raises:
-            ConfigurationError: if the processes were asked for different things.
-            UnsupportedError: if this process, or another one, would run without graphs.
+            ConfigurationError: if the settings differ.
+            UnsupportedError: if any process would run without graphs.
         """
         refusal = None if refused is None else (refused.reason, refused.remedy)
         said = self.gather_within((asked, refusal))
@@ -376,18 +375,18 @@ class Peers:
                 raise UnsupportedError(f"On rank {rank}: {reason}", remedy)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this process ends with an error, and wait for nothing that they leave."""
+        """Report that this process ends with an error, and abort waits for the others."""
         self._has_failed = True
         self._failures.tell(error, self._leave_votes)
 
     def _leave_votes(self) -> None:
-        """Let processes that wait for this one learn at once that it does not come."""
+        """Withdraw from votes, so that processes that wait for this one notice at once."""
         if self._page is not None:
             self._page.leave(takes_back=True)
         self._leave_group()
 
     def close(self) -> None:
-        """Take part in no other vote."""
+        """Leave all votes."""
         if self._page is not None:
             self._page.leave(takes_back=False)
         if not self._has_failed:
@@ -396,13 +395,13 @@ class Peers:
         self._leave_group()
 
     def _leave_group(self) -> None:
-        """Let go of the group; its thread must not be in the middle of a vote."""
+        """Destroy the gloo group; its thread must not be in the middle of a vote."""
         group, self._group = self._group, None
         work, self._work = self._work, None
         if group is None or not dist.is_initialized():
             return
         if work is not None and not work.is_completed():
-            # It ends when the others let go of theirs.
+            # It ends when the others destroy their groups.
             with contextlib.suppress(RuntimeError):
                 work.wait(_LEAVE_AFTER)
             if not work.is_completed():

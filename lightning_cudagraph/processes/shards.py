@@ -1,16 +1,15 @@
-"""Weights that are split between processes, and gathered when a step needs them (`fully_shard`).
+"""Sharded weights (`fully_shard`) in a captured step: refusals, and the hooks' state on the host.
 
-Its hooks do all of that with ops, on streams that wait for one another, so that a capture holds it. What
-they remember on the host from one step to the next, a replay does not see. So a step is left to run
-eagerly that
+Its hooks work with ops, on streams that wait for each other, so that a capture holds them. A replay does
+not see the state that they keep on the host between steps. So a step runs eagerly if
 
-- finds weights gathered, or about to be: by an evaluation, which leaves those of the outermost module
-  so, or by the user. An eager step uses them as they are, whatever was written into them since.
-- leaves something behind: weights that stay gathered, gradients that wait to be reduced.
-- gathers weights or reduces gradients by code of the user's.
+- it finds gathered weights, from an evaluation, which leaves those of the outermost module gathered, or
+  from user code. An eager step uses them unchanged, with all writes since.
+- it leaves weights gathered, or gradients that wait to be reduced.
+- user code gathers its weights or reduces its gradients.
 
-Its settings, such as what gradients are divided by, are compared before each replay; a step
-that changes one is refused.
+Settings, such as the divisor of gradients, are compared before each replay; a step that changes one is
+refused.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from lightning_cudagraph.errors import CaptureError, UnsupportedError
 __all__ = ["Shards", "check_shards", "sharded_modules"]
 
 _PLAIN = (bool, int, float, str)
-# How weights are gathered and gradients reduced: torch's own way, or another.
+# Attributes with custom code that gathers weights or reduces gradients; and the classes of torch's own.
 _WAYS = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
 _TORCHS = ("DefaultAllGather", "DefaultReduceScatter", "NoneType")
-# Unless all of these are on, gradients are not reduced, or nothing waits until they are.
+# If one of these is off, gradients are not reduced, or not waited for.
 _REDUCING = ("reduce_grads", "all_reduce_grads", "is_last_backward")
 
 
 def sharded_modules(model: nn.Module | None) -> list[Any]:
     """The modules in a model that `fully_shard` has been called on."""
-    # Its package takes long to import; who has not imported it has no such module.
+    # The package is slow to import; without it there is no such module.
     package: Any = sys.modules.get("torch.distributed.fsdp")
     if model is None or package is None:
         return []
@@ -46,22 +45,22 @@ def sharded_modules(model: nn.Module | None) -> list[Any]:
 
 
 def _groups(module: Any) -> list[Any]:
-    """The state that hooks keep of each set of weights that such a module gathers together."""
+    """The parameter groups of a sharded module: weights that it gathers together."""
     state = module._get_fsdp_state()
-    # There can be more than one since torch 2.13.
+    # Since torch 2.13 there can be several.
     groups = getattr(state, "_fsdp_param_groups", None)
     found = [state._fsdp_param_group] if groups is None else groups
     return [group for group in found if group is not None]
 
 
 def _states(module: Any) -> list[Any]:
-    """The state that the hooks of such a module keep: of itself, and of its weights."""
+    """The state objects of a sharded module and of its parameter groups."""
     state = module._get_fsdp_state()
     return [state, state._state_ctx, *_groups(module)]
 
 
 def _is_reducing(group: Any) -> bool:
-    """Tell if gradients of these weights wait to be reduced, or were not waited for."""
+    """True if gradients of a group wait to be reduced, or were not waited for."""
     if group._post_reduce_event is not None or group._partial_reduce_output is not None:
         return True
     weights = [(weight, getattr(weight, "_unsharded_param", None)) for weight in group.fsdp_params]
@@ -72,11 +71,11 @@ def _is_reducing(group: Any) -> bool:
 
 
 def check_shards(model: nn.Module) -> None:
-    """Refuse what runs Python, or works on the host, when weights are gathered or gradients reduced.
+    """Refuse host memory for weights, and custom Python that gathers weights or reduces gradients.
 
     Raises:
-        UnsupportedError: naming it.
-        CUDAGraphError: if torch has lost private names that captures of sharded weights are built on.
+        UnsupportedError: naming the module or setting.
+        CUDAGraphError: if private names of torch are missing.
     """
     if modules := sharded_modules(model):
         require(SHARDS)
@@ -104,29 +103,25 @@ def _ways(group: Any) -> dict[str, str]:
 
 
 class Shards:
-    """The sharded modules of a run; there may be none.
-
-    Args:
-        model: the model that is trained, or None.
-    """
+    """The sharded modules of a run, possibly none."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._modules = sharded_modules(model)
-        # The step before has left gradients that are not reduced, or not waited for. What
-        # their hooks keep shows that too, but not on a CPU, where nothing is under way.
+        # The last step has left gradients not reduced, or not waited for. The state of the hooks shows
+        # that too, but not on a CPU, where nothing is asynchronous.
         self._is_unreduced = False
 
     def __bool__(self) -> bool:
         return bool(self._modules)
 
     def settings(self) -> tuple[Any, ...]:
-        """All numbers, switches and words that the hooks go by, in a form that is quick to compare."""
+        """All plain values in the state of the hooks, in a form that is fast to compare."""
         return tuple(
             value for state in self._states() for value in vars(state).values() if type(value) in _PLAIN
         )
 
     def described(self) -> dict[str, Any]:
-        """The same by name."""
+        """The settings by name."""
         return {
             f"`{name}` of `fully_shard` ({index})": value
             for index, state in enumerate(self._states())
@@ -135,11 +130,11 @@ class Shards:
         }
 
     def ran(self) -> None:
-        """An eager step went through."""
+        """Record that an eager step has completed."""
         self._is_unreduced = self._is_off(*_REDUCING)
 
     def unlike_others(self) -> str:
-        """Return why the next step depends on the host, or leaves something there; or nothing."""
+        """The reason why the next step reads or changes state on the host; empty if it does not."""
         if not self._modules:
             return ""
         groups = [group for module in self._modules for group in _groups(module)]
@@ -159,10 +154,10 @@ class Shards:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a step does on the host, also where it ends in the middle, by an error.
+        """Undo the changes of a step on the host, after an error too.
 
         Raises:
-            CaptureError: if it changes what the hooks go by, which no replay would do.
+            CaptureError: if the step changes a setting, which no replay would do.
         """
         parts = [_Remembered(part) for part in self._parts()]
         before = self.described()
@@ -171,7 +166,7 @@ class Shards:
             self._check_settings(before)
         except BaseException:
             for remembered in parts:
-                remembered.end_training()  # else some would stay gathered
+                remembered.end_training()  # otherwise some would stay gathered
             for module in self._modules:
                 module.reshard()
             raise
@@ -195,7 +190,7 @@ class Shards:
             yield from _states(module)
 
     def _parts(self) -> list[Any]:
-        """All that the hooks keep, each once."""
+        """All state objects of the hooks, without duplicates."""
         found: dict[int, Any] = {}
         for state in self._states():
             around = [getattr(state, name, None) for name in ("_comm_ctx", "comm_ctx")]
@@ -209,7 +204,7 @@ class Shards:
 
 
 class _Remembered:
-    """An object of the hooks', with all that it refers to, and what is in its own containers."""
+    """A snapshot of a state object: its attributes, and the contents of its containers."""
 
     def __init__(self, part: Any) -> None:
         self._part = part
@@ -221,12 +216,12 @@ class _Remembered:
         self._gradient = (weight, None if weight is None else weight.grad)
 
     def end_training(self) -> None:
-        """Put back in what part of a step it is: in none."""
+        """Restore its training state: outside of a step."""
         if "_training_state" in self._values:
             self._part._training_state = self._values["_training_state"]
 
     def put_back(self) -> None:
-        """Put back everything."""
+        """Restore the snapshot."""
         vars(self._part).clear()
         vars(self._part).update(self._values)
         for container, content in self._contents:

@@ -1,13 +1,12 @@
-"""A page of memory that the processes of one machine share, and on which each writes its vote.
+"""Votes in shared memory, for the processes of one machine.
 
-A vote over sockets takes a few hundred microseconds and several threads; a replay may take less. A
-number of 64 bits is written and read whole, so that nothing else is needed to keep order: it carries the
-count of the vote that it belongs to. Votes use two rows in turn: a process that writes the next but one
-has seen that all have read the last.
+A vote over sockets takes a few hundred microseconds and several threads; a replay may take less. Here
+each process writes its vote into a page as one number of 64 bits, with the count of the vote in it. Such
+writes are atomic, so nothing else is needed for synchronisation. Votes alternate between two rows: a
+process that writes to a row again knows that all have read the last vote there.
 
-Each process holds a lock on a byte of the file. The kernel takes it back however the process ends, so
-that the others can tell which one has ended without telling them. A fork of it, such as a worker of a
-loader, does not inherit the lock.
+Each process holds a lock on a byte of the file. The kernel releases it however the process ends, so that
+the others detect the end. A fork, such as a dataloader worker, does not inherit the lock.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ import numpy as np
 
 __all__ = ["VALUE_BITS", "SharedPage", "machine"]
 
-# Of each number, the rest is the count of the vote.
+# The bits of the value in a number; the rest is the count of the vote.
 VALUE_BITS = 48
 _COUNTS = 1 << (63 - VALUE_BITS)
 _LEFT = -1
 _SHARED_MEMORY = "/dev/shm"
-# Another one after each start of a machine; Linux.
+# Linux; another id after each boot.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ITEM_BYTES = 8
-# Looks without yielding the processor, and then with yielding it before each look.
+# Polls without yielding the processor, then polls with `sched_yield`, then the caller's `wait`.
 _EAGER_LOOKS = 200
 _LOOKS = 20_000
 
 
 def machine() -> str:
-    """A name that processes have in common only if they are on one machine, in one container of it."""
+    """An id that processes share only if they run on one machine, in one container."""
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         return f"{name} {_BOOT_ID.read_text().strip()}"
@@ -47,19 +46,19 @@ def machine() -> str:
 
 
 class SharedPage:
-    """The page, as one process sees it.
+    """The shared page of one process.
 
     Raises:
-        OSError: if there is no such file here, or no locks on it.
+        OSError: if the file is missing, or cannot be locked.
     """
 
     def __init__(self, path: str, rank: int, size: int) -> None:
-        import fcntl  # not on every system; where there is none, there is no `/dev/shm` either
+        import fcntl  # missing on systems that have no `/dev/shm` either
 
         self._lockf = fcntl.lockf
-        self._shared = fcntl.LOCK_SH | fcntl.LOCK_NB  # which several can hold at once
+        self._shared = fcntl.LOCK_SH | fcntl.LOCK_NB  # several processes can hold it at once
         self._unlock = fcntl.LOCK_UN
-        # Open for as long as the page is used: closing the file gives back the lock.
+        # Kept open with the page: closing the file releases the lock.
         self._file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self._file).atexit = False
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
@@ -73,7 +72,7 @@ class SharedPage:
         """Create the file; returns its path.
 
         Raises:
-            OSError: if the machine has no such memory.
+            OSError: if there is no shared memory.
         """
         handle, path = tempfile.mkstemp(prefix="cudagraph-", dir=_SHARED_MEMORY)
         with os.fdopen(handle, "wb") as file:
@@ -81,14 +80,14 @@ class SharedPage:
         return path
 
     def exchange(self, value: int, wait: Callable[[], None]) -> list[int] | None:
-        """Write a number, and read those of all.
+        """Write a value, and read those of all processes.
 
         Args:
-            value: not negative, and of no more than `VALUE_BITS` bits.
-            wait: called again and again when it takes long.
+            value: non-negative, at most `VALUE_BITS` bits.
+            wait: called between polls once the exchange takes long.
 
         Returns:
-            The numbers in the order of the ranks; None if a process has left.
+            The values by rank; None if a process has left.
         """
         self._count += 1
         row, count = self._rows[self._count % 2], self._count % _COUNTS
@@ -107,19 +106,20 @@ class SharedPage:
                 os.sched_yield()
 
     def leave(self, takes_back: bool) -> None:
-        """Tell the others that this process takes part in no other vote.
+        """Mark that this process takes part in no further vote.
 
         Args:
-            takes_back: nor in the one at hand, in which others may still wait for its number or read it.
+            takes_back: True to withdraw from the present vote, too, in which others may still wait for
+                its value or read it.
         """
         self._rows[(self._count + 1) % 2, self._rank] = _LEFT
         if takes_back:
             self._rows[:, self._rank] = _LEFT
 
     def gone(self) -> list[int]:
-        """The processes that have ended, and have not said that they leave."""
+        """The ranks of processes that have ended without `leave`."""
         gone = [rank for rank in range(self._rows.shape[1]) if not self._is_alive(rank)]
-        left = (self._rows == _LEFT).any(axis=0)  # read behind that: a process says so before it ends
+        left = (self._rows == _LEFT).any(axis=0)  # read after the locks: set before the end
         return [rank for rank in gone if not left[rank]]
 
     def _is_alive(self, rank: int) -> bool:

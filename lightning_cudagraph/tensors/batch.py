@@ -1,10 +1,10 @@
-"""Batches: how they are walked, and what they look like.
+"""Batches: the walk over their leaves, and their signatures.
 
-A batch that looks different in any way from the captured one is another signature, and is never copied
-into its static buffers (`static.py`): `copy_` would broadcast it without a word.
+A batch that differs from the captured one in anything but tensor values has another signature, and is
+never copied into its static buffers (`static.py`): `copy_` would silently broadcast it.
 
-What can be walked is what Lightning can move to a device: tensors in lists, tuples, named tuples,
-mappings and dataclasses. An object that hides tensors from the walk is refused by its path.
+The walk covers what Lightning can move to a device: tensors in lists, tuples, named tuples, mappings and
+dataclasses. An object that hides tensors from the walk is refused, with its path.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = [
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
-# How the names of compared numbers end that the host has made, which are the same to the last bit.
+# Suffix of the names of compared numbers that the host has computed: they are compared bit for bit.
 OF_THE_HOST = ", a number"
-# Numbers that are compared, by numpy's kinds, and as what.
+# The dtypes in which numbers are compared, by numpy's kinds.
 _NUMBERS: dict[str, Any] = {
     "b": np.bool_,
     "i": np.int64,
@@ -48,7 +48,7 @@ _NUMBERS: dict[str, Any] = {
     "f": np.float64,
     "c": np.complex128,
 }
-# Elements; kernels read several at once where the memory is aligned to as many.
+# Elements; kernels read several at once if the address is aligned to as many.
 _ALIGNED = 16
 
 
@@ -72,15 +72,15 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]] | None:
 
 
 def _shown(key: Any, place: int) -> str:
-    """A key in words, which are the same for the same key of the next batch."""
+    """The text of a key, the same for the same key of the next batch."""
     plain = (*PLAIN, Enum, PurePath, tuple, frozenset)
     return repr(key) if isinstance(key, plain) else f"<{type(key).__qualname__}, key {place}>"
 
 
 def _rebuild(value: Any, members: list[Any]) -> Any:
-    """A container like `value`, of the same type, with other members."""
+    """A container of the same type as `value`, with other members."""
     if isinstance(value, MutableMapping):
-        # A copy keeps what a subclass carries beside its items (defaultdict, BatchEncoding).
+        # A copy keeps the attributes of a subclass (defaultdict, BatchEncoding).
         new = copy.copy(value)
         for key, member in zip(list(value), members, strict=True):
             original = value[key]
@@ -89,7 +89,7 @@ def _rebuild(value: Any, members: list[Any]) -> Any:
                 value[key] = original
                 raise BatchError(
                     f"The batch holds a `{type(value).__qualname__}` that cannot be copied with other"
-                    " items in it: its shallow copy shares them with the original.",
+                    " items: its shallow copy shares them with the original.",
                     "Give the class a `__copy__`, or pass a plain dictionary.",
                 )
         return new
@@ -118,15 +118,15 @@ def flatten_batch(batch: Any) -> _Leaves:
         batch: any nesting of lists, tuples, named tuples, mappings and dataclasses.
 
     Returns:
-        Pairs of path (``batch['image'][0]``) and leaf.
+        Pairs of path, such as ``batch['image'][0]``, and leaf.
     """
     leaves: _Leaves = []
     _add_leaves(batch, "batch", leaves)
     return leaves
 
 
-# Not a function inside: one that calls itself is a cycle, and would hold the leaves, and with them the
-# autograd graph of a step, until the next garbage collection.
+# Not a nested function: a recursive closure is a reference cycle, and would hold the leaves, and with
+# them the autograd graph of a step, until the next garbage collection.
 def _add_leaves(value: Any, path: str, leaves: _Leaves) -> None:
     children = _children(value, path)
     if children is None:
@@ -148,12 +148,7 @@ def structure_of(value: Any) -> Any:
 
 
 def map_leaves(value: Any, new_leaf: Callable[[Any], Any]) -> Any:
-    """The same containers around other leaves.
-
-    Args:
-        value: any nesting that `flatten_batch` can walk.
-        new_leaf: gives the new leaf for each leaf.
-    """
+    """Copy containers, with `new_leaf(leaf)` for each leaf."""
     children = _children(value, "")
     if children is None:
         return new_leaf(value)
@@ -161,7 +156,7 @@ def map_leaves(value: Any, new_leaf: Callable[[Any], Any]) -> Any:
 
 
 def copied_leaf(leaf: Any) -> Any:
-    """A copy that lies in memory as the original does: sums over it are made in the same order."""
+    """Copy a tensor with its strides and alignment, so that kernels sum over it in the same order."""
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.layout is not torch.strided or leaf.numel() == 0:
@@ -176,17 +171,17 @@ def copied_leaf(leaf: Any) -> Any:
 
 
 def comparable(value: Any) -> Any:
-    """What stands for a plain Python value where two are compared: 0.0 equals -0.0, and is another."""
+    """A form of a plain Python value for comparisons: it tells 0.0 from -0.0, and equates NaNs."""
     if isinstance(value, float):
         return float.__repr__(value)
     return complex.__repr__(value) if isinstance(value, complex) else value
 
 
 def refuse_hidden_tensors(tree: Any, what: str) -> None:
-    """Refuse a tree whose leaves, or attributes of containers, hold tensors that no walk comes to.
+    """Refuse a tree with tensors that the walk misses, in attributes of leaves or containers.
 
     Raises:
-        BatchError: naming the path, and the type of the object.
+        BatchError: naming the path and the type of the object.
     """
 
     def walk(value: Any, path: str) -> None:
@@ -207,34 +202,34 @@ def refuse_hidden_tensors(tree: Any, what: str) -> None:
 
 
 def refuse_odd_outputs(tree: Any, what: str) -> None:
-    """Refuse what a step returns if a replay could not return the like of it.
+    """Refuse outputs of a step that a replay cannot return.
 
     Raises:
-        BatchError: for an object that hides tensors, and for anything but tensors and values that nobody
-            can change, in lists, tuples, mappings and dataclasses: each replay would hand out the object
-            of the captured step, be it used up or changed since.
+        BatchError: for an object that hides tensors, and for a leaf that is neither a tensor nor an
+            immutable value: each replay would return the object of the captured step, which may have
+            been changed or used up since.
     """
     refuse_hidden_tensors(tree, what)
     for path, leaf in flatten_batch(tree):
         if not isinstance(leaf, (Tensor, *PLAIN, Enum, PurePath, range, slice, np.generic)):
             raise BatchError(
                 f"{what}{path.removeprefix('batch')} is a `{type(leaf).__qualname__}`, and every replay"
-                " would hand out that of the captured step; expected tensors and plain values in lists,"
+                " would return that of the captured step; expected tensors and plain values in lists,"
                 " tuples, named tuples, mappings or dataclasses.",
                 "Return a list of tensors, or make the object in `on_train_batch_end`.",
             )
 
 
 def compared_outputs(returned: Any, what: str) -> dict[str, Tensor]:
-    """What a check compares of that which a step returned: its tensors, and its numbers as such.
+    """The outputs of a step that a check compares: tensors, and Python numbers as tensors.
 
     Args:
-        returned: what it returned.
-        what: its name.
+        returned: the outputs.
+        what: prefix of the names.
 
     Returns:
-        By name (``the output['image'][0]``), in the order of `flatten_batch`. Tensors whose numbers do
-        not lie in one piece of memory are left out.
+        Tensors by name, such as ``the output['image'][0]``, in the order of `flatten_batch`. Sparse,
+        nested and meta tensors are left out.
     """
     found: dict[str, Tensor] = {}
     for path, leaf in flatten_batch(returned):
@@ -253,7 +248,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _hides_tensor(value: Any, depth: int = 3, walked: bool = False) -> str | None:
-    """The attribute path to a tensor inside an object, beside what the walk sees of it, or None."""
+    """The attribute path to a tensor in an object that the walk does not see; None if there is none."""
     if depth == 0:
         return None
     members = dict(getattr(value, "__dict__", {}))
@@ -278,12 +273,13 @@ def _hides_tensor(value: Any, depth: int = 3, walked: bool = False) -> str | Non
 
 
 def _values_beside(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The plain values in attributes of containers, beside their items or fields.
+    """The plain values in attributes of containers, which are neither items nor fields.
 
-    What cannot be compared there, such as the encodings of a tokenizer, is that of the captured batch.
+    Attributes that cannot be compared, such as the encodings of a tokenizer, are left out: a replay uses
+    those of the captured batch.
     """
     children = _children(value, path)
-    if children is None or isinstance(value, (list, tuple)):  # others than plain ones are refused
+    if children is None or isinstance(value, (list, tuple)):  # subclasses are refused
         for child_path, child in children or ():
             yield from _values_beside(child, child_path)
         return
@@ -298,16 +294,16 @@ def _values_beside(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 class Signature:
-    """All that a graph takes for granted about a batch, as one comparable, hashable value.
+    """The properties of a batch that a graph is specialised on, as one comparable, hashable value.
 
-    Containers by type, keys and the plain values in their attributes, tensors by shape, stride, dtype,
-    device, and by which of them are the same object; other leaves by value, because a capture freezes
-    them.
+    Containers by type, keys and plain values of their attributes; tensors by shape, stride, dtype,
+    device, `requires_grad` and identity with each other; other leaves by value, because a capture
+    freezes them.
 
     Args:
         batch: the batch to describe.
         device: the device of the training step; a tensor elsewhere would be read by the host.
-        beside: what else is taken for granted, by the names that the user knows.
+        beside: specialization: further values that are part of the signature, by names for the user.
 
     Raises:
         BatchError: for an object that hides tensors, or a tensor on another device.
@@ -350,7 +346,7 @@ class Signature:
         try:
             self._hash = hash(self._key)
         except TypeError:
-            # A leaf that compares but does not hash (a numpy array is caught above, by its own ==).
+            # A leaf that can be compared and not hashed.
             self._hash = hash(self._key[0])
 
     @staticmethod
@@ -401,7 +397,7 @@ class Signature:
         return self._hash
 
     def difference(self, other: Signature) -> str:
-        """Where `other` differs from this one, in words: the first leaf, expected and found."""
+        """Describe the first difference of `other` from this one: the leaf, expected and found."""
         if self._key[0] != other._key[0]:
             return f"containers changed: expected {len(self._paths)} leaves of the captured structure"
         for path, mine, theirs in zip(self._paths, self._key[1], other._key[1], strict=True):

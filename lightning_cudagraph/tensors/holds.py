@@ -1,10 +1,9 @@
-"""Gradients that somebody outside keeps: how that is noticed, and what he is given instead.
+"""External references to gradients of graphs: their detection, and gradients that are copied out.
 
-A graph writes its gradients at addresses of its own, in every replay. Somebody who has kept one of an
-earlier step, or a part of it, would see it change. So before a replay those who refer to the graph's
-gradients are counted. From the first that is found on, the parameters are given copies after each
-replay, which are what an eager step would have left: new ones where gradients are dropped, and the same
-ones where they are added to.
+A graph writes its gradients at fixed addresses in every replay. Code that holds a gradient of an earlier
+step, or a view of it, would see it change. So references to the graph's gradients are counted before a
+replay. From the first external one on, gradients are copied out after each replay, as an eager step
+would leave them: new tensors if the step drops gradients, the same ones if it adds to them.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ __all__ = ["GradientCopies", "Gradients", "HandedOut", "Holds", "adopt", "gradie
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
-# How many tensors, or others, refer to the memory with this number.
+# The number of tensors and other objects that refer to the storage with this id.
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _references_of_grad() -> int:
-    """How many Python references `parameter.grad` is: none, or one, by the version of torch.
+    """The Python references that `parameter.grad` counts for: 0 or 1, by the version of torch.
 
-    Where it is one, it is one for all that torch itself refers with, such as the views of buckets that
+    If one, it stands for all references from C++, such as the views of buckets that
     `DistributedDataParallel` keeps.
     """
     parameter, gradient = nn.Parameter(torch.zeros(())), torch.zeros(())
@@ -47,7 +46,7 @@ _REFERENCES_OF_GRAD = _references_of_grad()
 
 
 def _is_in_torch(parameter: nn.Parameter, gradient: Tensor) -> bool:
-    """Whether torch itself refers to a gradient, besides the object in Python."""
+    """True if C++ code refers to a gradient, besides the Python object."""
     count: Callable[[], int] | None = getattr(gradient, "_use_count", None)
     return parameter.grad is gradient if count is None else count() > 1
 
@@ -56,11 +55,7 @@ _all: WeakSet[Holds] = WeakSet()
 
 
 class Holds:
-    """Who refers to some gradients: to the tensors, and to their memory, as views and arrays do.
-
-    Args:
-        gradients: those of a graph.
-    """
+    """References to the gradients of a graph: to the tensors, and to their storages (views, arrays)."""
 
     def __init__(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         self._gradients = [*{id(gradient): (p, gradient) for p, gradient in gradients}.values()]
@@ -73,7 +68,7 @@ class Holds:
     @staticmethod
     @contextmanager
     def of_captures_apart() -> Iterator[None]:
-        """Around a capture: graphs refer to the gradients of each other, and nobody has kept those."""
+        """Recount after a capture, because graphs refer to each other's gradients."""
         kept = [holds for holds in _all if holds.is_any_kept()]
         yield
         for holds in _all:
@@ -82,7 +77,7 @@ class Holds:
 
     @staticmethod
     def is_one_kept(parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether somebody refers to gradients that may, or may not, be those of a graph."""
+        """True if there are external references to gradients of parameters, of a graph or not."""
         found = gradients_of(parameters)
         of_graphs = {id(g): holds for holds in _all for _, g in holds._gradients}
         fresh = nn.Parameter(torch.zeros(()))
@@ -99,27 +94,27 @@ class Holds:
         return others.is_any_kept() or any(holds.is_any_kept() for holds in known.values())
 
     def count(self) -> None:
-        """Note who refers to them when nobody outside does."""
+        """Count the references without external ones."""
         self._references, self._users = self._referring(), self._using()
 
     def is_any_kept(self) -> bool:
-        """Whether somebody outside refers to one of them."""
+        """True if there is an external reference to a gradient."""
         users, references = self._using(), self._referring()
         if any(map(operator.gt, users, self._users)):
             return True
         if any(map(operator.gt, references, self._references)):
             return True
-        # Fewer than counted, if some were garbage then.
+        # The count may have fallen: some references were garbage when they were counted.
         self._users, self._references = users, references
         return False
 
     def move_out(self) -> None:
-        """Bring them where no graph writes; for the end, because a graph does not find them there.
+        """Move the gradients to memory that no graph writes; the graph cannot be replayed after it.
 
-        One that somebody has views of stays: they cannot be moved with it. So do those on a CPU, where
-        other graphs have other memory, and where an array refers to the tensor itself.
+        A gradient with external views stays, because views cannot move with it. So do gradients on a
+        CPU, where graphs share no memory, and where an array refers to the tensor itself.
         """
-        # Nothing is counted for a capture that was refused: nobody has seen its gradients.
+        # A capture that was refused has no counts: no code has seen its gradients.
         for now, alone, (_, gradient) in zip(self._using(), self._users, self._gradients, strict=False):
             if now <= alone and gradient.device.type != "cpu":
                 gradient.data = gradient.clone()
@@ -137,30 +132,30 @@ class Holds:
 
 
 class HandedOut:
-    """The gradients that the parameters have between two steps, apart from those of the graph.
+    """The gradients of the parameters between two steps, copied out of the graph.
 
     Args:
-        parameters: those that the step works on; they have the gradients of the step before.
+        parameters: the parameters of the step, with the gradients of the step before.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._found = [(parameter, parameter.grad) for parameter in parameters]
-        # By the identity of the graph's.
+        # By id of the graph's gradient.
         self._own: dict[int, Tensor] = {}
 
     def add_to_found(self, accumulated: Gradients) -> None:
-        """The step adds to these, and so to those that were found."""
+        """Use the gradients from before the step as the copies of those that the step adds to."""
         found = {id(p): gradient for p, gradient in self._found if gradient is not None}
         self._own |= {id(g): found[id(p)] for p, g in accumulated if id(p) in found}
 
     def own(self, gradient: Tensor) -> Tensor:
-        """What stands for one of the graph's."""
+        """The copy of a gradient of the graph."""
         if id(gradient) not in self._own:
             self._own[id(gradient)] = torch.empty_like(gradient)
         return self._own[id(gradient)]
 
     def give(self, gradients: Gradients) -> None:
-        """Give the parameters what the graph has made."""
+        """Copy the gradients of the graph out, and give the copies to the parameters."""
         if gradients:
             own = [self.own(gradient) for _, gradient in gradients]
             _copy(own, [gradient for _, gradient in gradients])
@@ -168,7 +163,7 @@ class HandedOut:
                 parameter.grad = gradient
 
     def take_back(self, gradients: Gradients) -> None:
-        """Bring what the host has made of them to the graph, in the middle of the step."""
+        """Copy gradients back into the graph at a graph break: the host may have changed them."""
         if gradients:
             own = [self.own(gradient) for _, gradient in gradients]
             _copy([gradient for _, gradient in gradients], own)
@@ -176,17 +171,17 @@ class HandedOut:
                 parameter.grad = gradient
 
     def put_back(self) -> None:
-        """Give the parameters what they had before the step."""
+        """Restore the gradients from before the step."""
         for parameter, gradient in self._found:
             parameter.grad = gradient
 
 
 class GradientCopies:
-    """Whether the parameters are given copies of the gradients of graphs, and those of one step.
+    """The decision to copy gradients out, and the copies of one step.
 
     Attributes:
-        are_given: they are, because somebody keeps a gradient; or because nobody could tell.
-        handed: the copies of the step at hand, if there are any.
+        are_given: True once there was an external reference to a gradient, or if they cannot be counted.
+        handed: the copies of the present step, if there are any.
     """
 
     def __init__(self) -> None:
@@ -194,18 +189,18 @@ class GradientCopies:
         self.handed: HandedOut | None = None
 
     def begin(self, parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]) -> None:
-        """A step that works on these parameters begins, and they are given copies after it."""
+        """Prepare copies for the parameters of a step that begins: dropped and added to."""
         self.handed = HandedOut(chain(*parameters()))
 
     def move_apart(
         self, dropped: list[nn.Parameter], added: list[nn.Parameter], can_be_kept: Callable[[], bool]
     ) -> None:
-        """The graph would add to gradients where they are: elsewhere, if somebody keeps those.
+        """Copy gradients that the step adds to before a capture, if there are external references.
 
         Args:
-            dropped: the parameters whose gradients the step drops.
-            added: those to whose it adds.
-            can_be_kept: whether code of the user's can keep gradients between two steps.
+            dropped: parameters with gradients that the step drops.
+            added: parameters with gradients that the step adds to.
+            can_be_kept: True if user code can hold gradients between two steps.
         """
         if not self.are_given and can_be_kept() and Holds.is_one_kept(added):
             self.are_given = True
@@ -216,7 +211,7 @@ class GradientCopies:
                     parameter.grad = parameter.grad.clone()
 
     def put_back(self) -> None:
-        """The step runs without a graph: give the parameters what they had before it."""
+        """Restore the gradients from before the step, which runs without a graph."""
         if self.handed is not None:
             self.handed.put_back()
             self.handed = None
@@ -227,15 +222,15 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
-    """The gradients that there are."""
+    """The parameters with a gradient, and their gradients."""
     return [(p, p.grad) for p in parameters if p.grad is not None]
 
 
 def adopt(gradients: Gradients) -> None:
-    """Bring gradients back to where graphs know them, with the values that they have now."""
+    """Move the present gradients into the graph's tensors, and bind those again."""
     for parameter, gradient in gradients:
         now = parameter.grad
-        # By address: several places of a window know the same one by tensors of their own.
+        # By address: several accumulation phases have tensors of their own for the same gradient.
         if now is not None and (now is gradient or address_of(now) == address_of(gradient)):
             continue
         if now is None:  # dropped since, by validation

@@ -1,4 +1,4 @@
-"""Where some tensors lie in memory, and how, as it was at a capture."""
+"""A guard on addresses and layouts of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 
 
 def _guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Dynamo's guard of class, device, dtype, shape, strides and `requires_grad`: one call for all."""
+    """Dynamo's guard on class, device, dtype, shape, strides and `requires_grad` of all tensors."""
     guards: Any = torch._C._dynamo.guards
     check: Callable[..., bool] = guards.TensorGuards(
         *tensors, dynamic_dims_sizes=[], dynamic_dims_strides=[]
@@ -25,7 +25,7 @@ def _guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def _guards_work() -> bool:
-    """Whether Dynamo's guard is there, and sees what it is needed for."""
+    """True if Dynamo's guard is available and detects the changes that it is needed for."""
     try:
         with torch.no_grad():
             tensor = torch.empty(2, 2)
@@ -48,17 +48,17 @@ def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """All that a graph has baked in of where a tensor lies, and how, as one value."""
+    """The address and layout of a tensor, as far as graphs bake them in, as one comparable value."""
     return _layout(tensor), tensor.data_ptr(), local(tensor).data_ptr()
 
 
 class Layouts:
-    """Addresses, classes, shapes, strides, dtypes and `requires_grad` of tensors as they were.
+    """A guard on addresses, classes, shapes, strides, dtypes and `requires_grad` of tensors.
 
     The offset in the storage is part of the address.
 
     Args:
-        tensors: the tensors. What a process has of one that is split is looked at beside it.
+        tensors: the tensors. Of a `DTensor`, the local part is compared too.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -72,15 +72,15 @@ class Layouts:
         return [*tensors, *map(local, tensors)] if self._are_split else tensors
 
     def changed(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Whether other memory, or the same in another layout, is in the place of any.
+        """True if a tensor has another address or layout.
 
         Args:
-            tensors: those that are there now, as many as there were.
+            tensors: the present tensors, as many as before.
         """
         now = self._with_parts(tensors)
         if self._check is None or not self._check(*now):
             if [*map(_layout, now)] != self._layouts:
                 return True
-            # Dynamo's guard also compares what modes of the calling thread do to all tensors.
+            # Dynamo's guard also compares the dispatch state of the thread, which changes no tensor.
             self._check = _guard_of(now) if _has_guards else None
         return [*map(_data_ptr, now)] != self._addresses

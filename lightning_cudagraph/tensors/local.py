@@ -1,41 +1,38 @@
-"""The part that a process has of a tensor that is split between processes.
+"""The local tensors of `DTensor`s, which are sharded over processes.
 
-A `DTensor` is a description around a tensor, the local part. The memory that a graph reads and writes is
-that of the local part; the description itself has none, and says that it begins at address 0.
+A `DTensor` is a wrapper around a local tensor. Graphs read and write the memory of the local tensor; the
+wrapper has none, and its `data_ptr()` is 0.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["address_of", "addresses_of", "is_around_another", "is_split", "local"]
-
-_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
+__all__ = ["address_of", "is_around_another", "is_split", "local"]
 
 
 def is_split(kind: type) -> bool:
-    """Whether tensors of a type are split between processes."""
-    # Its package takes long to import; who has not imported it has no such tensor.
+    """True for `DTensor` and its subclasses."""
+    # The package is slow to import; without it there is no such tensor.
     package: Any = sys.modules.get("torch.distributed.tensor")
     return package is not None and issubclass(kind, package.DTensor)
 
 
 def is_around_another(kind: type) -> bool:
-    """Whether tensors of a type have no memory, but are something around a tensor that has.
+    """True for types of tensors that wrap another tensor and have no memory.
 
-    Those that are split, and what a functional collective returns, which is waited for when it is used.
-    Ops on one are ops on what it is around, and come to a mode as these, if it leaves the first to them.
+    These are `DTensor`s, and results of functional collectives, which wait at their first use. A
+    dispatch mode that returns `NotImplemented` for an op on one sees the ops on the inner tensor.
     """
     package: Any = sys.modules.get("torch.distributed._functional_collectives")
     return is_split(kind) or (package is not None and issubclass(kind, package.AsyncCollectiveTensor))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor: all of it, if it is not split."""
+    """The local part of a `DTensor`; any other tensor itself."""
     if type(tensor) is Tensor or not is_split(type(tensor)):
         return tensor
     part: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -43,10 +40,5 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where what this process has of a tensor begins."""
+    """The address of the local part of a tensor."""
     return local(tensor).data_ptr()
-
-
-def addresses_of(tensors: Iterable[Tensor]) -> Callable[[Tensor], int]:
-    """What gives the addresses of some tensors: a C function, where none of them is split."""
-    return address_of if any(is_split(type(tensor)) for tensor in tensors) else _data_ptr

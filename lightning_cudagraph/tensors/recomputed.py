@@ -1,8 +1,8 @@
-"""Attributes that hooks of torch compute anew in every forward pass: pruned and normalised weights.
+"""Attributes that torch's hooks recompute in every forward pass: pruned and normalised weights.
 
 `torch.nn.utils.prune`, and the older forms of weight and spectral normalisation, keep a parameter under
-another name, and set an ordinary attribute under its own before each forward pass. A replay sets no
-attribute: it is given what the step has computed, like the outputs.
+another name, and set a plain attribute under the original name before each forward pass. A replay sets
+no attributes, so they are set after it, to copies of the recomputed tensors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Recomputed", "detach_recomputed", "recomputed_apart", "recomputed_na
 
 @dataclass(frozen=True)
 class Recomputed:
-    """One such attribute in a captured step.
+    """A recomputed attribute in a captured step.
 
     Attributes:
-        attributes: those of the module.
-        name: its name among them.
+        attributes: the `__dict__` of the module.
+        name: its key there.
         value: the static tensor.
     """
 
@@ -35,7 +35,7 @@ class Recomputed:
     value: Tensor
 
     def hand_over(self) -> None:
-        """Set it, as the step would have; a copy, because the next replay overwrites the value."""
+        """Set the attribute to a copy, because the next replay overwrites the static tensor."""
         self.attributes[self.name] = self.value.clone()
 
 
@@ -51,10 +51,10 @@ def recomputed_names(module: nn.Module) -> set[str]:
 
 
 def detach_recomputed(model: nn.Module) -> None:
-    """Let go of the autograd graphs of those that were computed before, elsewhere.
+    """Detach recomputed attributes from the autograd graphs of earlier forward passes.
 
-    They keep the nodes alive that accumulate the gradients of their parameters, and with them the stream
-    that these were made on: a later capture would have to wait for it.
+    These graphs keep the gradient accumulation nodes of the parameters alive, and with them the stream
+    that they were made on: a later capture would have to wait for it.
     """
     for module in model.modules():
         for name in recomputed_names(module):
@@ -66,10 +66,10 @@ _MISSING = object()
 
 
 class RecomputedStep(list[Recomputed]):
-    """What was computed in one step.
+    """The recomputed attributes of one step.
 
     Args:
-        before: the attributes as they were before it: of which module, under which name, and what.
+        before: the attributes before the step: `__dict__` of the module, name, value.
     """
 
     def __init__(self, before: list[tuple[dict[str, Any], str, Any]]) -> None:
@@ -77,7 +77,7 @@ class RecomputedStep(list[Recomputed]):
         self._before = before
 
     def so_far(self) -> list[Recomputed]:
-        """What has been computed, while the step is under way."""
+        """The attributes recomputed so far, in the middle of the step."""
         return [
             Recomputed(attributes, name, attributes[name].detach())
             for attributes, name, _ in self._before
@@ -86,7 +86,7 @@ class RecomputedStep(list[Recomputed]):
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside, the attributes are as they were before the step."""
+        """Restore the attributes from before the step inside the `with` block."""
         now = [
             (attributes, name, attributes.get(name, _MISSING)) for attributes, name, _ in self._before
         ]
@@ -104,12 +104,13 @@ class RecomputedStep(list[Recomputed]):
 
 @contextmanager
 def recomputed_apart(model: nn.Module) -> Iterator[RecomputedStep]:
-    """Inside, they are missing until they are computed; afterwards what was there is back.
+    """Remove recomputed attributes for the `with` block, and restore them after it.
 
-    Missing, because a step that reads one before it is computed would read that of the capture for ever.
+    They are removed because a step that reads one before it is recomputed would read the tensor of the
+    capture in every replay.
 
     Yields:
-        What was computed inside, filled by the time that this is left.
+        The attributes recomputed inside; complete at the end of the block.
     """
     before = [
         (vars(module), name, vars(module).pop(name))

@@ -1,9 +1,10 @@
-"""State that a step binds anew at every call, kept where a graph can find it.
+"""Static tensors for rebound attributes: state that a step binds to another tensor at every call.
 
-An object that keeps a running sum as ``self.total = self.total + x`` has another tensor after each step;
-a graph knows addresses. So each such attribute is given a place. At the end of a captured step its new
-value is copied there and the place bound again; before a replay, what somebody has bound in the meantime
-(a reset, an eager step, a loaded checkpoint) is copied into the place.
+An object that keeps a running sum as ``self.total = self.total + x`` has another tensor after each step,
+and a graph knows addresses only. So each such attribute has a static tensor, its place. A captured step
+ends with a copy of the new value into the place, and binds the attribute to the place again. If other
+code has rebound the attribute since (a reset, an eager step, a loaded checkpoint), its value is copied
+into the place before the replay.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ __all__ = ["StaticState"]
 
 @dataclass
 class _Slot:
-    """An attribute, and the tensor that is its place.
+    """An attribute and its place.
 
     Attributes:
-        namespace: the attributes of the object.
-        name: of the attribute.
-        label: the same in words.
-        place: what a graph reads and writes.
-        rebound: the step binds another tensor, so that an eager one would leave this one alone.
+        namespace: the `__dict__` of the object.
+        name: the key of the attribute there.
+        label: its name in messages.
+        place: the static tensor that a graph reads and writes.
+        rebound: True if the step binds another tensor, so that an eager step does not write this one.
     """
 
     namespace: dict[str, Any]
@@ -42,7 +43,7 @@ class _Slot:
     rebound: bool = False
 
     def fits(self) -> bool:
-        """Whether what is bound now can be copied into the place."""
+        """True if the bound value can be copied into the place."""
         return _described(self.namespace.get(self.name)) == _described(self.place)
 
     def counted(self) -> int:
@@ -50,7 +51,7 @@ class _Slot:
 
 
 def _own_references() -> int:
-    """How many references to a place are counted if nobody but its slot holds it."""
+    """The reference count of a place that only its slot refers to."""
     return _Slot({}, "", "", torch.zeros(())).counted()
 
 
@@ -67,26 +68,26 @@ def _described(value: Any) -> str:
 
 
 class StaticState:
-    """Attributes with a place each."""
+    """The rebound attributes of a step, with their places."""
 
     def __init__(self) -> None:
         self._slots: dict[tuple[int, str], _Slot] = {}
-        # The same in columns, for loops that run in C: they are gone through before every replay.
+        # The slots as columns, for C-level loops before every replay.
         self._namespaces: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._places: list[Tensor] = []
         self._rebound: list[Tensor] = []
-        # How often each of the rebound is referred to if nobody outside has kept it; None: not counted.
+        # Reference counts of the rebound places without external references; None if not counted.
         self._references: list[int] | None = None
 
     def keep(self, namespace: dict[str, Any], name: str, label: str) -> None:
-        """Give an attribute a place: the tensor that is bound now, if no other attribute has it."""
+        """Give an attribute a place: the bound tensor, unless another attribute has its storage."""
         slot = self._slots.get((id(namespace), name))
         if slot is not None and slot.fits():
             return
         value: Tensor = namespace[name]
         taken = {storage_id(other.place) for other in self._slots.values() if other is not slot}
-        # In the middle of validation's `inference_mode` a reset makes tensors that nothing may write.
+        # A reset in validation's `inference_mode` makes inference tensors, which cannot be written.
         if value.is_inference() or storage_id(value) in taken or value.requires_grad:
             with torch.inference_mode(False), torch.no_grad():
                 value = namespace[name] = torch.empty_like(value, requires_grad=False).copy_(value)
@@ -101,8 +102,8 @@ class StaticState:
         self._rebound = [slot.place for slot in slots if slot.rebound]
         self._references = None
 
-    def _let_go(self) -> None:
-        """Hold the places in the slots alone, so that who else holds one can be counted."""
+    def _drop_columns(self) -> None:
+        """Refer to the places from the slots alone, so that external references can be counted."""
         self._places, self._rebound, self._references = [], [], None
 
     def _all_bound(self) -> bool:
@@ -113,43 +114,43 @@ class StaticState:
             return False
 
     def forget(self, keeps: Callable[[dict[str, Any]], bool]) -> None:
-        """Let go of the places of objects that are not kept any more."""
+        """Remove the places of objects for which `keeps` is false."""
         self._slots = {key: slot for key, slot in self._slots.items() if keeps(slot.namespace)}
         self._arrange()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The places, by what they are called."""
+        """The places, by label."""
         return {slot.label: slot.place for slot in self._slots.values()}
 
     def _untouched(self) -> bool:
-        """Whether the places are bound as the last replay left them, and nobody has kept one."""
+        """True if all places are bound as after the last replay, without external references."""
         if self._references is None or not self._all_bound():
             return False
         return not any(map(operator.gt, map(sys.getrefcount, self._rebound), self._references))
 
     def fits(self) -> bool:
-        """Whether all that has been bound can be copied into its place."""
+        """True if all bound values can be copied into their places."""
         return self._all_bound() or all(slot.fits() for slot in self._slots.values())
 
     def described(self) -> dict[str, str]:
-        """What kind of tensor is bound now, by what it is called."""
+        """A description of each bound value, by label."""
         slots = self._slots.values()
         return {slot.label: _described(slot.namespace.get(slot.name)) for slot in slots}
 
     def adopt(self) -> None:
-        """Copy what somebody has bound into the places; who has kept one gets it for himself.
+        """Copy values bound by other code into the places; separate places from external references.
 
-        To be called before each replay.
+        Called before each replay.
         """
         if not self._slots or self._untouched():
             self._references = None
             return
-        self._let_go()
+        self._drop_columns()
         places = {storage_id(slot.place) for slot in self._slots.values()}
-        # Where it does not fit, no graph will be replayed that knows the place.
+        # If a value does not fit, no graph that knows the place is replayed.
         moved = [slot for slot in self._slots.values() if not _is_bound(slot) and slot.fits()]
         for slot in moved:
-            if storage_id(slot.namespace[slot.name]) in places:  # that of another state
+            if storage_id(slot.namespace[slot.name]) in places:  # the place of another attribute
                 slot.namespace[slot.name] = slot.namespace[slot.name].clone()
         for slot in moved:
             _take_over(slot)
@@ -159,15 +160,15 @@ class StaticState:
         self._arrange()
 
     def count_references(self) -> None:
-        """Note how many refer to the places, when nobody outside has had the time to keep one."""
+        """Count the references to the places, right after a replay, when there are no external ones."""
         if self._slots:
             self._references = [*map(sys.getrefcount, self._rebound)]
 
     def write_back(self) -> None:
-        """At the end of a captured step: its values, copied into the places; these are bound again.
+        """Copy the values of a captured step into the places at its end, and bind these again.
 
         Raises:
-            CaptureError: if one of them has another shape or dtype.
+            CaptureError: if a value has another shape or dtype than its place.
         """
         moved = [slot for slot in self._slots.values() if not _is_bound(slot)]
         for slot in moved:
@@ -184,7 +185,7 @@ class StaticState:
         with torch.no_grad():
             for slot in moved:
                 value = slot.namespace[slot.name]
-                if storage_id(value) in places:  # the value of another state before the step
+                if storage_id(value) in places:  # the value of another attribute before the step
                     value = value.clone()
                 targets, values = by_dtype.setdefault(slot.place.dtype, ([], []))
                 targets.append(slot.place)
@@ -196,7 +197,7 @@ class StaticState:
             self._arrange()
 
     def put_back(self) -> None:
-        """Bind the places again."""
+        """Bind the attributes to their places again."""
         for slot in self._slots.values():
             slot.namespace[slot.name] = slot.place
 
@@ -206,7 +207,7 @@ def _is_bound(slot: _Slot) -> bool:
 
 
 def _give_away(slot: _Slot) -> Tensor:
-    """Leave the tensor to who has kept it, with its value: an eager step would not touch it."""
+    """Give the memory of a place to a new tensor, and leave its value to external references."""
     kept = slot.place
     with torch.inference_mode(False):
         slot.place = kept.detach()
@@ -215,10 +216,11 @@ def _give_away(slot: _Slot) -> Tensor:
 
 
 def _take_over(slot: _Slot) -> None:
-    """Bring what has been bound to the place.
+    """Copy the bound value into the place.
 
-    In an eager step a state that is written in place stays the tensor that somebody may have kept; so
-    that one moves to the place. One that the step binds anew is left to him.
+    If the step writes the attribute in place, other code may rely on the bound tensor staying the same
+    object: so this tensor moves to the memory of the place. If the step rebinds the attribute, the bound
+    tensor is left alone.
     """
     found: Tensor = slot.namespace[slot.name]
     place = _give_away(slot) if slot.counted() > _OWN_REFERENCES else slot.place

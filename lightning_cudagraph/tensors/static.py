@@ -1,7 +1,7 @@
-"""The static buffers that a graph reads its batches from.
+"""Static inputs: the buffers that a graph reads its batches from.
 
-A graph reads fixed addresses. The first batch of a signature gives the shape of a set of static
-buffers; every later batch of the same signature is copied into them before the replay.
+A graph reads fixed addresses. The first batch of a signature determines the shapes of a set of static
+buffers; every later batch of that signature is copied into them before the replay.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class _Pattern:
-    """What a batch looks like, for a quick yes.
+    """A fast check that a batch has the signature of another one.
 
-    Knows lists, tuples and dictionaries (and none of their subclasses) of plain tensors and Python
-    values. A signature says the same of any batch, and where two differ, in ten times the time.
-
-    Args:
-        batch: the batch to describe.
+    It knows lists, tuples and dictionaries (no subclasses) of plain tensors and Python values. A
+    `Signature` knows any batch and names the difference of two, in ten times the time.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -40,7 +37,7 @@ class _Pattern:
     def _described(self, value: Any) -> tuple[Any, ...]:
         kind = type(value)
         if kind is Tensor:
-            # One tensor at two places has one buffer, and is another signature than two tensors.
+            # One tensor in two places has one buffer: another signature than two tensors.
             self._known &= id(value) not in self._seen
             self._seen.add(id(value))
             return (Tensor, value.shape, value.stride(), value.dtype, value.requires_grad)
@@ -52,16 +49,16 @@ class _Pattern:
         return (kind, comparable(value))
 
     def tensors(self, batch: Any, device_type: str) -> list[Tensor] | None:
-        """The tensors of a batch in their order, or None if it is not known to look like this one.
+        """The tensors of a batch in order; None if it is not known to have this pattern.
 
         Args:
             batch: any batch.
-            device_type: where its tensors have to be.
+            device_type: the type of device that its tensors must be on.
         """
         found: list[Tensor] = []
         if not (self._known and _matches(self._root, batch, device_type, found)):
             return None
-        # One tensor at two places is another signature.
+        # One tensor in two places is another signature.
         return found if len(set(map(id, found))) == len(found) else None
 
 
@@ -98,16 +95,12 @@ def _matches(pattern: tuple[Any, ...], value: Any, device_type: str, found: list
 
 
 class Loan:
-    """The static batch as one run of the step is given it.
+    """The static batch for one run of the step, in containers of its own.
 
-    In containers of its own: what the step puts into them is in no other run, nor in the next capture.
-
-    Args:
-        batch: the static batch.
-        buffers: its tensors.
+    So objects that the step puts into them are in no other run, nor in the next capture.
 
     Attributes:
-        batch: the copies of its containers, around the buffers.
+        batch: copies of the containers, around the static buffers.
     """
 
     def __init__(self, batch: Any, buffers: Sequence[Tensor]) -> None:
@@ -117,13 +110,13 @@ class Loan:
         self._versions = [(buffer, buffer._version) for buffer in buffers]
 
     def refuse_changes(self, written: Sequence[Tensor] = ()) -> None:
-        """Refuse a run that has changed the batch: hooks would see another one than in an eager step.
+        """Refuse a run that has changed the batch: hooks would see another batch than in an eager step.
 
         Args:
-            written: tensors older than the run that it is known to have written into.
+            written: older tensors that the run has written into.
 
         Raises:
-            CaptureError: naming the tensor that was written or replaced, or that the containers changed.
+            CaptureError: naming the tensor that was written or replaced, or a change of the containers.
         """
         if structure_of(self.batch) != self._structure:
             raise CaptureError(
@@ -133,11 +126,11 @@ class Loan:
         for (path, lent), (_, leaf) in zip(self._leaves, flatten_batch(self.batch), strict=True):
             if leaf is not lent:
                 raise CaptureError(
-                    f"The training step puts something else in the place of `{path}`.",
+                    f"The training step replaces `{path}` in its batch.",
                     f"Give it a name of its own, as in `x = {path}.float()`, or copy the container"
                     " first: `batch = copy.copy(batch)`.",
                 )
-        # What goes past autograd, as `x.data.mul_(2)` does, raises no version.
+        # Writes that bypass autograd, such as `x.data.mul_(2)`, raise no version.
         memory = {storage_id(tensor) for tensor in written}
         for buffer, version in self._versions:
             if buffer._version != version or storage_id(buffer) in memory:
@@ -152,10 +145,10 @@ class StaticBatch:
     """A batch whose tensors stay at the same addresses.
 
     Args:
-        example: a batch of the signature to hold; its values are copied.
+        example: a batch of the signature; its values are copied.
 
     Attributes:
-        batch: the same containers as `example` around the static buffers.
+        batch: the static buffers, in the same containers as in `example`.
     """
 
     def __init__(self, example: Any) -> None:
@@ -165,7 +158,6 @@ class StaticBatch:
             if not isinstance(leaf, Tensor):
                 return leaf
             if id(leaf) not in buffers:
-                # `empty_strided` keeps the layout, so that the same kernels are chosen as in eager.
                 buffers[id(leaf)] = self._empty_like(leaf)
             return buffers[id(leaf)]
 
@@ -176,8 +168,8 @@ class StaticBatch:
 
     @staticmethod
     def _empty_like(leaf: Tensor) -> Tensor:
-        # `empty_strided` keeps the layout, so that the same kernels are chosen as in eager; not that
-        # of an expanded tensor, whose elements share memory and cannot be written.
+        # `empty_strided` keeps the layout, so that the same kernels are chosen as in an eager step. An
+        # expanded tensor, in which elements share memory, cannot be written, and gets a plain buffer.
         overlaps = any(st == 0 and n > 1 for st, n in zip(leaf.stride(), leaf.shape, strict=True))
         if overlaps:
             buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
@@ -186,7 +178,7 @@ class StaticBatch:
         return buffer.requires_grad_(leaf.requires_grad)
 
     def lend(self) -> Loan:
-        """The batch for one run of the step, which must not change it."""
+        """Make a `Loan` of the batch for one run of the step."""
         return Loan(self.batch, self._buffers)
 
     def tensors_of(self, batch: Any, device_type: str) -> list[Tensor] | None:
@@ -194,25 +186,26 @@ class StaticBatch:
 
         Args:
             batch: any batch.
-            device_type: where its tensors have to be.
+            device_type: the type of device that its tensors must be on.
 
         Returns:
-            The tensors, or None if it is of another signature, or if only a `Signature` can tell.
+            The tensors; None if the batch has another signature, or one that only a `Signature` can
+            compare.
         """
         return self._pattern.tensors(batch, device_type)
 
     def copy_from(self, batch: Any) -> None:
         """Copy the tensors of a batch of the same signature into the static buffers."""
-        if batch is self.batch:  # whoever handed it on has filled them
+        if batch is self.batch:  # the caller has filled the buffers
             return
         leaves = [leaf for _, leaf in flatten_batch(batch) if isinstance(leaf, Tensor)]
         self.fill(list({id(leaf): leaf for leaf in leaves}.values()))
 
     def fill(self, tensors: list[Tensor]) -> None:
-        """Copy tensors, as `tensors_of` gives them, into the static buffers."""
+        """Copy tensors, in the order of `tensors_of`, into the static buffers."""
         if len(tensors) != len(self._buffers):  # before anything is copied
             raise ValueError(f"{len(tensors)} tensors for {len(self._buffers)} static buffers")
-        # As those of the same signature do, or because a step has asked for it: `x.requires_grad_()`.
+        # Because tensors of this signature do, or because a step has called `x.requires_grad_()`.
         if any(map(_requires_grad, self._buffers)):
             with torch.no_grad():
                 self._copy(tensors)

@@ -1,4 +1,4 @@
-"""Which tensors an op writes into."""
+"""Writes of ops: the arguments that an op writes into, and those of a whole capture."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = [
     "written_by",
 ]
 
-# Schemas lie: what these ops write without saying so, by the names of their arguments. The test of
-# `accesses` compares what each op declares with what it does, and finds those that are missing here.
+# Arguments that ops write although their schemas do not declare it. The test of `accesses` compares each
+# op's writes with its schema, and finds those that are missing here.
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     # aten/src/ATen/native/native_functions.yaml, `native_batch_norm` and its backends' forms.
@@ -34,27 +34,28 @@ UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     "aten::batch_norm_gather_stats": _RUNNING_STATISTICS,
     "aten::batch_norm_gather_stats_with_counts": _RUNNING_STATISTICS,
     "aten::batch_norm_update_stats": _RUNNING_STATISTICS,
-    # cuDNN is given the memory that the forward pass kept as memory that it may write.
+    # cuDNN may write into the memory that the forward pass has saved.
     "aten::cudnn_batch_norm_backward": ("reserveSpace",),
-    # These draw from a state of cuDNN's own, which moves on with each pass
+    # These draw from a random state of cuDNN, which advances with each pass
     # (aten/src/ATen/native/cudnn/RNN.cpp, `DropoutState`).
     "aten::_cudnn_rnn": ("dropout_state",),
-    # The backward pass works in the memory that the forward pass kept.
+    # The backward pass works in the memory that the forward pass has saved.
     "aten::_cudnn_rnn_backward": ("dropout_state", "reserve"),
     "aten::mkldnn_rnn_layer_backward": ("workspace",),
     # torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
     "fsdp::all_gather_copy_in": ("all_gather_output",),
 }
-# Collectives declare nothing; what they write is their first argument
+# Collectives declare no writes; they write their first argument
 # (torch/csrc/distributed/c10d/Ops.cpp).
 _COLLECTIVES = "c10d::"
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """The tensors among arguments of an op, or what it returns: single, or in lists.
+    """The tensors among the arguments or results of an op: single, or in lists.
 
-    As pytrees find them. Those call a few functions for each leaf, on which the audit of a capture looks
-    in turn: fits of a small model on the emulator took 84 to 100 ms, and 64 to 77 since.
+    The same as pytrees find, without the function calls for each leaf, each of which the audit of a
+    capture looks at: fits of a small model on the emulator took 84 to 100 ms with pytrees, and 64 to 77
+    so.
     """
     found: list[Tensor] = []
     for value in values:
@@ -68,37 +69,37 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number for the memory that a tensor lies in; not used twice while that lives."""
+    """An id of the storage of a tensor, unique while the storage lives."""
     return int(local(tensor).untyped_storage()._cdata)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of the memory that a tensor lies in, in its dtype."""
+    """The whole storage of a tensor as a flat tensor of its dtype."""
     part = local(tensor)
     flat = torch.empty(0, dtype=part.dtype, device=part.device)
     return flat.set_(part.untyped_storage())
 
 
 def storages_held() -> dict[int, StorageWeakRef]:
-    """The memory that tensors of Python lie in, by number; none is used again while this is kept."""
+    """The storages of all Python tensors, by id; no id is used again while the result is kept."""
     found: dict[int, StorageWeakRef] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in (each for each in gc.get_objects() if issubclass(type(each), Tensor)):
-            # Those that have no memory of their own (sparse ones, wrappers) say so by raising.
+            # Tensors without a storage (sparse ones, wrappers) raise.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 found.setdefault(storage_id(tensor), StorageWeakRef(tensor.untyped_storage()))
     return found
 
 
 class Writes:
-    """The tensors that the ops of one capture write into, and that are older than it.
-
-    Attributes:
-        older: one tensor for each such memory.
+    """The tensors older than a capture that its ops write into.
 
     Args:
-        held: the numbers of all older memory, where not all that is made shows: compiled code takes
-            memory past all dispatch, and what an op writes there would seem to be older.
+        held: ids of all older storages. Needed with compiled code, which allocates without the
+            dispatcher, so that its memory would seem to be older.
+
+    Attributes:
+        older: one tensor for each such storage.
     """
 
     def __init__(self, held: Container[int] | None = None) -> None:
@@ -111,7 +112,7 @@ class Writes:
         return list(self._older.values())
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Take one op, after it has run."""
+        """Record an op that has run."""
         inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
         for tensor in written_by(func, args, kwargs):
             key = storage_id(tensor)

@@ -1,3 +1,3 @@
-"""The short way through Lightning's loop, on CUDA."""
+"""The fast path through Lightning's loop, on CUDA."""
 
 from tests.test_advance import *  # noqa: F403

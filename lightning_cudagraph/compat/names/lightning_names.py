@@ -63,7 +63,7 @@ _CONNECTOR = f"{_PYTORCH}.trainer.connectors.logger_connector"
 _CALL = f"{_PYTORCH}.trainer.call"
 _WRAPPERS = "lightning.fabric.wrappers"
 
-# What modules of this package import from here: in which module of Lightning's it lives.
+# Names that modules of this package import from here, by their modules in Lightning.
 _IMPORTED = {
     "_FabricModule": "fabric.wrappers",
     "_FabricOptimizer": "fabric.wrappers",
@@ -86,7 +86,7 @@ def _reads_a_number(getter: Any) -> bool:
 
 
 def _is_as_it_was_read(advance: Any) -> bool:
-    # Here, because it imports Lightning.
+    # Imported here, because it imports Lightning.
     from lightning_cudagraph.compat import lightning_source
 
     return lightning_source.is_known()
@@ -103,7 +103,7 @@ _TRAINER = (
         TRAINING,
     ),
     members(f"{_PYTORCH}.LightningModule", "_current_fx_name", TRAINING, EVALUATION),
-    # Name-mangled: what `LightningModule.log` turns its value into a tensor with.
+    # Name-mangled: `LightningModule.log` turns its value into a tensor with it.
     PrivateName(
         f"{_PYTORCH}.LightningModule._LightningModule__to_tensor",
         (TRAINING, EVALUATION),
@@ -134,7 +134,7 @@ _TRAINING_LOOP = (
         TIMES,
     ),
     *named(_EPOCH_LOOP, "_broadcast_sigterm_tensor", TRAINING, probe=accepts("self")),
-    # Their values move from step to step.
+    # Counters, which move from step to step.
     *named(
         _EPOCH_LOOP,
         "batch_idx total_batch_idx global_step",
@@ -188,7 +188,7 @@ _LOGS = (
         EVALUATION,
         probe=accepts("self", "value", "batch_size", "meta"),
     ),
-    # Attributes that are set here.
+    # Attributes that this package sets.
     members(
         f"{_CONNECTOR}.result._ResultMetric",
         "value cumulated_batch_size _forward_cache _update_count _computed _defaults has_reset",

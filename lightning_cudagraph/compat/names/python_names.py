@@ -1,4 +1,4 @@
-"""Names of CPython with an underscore. They are there in all versions that this package runs on."""
+"""Names of CPython with an underscore, present in all versions that this package runs on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ PYTHON = (
     PrivateName("sys._getframe", (CAPTURES,), lambda f: f(0).f_code.co_name),
     PrivateName("logging.Logger._log", (CAPTURES,)),
     PrivateName("copyreg._reconstructor", (CAPTURES,)),
-    # Of named tuples, documented.
+    # Documented, for named tuples.
     PrivateName("platform.uname_result._fields", (CAPTURES,)),
 )

@@ -1,4 +1,4 @@
-"""Private names of the writers of TensorBoard's event files, of which torch's are made."""
+"""Private names of TensorBoard's event file writers, which torch's `SummaryWriter` uses."""
 
 from __future__ import annotations
 

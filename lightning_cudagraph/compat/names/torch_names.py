@@ -65,7 +65,7 @@ _DISPATCH = "torch.utils._python_dispatch"
 _TREES = "torch.utils._pytree"
 _COMPILED_CALLS = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
 
-# What modules of this package import from here.
+# Names that modules of this package import from here, by their paths in torch.
 _IMPORTED = {
     "eval_frame": _DYNAMO,
     "cudagraphs": "torch._dynamo.backends.cudagraphs",
@@ -122,11 +122,11 @@ def _has_hook_tables(handle: Any) -> bool:
 
 _AUTOGRAD = (
     PrivateName("torch.autograd._get_sequence_nr", (TIMES,), _counts_nodes),
-    # Of nodes, which the probe before this one asks; older versions do not declare it there.
+    # Read from nodes by the probe above; older versions do not declare it here.
     PrivateName("torch.autograd.graph.Node._sequence_nr"),
     PrivateName("torch.autograd.Variable._execution_engine", (TIMES,)),
     PrivateName("torch._C._current_graph_task_id", (TIMES,), lambda number: number() == -1),
-    # Entered around what is checkpointed, and around its recomputation.
+    # Entered around a checkpointed function, and around its recomputation.
     *named("torch.utils.checkpoint", "_checkpoint_hook _recomputation_hook", TIMES),
     PrivateName("torch.utils.hooks.RemovableHandle", (TIMES,), _has_hook_tables),
     members("torch.nn.Module", "_compiled_call_impl", TIMES),
@@ -150,7 +150,7 @@ _TENSORS = (
     PrivateName("torch.Tensor._make_subclass", (METRICS,)),
     *named("torch.UntypedStorage", "_cdata", CAPTURES),
     *named("torch.Generator", "_cdata", CAPTURES),
-    # How torch counts who refers to a tensor, since objects of Python are not counted for it any more.
+    # References to a tensor from C++; only some versions have it.
     PrivateName("torch.Tensor._use_count"),
     PrivateName("torch._C._storage_Use_Count", (HELD_GRADIENTS,), _counts_users),
     *named("torch", "_foreach_add_ _foreach_copy_ _foreach_div _foreach_div_ _foreach_mul", CAPTURES),
@@ -249,7 +249,7 @@ _DISTRIBUTED = (
         "_get_ddp_logging_data _set_ddp_runtime_logging_sample_rate _comm_hooks _join_config reducer",
         REPLICAS,
     ),
-    # Those that the first iterations make, and an argument of some versions.
+    # Attributes that the first iterations set, and an argument of some versions.
     *(
         PrivateName(f"{_DDP}.{name}")
         for name in ("_has_rebuilt_buckets", "_lazy_init_ran", "_delay_all_reduce_params")
@@ -276,12 +276,12 @@ _DISTRIBUTED = (
             (f"{_FSDP}._fsdp_param", "FSDPParam", ("_unsharded_param", "unsharded_accumulated_grad")),
         )
     ),
-    # One of each of these pairs, by the version of torch.
+    # One name of each pair, depending on the version of torch.
     *(
         PrivateName(f"{_FSDP}._fsdp_state.FSDPState.{name}")
         for name in ("_fsdp_param_group", "_fsdp_param_groups", "_comm_ctx", "comm_ctx")
     ),
-    # How weights are gathered and gradients reduced: torch's own way, if there is no other.
+    # Custom ways to gather weights and to reduce gradients; torch's own if they are unset.
     *(
         PrivateName(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.{name}")
         for name in ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")

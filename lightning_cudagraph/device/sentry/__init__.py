@@ -1,1 +1,1 @@
-"""The modes that watch each op of a step, refuse what no graph can hold, and mend what can be mended."""
+"""Modes that check each op of a step, refuse those that no graph can hold, and rewrite some."""

@@ -1,9 +1,9 @@
-"""Autocast, in what an op consists of, as it is without the modes of a capture.
+"""Autocast inside composite ops, as without the dispatch modes of a capture.
 
-Below a mode of the dispatcher, torch leaves all out that is above it, autocast too
-(aten/src/ATen/core/PythonFallbackKernel.cpp). An op that comes whole to the mode, and calls others, is
-then computed in fp32 where it is in bf16 without the mode. What was on where the dispatcher was entered,
-torch remembers.
+Below a dispatch mode, torch excludes all dispatch keys above it, autocast too
+(aten/src/ATen/core/PythonFallbackKernel.cpp). So an op that reaches the mode whole and calls other ops
+is computed in fp32, and without the mode in bf16. torch keeps the state at the entry of the dispatcher,
+from which autocast is restored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_cudagraph.compat.names.torch_names import OpOverload, OpOverloadP
 
 __all__ = ["reaching"]
 
-# Of torch's ops those that call others that autocast knows; and what calls them, if that is another op.
+# Ops of torch that call ops with autocast kernels; and the op that calls them, if there is one.
 _CALL_OTHERS = {
     "aten::_foreach_mm": None,
     "aten::_transformer_encoder_layer_fwd": None,
@@ -36,13 +36,13 @@ _TORCHS = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profi
 def reaching(
     func: Any, device_type: str, unknown: Callable[[str], None] = lambda name: None
 ) -> AbstractContextManager[Any]:
-    """Inside, below a mode, an op is run with autocast on if it would be without the mode.
+    """Switch autocast on for an op below a mode if it would be on without the mode.
 
     Args:
         func: the op.
         device_type: the type of the device that is captured.
-        unknown: is told the name of an op of which nobody knows, because the Python of another one calls
-            it, which may have switched autocast off.
+        unknown: called with the name of an op if the state of autocast is unknown, because the Python
+            code of another op, which may have switched autocast off, calls this one.
     """
     if not _calls_others(func, device_type) or not _is_on(device_type):
         return nullcontext()
@@ -55,7 +55,7 @@ def reaching(
         elif frame.f_code.co_name == "__torch_dispatch__" and not frame.f_code.co_filename.startswith(
             PACKAGE_DIR
         ):
-            return nullcontext()  # a mode of the user's, or torch's, below which autocast is off anyway
+            return nullcontext()  # below a mode of the user's or torch's, autocast is off anyway
     dtype = torch.get_autocast_dtype(device_type)
     return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
 
@@ -72,19 +72,19 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _calls_others(func: Any, device_type: str) -> bool:
-    """Whether an op may call others, with autocast as it is around the op itself."""
+    """True if an op may call other ops under the autocast state around it."""
     if func.namespace not in _TORCHS:
         caller = None
     elif (name := func._schema.name) in _CALL_OTHERS:
         caller = _CALL_OTHERS[name]
     else:
         return False
-    # In an op that autocast knows it is off in any case.
+    # Inside an op with an autocast kernel, autocast is off anyway.
     known = torch._C._dispatch_has_kernel_for_dispatch_key
     return not known(caller or func.name(), f"Autocast{device_type.upper()}")
 
 
 def _is_on(device_type: str) -> bool:
-    """Whether autocast was on where the dispatcher was entered."""
+    """True if autocast was on at the entry of the dispatcher."""
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         return torch.is_autocast_enabled(device_type)

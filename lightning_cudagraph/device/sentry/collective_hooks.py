@@ -1,9 +1,9 @@
 """Hooks around each collective of a step, for its times.
 
-They come through the dispatcher, whether Python calls them or DistributedDataParallel's reducer does. In
-a capture its sentry sees them there. In an eager step, where a look at every op would cost more than is
-measured, kernels of ours stand above those of the backends for the time being, for these ops alone. What
-a collective does is the same with and without: nothing of it is replaced.
+Collectives pass through the dispatcher, whether Python or DistributedDataParallel's reducer issues them.
+In a capture the sentry sees them there. In an eager step, where a mode for every op would cost more than
+is measured, kernels registered for these ops alone call the hooks and then the backend's kernels. The
+collectives themselves are unchanged.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 __all__ = ["CollectiveHook", "collective_hook", "run_collective"]
 
-# What ops are called in torch (torch/csrc/distributed/c10d/Ops.cpp), and by those who use them. Barriers
-# and messages between two processes are none.
+# Names of the ops in torch (torch/csrc/distributed/c10d/Ops.cpp), and their public names. Barriers and
+# point-to-point messages are left out.
 _NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -37,17 +37,18 @@ _NAMES = {
 
 
 class CollectiveHook(Protocol):
-    """A function that is called before each collective is issued."""
+    """A hook that is called before each collective is issued."""
 
     def __call__(self, name: str, tensors: Any) -> Callable[[Any], None]:
-        """A collective is about to be issued on the current stream.
+        """Called when a collective is about to be issued on the current stream.
 
         Args:
-            name: such as ``all_reduce``.
+            name: public name, such as ``all_reduce``.
             tensors: its arguments, tensors and others.
 
         Returns:
-            Called once it is issued, with its `Work`, or None if the current stream waits for it.
+            A function to call after the collective is issued, with its `Work`; or with None if the
+            current stream waits for it.
         """
 
 
@@ -55,7 +56,7 @@ _hooks: list[CollectiveHook] = []
 
 
 def run_collective(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-    """Run a collective, with the hooks around it."""
+    """Run a collective with the hooks around it."""
     name = _NAMES.get(func._schema.name.rpartition("::")[2])
     if not _hooks or name is None or _are_gathered():
         return run()
@@ -69,11 +70,11 @@ def run_collective(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> 
 
 @contextmanager
 def collective_hook(hook: CollectiveHook, captured: bool) -> Iterator[None]:
-    """Have a hook called around the collectives that are issued inside, on any thread.
+    """Call a hook around the collectives that any thread issues inside the `with` block.
 
     Args:
         hook: the hook.
-        captured: a capture is under way, whose sentry sees them.
+        captured: True in a capture, where the sentry calls the hooks.
     """
     _hooks.append(hook)
     library = None if captured else _hooked_kernels()
@@ -86,10 +87,10 @@ def collective_hook(hook: CollectiveHook, captured: bool) -> Iterator[None]:
 
 
 def _hooked_kernels() -> Any:
-    """Kernels that call the hooks and hand collectives on, until they are destroyed."""
+    """Register kernels that call the hooks and the backend's kernels, until they are destroyed."""
     library = torch.library.Library("c10d", "IMPL")
     for name in _NAMES:
-        if hasattr(torch.ops.c10d, name):  # some are younger than others
+        if hasattr(torch.ops.c10d, name):  # some are missing in older versions
             library.impl(name, _handing_on(getattr(torch.ops.c10d, name).default), "Autograd")
     return library
 
@@ -106,7 +107,7 @@ def _handing_on(op: Any) -> Callable[..., Any]:
 
 
 def _are_gathered() -> bool:
-    """Tell if collectives are gathered, to be issued together: there is nothing to wait for yet."""
+    """True inside `_coalescing_manager`: collectives are issued later, and there is no work yet."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return bool(getattr(world, "pg_coalesce_state", None))
 

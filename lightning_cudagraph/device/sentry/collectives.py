@@ -1,8 +1,8 @@
-"""Collectives of `torch.distributed` on a tape of ops.
+"""Collectives of `torch.distributed` in captures on the CPU emulator.
 
-They come through the dispatcher like any op, whether Python calls them or DistributedDataParallel's
-reducer does. A capture must not run them: on a GPU it would not, and the other processes may be doing
-something else. So what a collective returns is made here without it, and a replay runs it and waits.
+They pass through the dispatcher like any op, whether Python or DistributedDataParallel's reducer issues
+them. A capture must not run them: on a GPU it would not, and the other processes may be doing something
+else. So their results are made here without running them; a replay runs them and waits.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from lightning_cudagraph.device.sentry.sentry import forbid, user_location
 
 __all__ = ["is_collective", "only_wraps", "returned_unrun", "wait_for"]
 
-# Python's way into them for compilers: the results are tensors that are waited for later. The norm of
-# sharded gradients is reduced so.
+# Functional collectives: the results are tensors that are waited for later. The norm of sharded
+# gradients is reduced with them.
 _FUNCTIONAL = "_c10d_functional"
 _WAIT = "_c10d_functional::wait_tensor"
 _KNOWN = frozenset({"_c10d_functional::all_reduce", _WAIT})
-# Puts something around a tensor that waits for it when it is used.
+# Wraps a tensor so that its first use waits for it.
 _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 
 
 def is_collective(func: Any) -> bool:
-    """Tell if an op is a collective, or a message from one process to another.
+    """True if an op is a collective or a point-to-point message.
 
     Raises:
-        CaptureError: if it is one that a tape of ops cannot hold.
+        CaptureError: if it is a collective that the emulator cannot record.
     """
     if func.namespace.startswith(_FUNCTIONAL):
         if func._schema.name in _KNOWN:
@@ -43,12 +43,12 @@ def is_collective(func: Any) -> bool:
 
 
 def only_wraps(func: Any) -> bool:
-    """Tell if an op does nothing but to put something around a tensor that is in the graph."""
+    """True if an op only wraps a tensor that is in the graph."""
     return bool(func._schema.name == _WRAP)
 
 
 def returned_unrun(func: Any, args: tuple[Any, ...]) -> Any:
-    """Return what a collective returns, without running it: its tensors, and work that is done."""
+    """The result of a collective without running it: its tensors, and work that is done."""
     if func.namespace == _FUNCTIONAL:
         return args[0] if func._schema.name == _WAIT else torch.empty_like(args[0])
     done: Any = torch.futures.Future()
@@ -56,7 +56,7 @@ def returned_unrun(func: Any, args: tuple[Any, ...]) -> Any:
     done.set_result(written)
     make: Any = torch._C._distributed_c10d
     work = make._create_work_from_future(done).boxed()
-    # Those that return a tensor return the one that they write, which is their first argument.
+    # An op that also returns tensors returns those that it writes: its first argument.
     return (args[0], work) if len(func._schema.returns) == 2 else work
 
 

@@ -1,16 +1,18 @@
-"""Code that torch.compile has compiled, in a step that is captured.
+"""Captures of steps that call code compiled by `torch.compile`.
 
-It is compiled in warm-up, as ever, and captured as it is. Three things are in the way. What watches a
-capture are function modes and a profiling hook, and Dynamo compiles anew under modes that it has not
-seen: so they are taken off while compiled code runs. Dynamo asks its guards with each call, and a replay
-asks nobody. And compiled code hides Python from the audit: what it reads, draws and changes on the host
-was looked at when it was compiled.
+The code is compiled in warm-up as usual, and captured unchanged. Three problems have to be solved:
 
-So a step with compiled code in it is first captured with torch.compile switched off, and that graph is
-thrown away: its Python runs under the audit like any other, what it mentions is compared before every
-replay, and what it writes into is known. Of Dynamo's guards nothing is left to ask then: they are on
-what the same Python can read, and on what a graph has baked in anyway (shapes, modes, `requires_grad`,
-global switches).
+* A capture is watched by function modes and a profiling hook, and Dynamo recompiles under modes that it
+  has not seen. So they are removed while compiled code runs.
+* Dynamo evaluates its guards at each call; a replay does not.
+* Compiled code hides its Python from the audit: host reads, random draws and changes were traced when it
+  was compiled.
+
+For the last two, a step with compiled code is first captured with torch.compile switched off, and that
+graph is thrown away. So its Python runs under the audit like any other, the objects that it reads are
+guarded at every replay, and the tensors that it writes into are known. Dynamo's guards then add nothing:
+they are on objects that the same Python can read, and on what any graph bakes in (shapes, modes,
+`requires_grad`, global switches).
 """
 
 from __future__ import annotations
@@ -27,54 +29,54 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, overrides
 
-from lightning_cudagraph.device.sentry.hidden_reads import let_go
+from lightning_cudagraph.device.sentry.hidden_reads import reads_permitted
 from lightning_cudagraph.device.sentry.inductor import wants_graphs
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode, unpatched
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["CompiledCode", "compilations", "is_held", "is_left_out", "recompilation"]
 
-# How torch's error begins (torch/_dynamo/eval_frame.py, `_callback_from_stance`).
+# The beginning of torch's error (torch/_dynamo/eval_frame.py, `_callback_from_stance`).
 _RECOMPILE = "Detected recompile when torch.compile stance is"
-# In these, nothing is compiled in any case, or calls of what is not compiled run as they are.
+# Under these stances nothing is compiled, or calls that would need it run eagerly or fail.
 _KEPT_STANCES = ("force_eager", "eager_on_recompile", "fail_on_recompile")
 _MAX_REASON = 600
 
 T = TypeVar("T")
 
-# Called with the backend of compiled code that is about to be called; what it returns, afterwards.
+# Called with the backend before compiled code runs; the returned function is called after it.
 _Enter = Callable[[Any], Callable[[], None]]
 
-# At the last look: references to the class of contexts, and what had been compiled; and the contexts.
+# Cache of `_contexts`: references to the class of contexts, number of compilations; the contexts.
 _looked_at = (-1, -1)
 _seen: list[weakref.ref[Any]] = []
 
-# The threads in which a capture is under way that runs compiled code as it is.
+# Threads with a capture that runs compiled code.
 _held: set[int] = set()
 
 
 def compilations() -> int:
-    """How often Dynamo has compiled something in this process."""
+    """The number of graphs that Dynamo has compiled in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def is_held() -> bool:
-    """Whether a capture is under way in this thread that runs compiled code as it is."""
+    """True if this thread is in a capture that runs compiled code."""
     return threading.get_ident() in _held
 
 
 def is_left_out() -> bool:
-    """Whether the Python that was compiled runs in the place of compiled code."""
+    """True if compiled functions run as plain Python."""
     dynamo: Any = torch._dynamo
     return bool(dynamo.eval_frame._stance.stance == "force_eager" or dynamo.config.disable)
 
 
 def _contexts() -> list[Any]:
-    """What `torch.compile` has returned, as far as it is alive: each has the hooks of its calls.
+    """The live contexts that `torch.compile` has made, which hold the hooks around compiled calls.
 
-    To look through all objects of Python takes 50 ms and more. So it is done only if there may be
-    others than the last time: one of those has gone, the class has another number of references, of
-    which each object has one, or something has been compiled.
+    A search through all Python objects takes 50 ms and more. So the last result is used again unless
+    one of its contexts is gone, something has been compiled, or the number of references to the class,
+    of which each context has one, has changed.
     """
     global _looked_at, _seen
     kind = torch._dynamo.eval_frame.OptimizeContext
@@ -83,12 +85,12 @@ def _contexts() -> list[Any]:
     if now != _looked_at or len(found) < len(_seen):
         found = [other for other in gc.get_referrers(kind) if isinstance(other, kind)]
         _looked_at, _seen = now, [weakref.ref(context) for context in found]
-    # A private name. Without it, calls are not noticed, and Dynamo's own error says what it misses.
+    # A private attribute. Without it calls are not noticed, and Dynamo raises its own error.
     return [context for context in found if isinstance(getattr(context, "enter_exit_hooks", None), list)]
 
 
 def _backend_of(context: Any) -> Any:
-    """What a context compiles with."""
+    """The backend of a context."""
     found = getattr(context, "callback", None)
     while (inner := getattr(found, "_torchdynamo_orig_backend", None)) is not None:
         found = inner
@@ -112,16 +114,16 @@ def _nothing() -> None:
 
 
 def _unwatched(backend: Any) -> Callable[[], None]:
-    """Take off what watches the calls and the Python of a capture, until compiled code has run.
+    """Remove this package's function modes and profiling hook while compiled code runs.
 
-    Dynamo asks which function modes there are, and would compile the profiling hook of the interpreter.
+    Dynamo guards on the stack of function modes, and would compile the profiling hook.
     """
     stack = overrides._get_current_function_mode_stack()
     kept = [mode for mode in stack if not isinstance(mode, OwnFunctionMode)]
     _exchange(len(stack), kept)
     patch = unpatched()
     watcher = sys.getprofile()
-    if callable(watcher):  # not one that is written in C (cProfile)
+    if callable(watcher):  # a profiler written in C (cProfile) is not
         sys.setprofile(None)
 
     def put_back() -> None:
@@ -141,21 +143,21 @@ def _exchange(there: int, modes: list[Any]) -> None:
 
 
 def recompilation(error: BaseException) -> CaptureError | None:
-    """What a refusal of Dynamo's to compile in a capture means, or None for any other error."""
+    """Translate Dynamo's refusal to compile in a capture; None for any other error."""
     if isinstance(error, CaptureError) or _RECOMPILE not in str(error):
         return None
     said = " ".join(str(error).split())
     what = said.partition("filename: ")[2] or said
     place, _, reasons = what.partition("triggered by the following guard failure(s): ")
-    return _compiled_anew(place.strip(), reasons[:_MAX_REASON])
+    return _recompiled(place.strip(), reasons[:_MAX_REASON])
 
 
-def _compiled_anew(where: str, guards: str) -> CaptureError:
+def _recompiled(where: str, guards: str) -> CaptureError:
     why = f" Guards that failed: {guards}" if guards else ""
     return CaptureError(
-        f"Compiled code would be compiled anew in the capture, which no capture can hold: {where}.{why}",
-        "Let what the guards name be the same in all steps from the first one on, or raise"
-        " `warmup_steps`, so that all is compiled before the capture; or leave out `torch.compile`.",
+        f"Compiled code would be recompiled in the capture, which no capture can hold: {where}.{why}",
+        "Keep what the guards name the same in all steps, or raise `warmup_steps`, so that everything is"
+        " compiled before the capture; or leave out `torch.compile`.",
     )
 
 
@@ -163,23 +165,23 @@ class CompiledCode:
     """The compiled code that the steps of one run call.
 
     Attributes:
-        is_called: some step has called compiled code.
-        written: tensors older than the step that it writes into, once its Python has been looked at for
-            the captures under way.
+        is_called: True once a step has called compiled code.
+        written: tensors older than the step that it writes into; None until the capture without
+            torch.compile has shown them.
     """
 
     def __init__(self) -> None:
         self.is_called = False
         self.written: list[Tensor] | None = None
-        self._older = compilations() > 0  # something has been compiled without our knowledge
+        self._older = compilations() > 0  # compiled before this object was made
         self._contexts: list[Any] | None = None
 
     @contextmanager
     def one_look(self) -> Iterator[None]:
-        """Around captures of one step: its Python is looked at once for all of them."""
+        """Let the captures of one step share one capture without torch.compile."""
         self.written = None
         before, self._contexts = self._contexts or [], _contexts()
-        # In case that it is the first step to call what has been made since warm-up began.
+        # This step may be the first to call functions compiled since warm-up began.
         self.is_called |= any(all(new is not old for old in before) for new in self._contexts)
         try:
             yield
@@ -188,17 +190,17 @@ class CompiledCode:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know."""
+        """Notes for the report."""
         if not self.is_called:
             return []
         return ["the step runs compiled code; a capture without torch.compile showed the Python in it"]
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Notice whether what is inside calls compiled code.
+        """Record if the `with` block calls compiled code.
 
-        What had been compiled with CUDA graphs of its own before the first step is compiled anew in the
-        next one, without.
+        Code that was compiled with CUDA graphs of its own before the first step is recompiled without
+        them in the next step.
         """
         has_own_graphs = False
 
@@ -217,13 +219,10 @@ class CompiledCode:
         self._older = False
 
     def held(self, body: Callable[[], T]) -> T:
-        """In a capture: run compiled code as it is, and compile nothing.
-
-        Args:
-            body: calls it.
+        """Run `body` in a capture with its compiled code, and refuse recompilation.
 
         Raises:
-            CaptureError: if something would be compiled anew, with the guards that say so.
+            CaptureError: naming the guards that failed.
         """
         if not self.is_called:
             return body()
@@ -238,7 +237,7 @@ class CompiledCode:
         before = compilations()
         with ExitStack() as stack:
             stack.enter_context(_around_calls(self._contexts or [], _unwatched))
-            # With a backend of its own, a stance cannot be another one too.
+            # A stance with a backend of its own cannot be combined with another.
             if (
                 stance.stance not in _KEPT_STANCES
                 and stance.backend is None
@@ -256,24 +255,21 @@ class CompiledCode:
             finally:
                 _held.discard(thread)
         if compilations() != before:
-            raise _compiled_anew("found afterwards, with `TORCH_LOGS=recompiles` in its own words", "")
+            raise _recompiled("found afterwards; `TORCH_LOGS=recompiles` shows the reason", "")
         return result
 
     def left_out(self, body: Callable[[], T]) -> T:
-        """Run the Python that was compiled in the place of the compiled code.
-
-        Args:
-            body: calls it.
+        """Run `body` with plain Python instead of its compiled code.
 
         Raises:
-            CaptureError: if there is no memory for it.
+            CaptureError: if there is not enough memory.
         """
         try:
-            with torch.compiler.set_stance("force_eager"), let_go():
+            with torch.compiler.set_stance("force_eager"), reads_permitted():
                 return body()
         except torch.OutOfMemoryError as error:
             raise CaptureError(
-                "A step that calls compiled code is captured once without torch.compile, to look at its"
+                "A step that calls compiled code is captured once without torch.compile, to audit its"
                 f" Python; that ran out of memory: {str(error).partition(chr(10))[0]}",
                 "Use smaller batches, or leave out `torch.compile`.",
             ) from error

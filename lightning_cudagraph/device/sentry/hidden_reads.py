@@ -1,15 +1,15 @@
-"""Reads on the host that a capture does not see.
+"""Host reads that torch makes in eager mode only, and that a capture therefore does not see.
 
-Torch leaves some out under a mode of the dispatcher, as a capture is, and rounds otherwise then: a step
-with one of them waits for the device without us, so no graph can hold it. Sources:
+Under a dispatch mode, and so in a capture, torch takes another path without the read, with other
+rounding. The eager step waits for the device there, so no graph can reproduce it. Sources:
 torch/csrc/autograd/FunctionsManual.cpp, and `cross_entropy_loss_label_smoothing` of
-aten/src/ATen/native/LossNLL.cpp, which ask `isTensorSubclassLike`. One is inside of a kernel
+aten/src/ATen/native/LossNLL.cpp, which ask `isTensorSubclassLike`. One read is inside a kernel
 (`masked_fill` of aten/src/ATen/native/cuda/Indexing.cu). tests/gpu/test_all_ops_under_modes.py looks for
-others. They are a list because nothing else sees them: the walk over Python objects does not, no mode
-does, and the emulator has no boundary between host and device that such a read could cross.
+others. They are a list because nothing else detects them: neither the walk over Python objects nor a
+mode, and the emulator has no boundary between host and device.
 
-Backward passes of compiled code were traced under such modes, and do not read: where its Python is
-looked at, they are let go.
+Backward passes of compiled code were traced under dispatch modes, and do not read. So these reads are
+permitted while compiled functions run as plain Python (`reads_permitted`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.compat.private_names import found_or_stand_in
 
-__all__ = ["in_op", "let_go", "of_function"]
+__all__ = ["in_op", "of_function", "reads_permitted"]
 
-Words = tuple[str, str]  # what it is to the user, and the remedy
+Words = tuple[str, str]  # the description for the user, and the remedy
 
 
 def _product(name: str, by: str) -> Words:
@@ -38,7 +38,7 @@ def _product(name: str, by: str) -> Words:
 
 _WHERE = "Use `torch.where(mask, value, x)`."
 
-# By op: of which argument it is the gradient.
+# By op: the index of the argument whose gradient needs the read.
 _IN_BACKWARD: dict[str, tuple[int, Words]] = {
     "aten::prod": (0, _product("prod", "functools.reduce(torch.mul, x.unbind(dim))")),
     "aten::cumprod": (
@@ -75,33 +75,27 @@ _CROSS_ENTROPY_LOSS = (
     torch.ops.aten.cross_entropy_loss.default,
 )
 
-
-# The threads in which they are let go.
-_let_go: set[int] = set()
+# Threads in which such reads in backward passes are permitted.
+_permitted: set[int] = set()
 
 
 @contextmanager
-def let_go() -> Iterator[None]:
-    """Inside, reads in backward passes are let go, in this thread."""
+def reads_permitted() -> Iterator[None]:
+    """Permit such reads in backward passes of this thread."""
     thread = threading.get_ident()
-    _let_go.add(thread)
+    _permitted.add(thread)
     try:
         yield
     finally:
-        _let_go.discard(thread)
+        _permitted.discard(thread)
 
 
-def _is_let_go() -> bool:
-    return threading.get_ident() in _let_go
+def _is_permitted() -> bool:
+    return threading.get_ident() in _permitted
 
 
 def in_op(name: str, args: tuple[Any, ...]) -> Words | None:
-    """What it is in the kernel of an op or in its backward pass, or None.
-
-    Args:
-        name: of the op, such as "aten::prod".
-        args: its positional arguments.
-    """
+    """Describe the host read in the kernel of an op, such as "aten::prod", or in its backward pass."""
     name = name.removesuffix("_")
     index, words = _IN_BACKWARD.get(name, (0, None))
     given = args[index] if len(args) > index else None
@@ -113,17 +107,11 @@ def in_op(name: str, args: tuple[Any, ...]) -> Words | None:
     elif not given.ndim:
         return None
     has_gradient = given.requires_grad and torch.is_grad_enabled()
-    return words if has_gradient and not _is_let_go() else None
+    return words if has_gradient and not _is_permitted() else None
 
 
 def of_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Words | None:
-    """What it is in a function that consists of several ops, or None.
-
-    Args:
-        func: the function, as function modes are handed it; so are its arguments.
-        args: the positional ones.
-        kwargs: the others.
-    """
+    """Describe the host read in a function of several ops, given as a function mode receives it."""
     if func is _CROSS_ENTROPY:
         is_smoothed_mean = _of_cross_entropy(*args, **kwargs)
     elif func is _LINEAR_CROSS_ENTROPY:
@@ -166,7 +154,7 @@ def _of_cross_entropy_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> bool:
-    """Whether it is divided by the sum of the weights of those targets that are not ignored."""
+    """True for a mean over the class weights of the targets that are not ignored, with smoothing."""
     return (
         reduction == 1 and weight is not None and label_smoothing > 0 and not target.is_floating_point()
     )

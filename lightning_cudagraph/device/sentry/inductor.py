@@ -1,8 +1,8 @@
-"""Inductor, the compiler behind torch.compile: its own CUDA graphs, and its kernels on a CPU.
+"""Inductor's own CUDA graphs, which are switched off, and its CPU kernels, which the emulator refuses.
 
-`mode="reduce-overhead"` and `mode="max-autotune"` have Inductor capture what it has compiled in CUDA
-graphs of its own, and no capture can hold another. During a run they are compiled without, which changes
-no kernel: a graph of the whole step needs no graphs of its parts.
+With `mode="reduce-overhead"` and `mode="max-autotune"` Inductor captures compiled code in CUDA graphs of
+its own, and a capture cannot contain another. During a run such code is compiled without them. The
+kernels are the same, and a graph of the whole step needs no graphs of its parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SAID = (
 
 
 def wants_graphs(backend: Any) -> bool:
-    """Whether a backend of `torch.compile` captures what it compiles in CUDA graphs of its own."""
+    """True if a backend of `torch.compile` captures compiled code in CUDA graphs of its own."""
     if not isinstance(backend, torch._TorchCompileInductorWrapper):
         return _CUDAGRAPHS in sys.modules and isinstance(
             backend, torch_names.cudagraphs.CudagraphsBackend
@@ -45,42 +45,42 @@ def wants_graphs(backend: Any) -> bool:
 
 
 class _Run:
-    """Who needs Inductor without CUDA graphs of its own, as long as he is there."""
+    """A run that needs Inductor without CUDA graphs of its own."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self.thread = threading.get_ident()
         is_method = isinstance(announce, MethodType)
-        # Not held: a step that nobody closes must be able to go.
+        # A weak reference: a step that is never closed must not be kept alive.
         self.announce = weakref.WeakMethod(announce) if is_method else weakref.ref(announce)
 
 
 class _WithoutGraphs:
-    """Inductor without CUDA graphs of its own, in the threads in which somebody needs that."""
+    """A patch of Inductor that keeps it from making CUDA graphs in the threads of the runs."""
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
         self._patches = ExitStack()
-        self._turned: set[int] = set()
+        self._without: set[int] = set()
 
     def enter(self, announce: Callable[[str], None]) -> _Run:
-        self._let_go([run for run in self._runs if run.announce() is None])
+        self._remove([run for run in self._runs if run.announce() is None])
         self._runs.append(run := _Run(announce))
         if len(self._runs) == 1:
             self._patch()
         return run
 
     def leave(self, run: _Run) -> None:
-        self._let_go([run])
+        self._remove([run])
 
-    def _let_go(self, gone: list[_Run]) -> None:
+    def _remove(self, gone: list[_Run]) -> None:
         if not gone:
             return
         self._runs = [run for run in self._runs if run not in gone]
         if not self._runs:
             self._patches.close()
-        if without := self._turned - {run.thread for run in self._runs}:
-            self._turned -= without
-            torch.compiler.reset()  # what was compiled there is compiled anew, as it was asked for
+        if without := self._without - {run.thread for run in self._runs}:
+            self._without -= without
+            torch.compiler.reset()  # recompile with the graphs that were asked for
 
     def _patch(self) -> None:
         kind: Any = torch._TorchCompileInductorWrapper
@@ -89,13 +89,13 @@ class _WithoutGraphs:
         by_inductor, by_cudagraphs = kind.__call__, other_kind.__call__
 
         def compile_by_inductor(backend: Any, *args: Any, **kwargs: Any) -> Any:
-            if wants_graphs(backend) and self._turn():
+            if wants_graphs(backend) and self._must_go_without():
                 backend = copy.copy(backend)
                 backend.config = {**backend.config, _GRAPHS: False}
             return by_inductor(backend, *args, **kwargs)
 
         def compile_by_cudagraphs(model: Any, inputs: Any, **kwargs: Any) -> Any:
-            if self._turn():  # without the graphs, what is left of this backend is the other one
+            if self._must_go_without():  # without graphs, this backend does the same as `aot_eager`
                 return torch_names.debugging.aot_eager(model, inputs)
             return by_cudagraphs(model, inputs, **kwargs)
 
@@ -106,13 +106,13 @@ class _WithoutGraphs:
         self._patches.callback(setattr, owner, name, vars(owner)[name])
         setattr(owner, name, by)
 
-    def _turn(self) -> bool:
-        """Something wants graphs of its own: whether it is not to have them."""
+    def _must_go_without(self) -> bool:
+        """True if this thread must compile without graphs; the first time, announce it."""
         thread = threading.get_ident()
         of_thread = [run.announce() for run in self._runs if run.thread == thread]
         there = [announce for announce in of_thread if announce is not None]
-        if there and thread not in self._turned:
-            self._turned.add(thread)
+        if there and thread not in self._without:
+            self._without.add(thread)
             there[-1](_SAID)
         return bool(there)
 
@@ -124,11 +124,11 @@ def without_its_graphs(announce: Callable[[str], None]) -> ExitStack:
     """Let torch.compile compile without CUDA graphs of its own, in this thread.
 
     Args:
-        announce: told, once, that somebody had wanted these; if there are several, the last. It is not
-            kept alive.
+        announce: called once with a note for the user if compiled code had asked for graphs; of several
+            runs in a thread, that of the last. It is not kept alive.
 
     Returns:
-        To be used as a context manager; it ends with `announce` if it is never closed.
+        A context manager. If it is never closed, its effect ends when `announce` is collected.
     """
     stack = ExitStack()
     stack.callback(_without_graphs.leave, _without_graphs.enter(announce))
@@ -137,7 +137,7 @@ def without_its_graphs(announce: Callable[[str], None]) -> ExitStack:
 
 @contextmanager
 def refused_on_cpu() -> Iterator[None]:
-    """Refuse kernels of Inductor's in a step of the emulator, which sees ops and nothing else."""
+    """Refuse Inductor's kernels in a capture on the emulator, which records ops only."""
     output_code: Any = sys.modules.get("torch._inductor.output_code")
     if output_code is None:
         yield

@@ -1,17 +1,14 @@
-"""Values that the host can know while a step is captured, because nothing of the step is in them.
+"""Constant propagation in a capture, for host reads in torch's own layers.
 
-`nn.Transformer` asks whether the mask that it is given is the causal one, and reads the answer back to
-the host. If the mask is made of ones and zeros inside the step, the answer is the same in every step,
-and does not need the device: the few ops that such values come from are done on the CPU beside the
-capture. Only ops whose results are exact take part, so that it does not matter where they are done.
+`nn.Transformer` checks if its mask is the causal one, and reads the result back to the host. If the step
+makes the mask of ones and zeros, the result is the same in every step and does not need the device: the
+few ops that make such tensors are repeated on the CPU during the capture. Only ops with exact results
+take part, so that the device makes no difference.
 
-Nothing in Python's memory says what a tensor on the device holds, so that no comparison of objects and
-of ops can answer in its place.
-
-Only torch's own layers are answered. A branch in the user's code is refused as ever: what writes into a
-tensor without an op (a kernel of an extension, given its address) is not seen here, and a mask for a
-layer is the last place where somebody would do so. Of a tensor whose address Python has asked for,
-nothing is known any more.
+Only reads by torch's own layers are answered; a branch in the user's code is refused as always: a write
+without an op (by an extension's kernel, given the address) is not seen here, and a mask of a layer is
+the least likely tensor to be written so. A tensor is no longer known once Python has asked for its
+address.
 """
 
 from __future__ import annotations
@@ -46,24 +43,24 @@ _READS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero
 _LAYERS = "torch.nn."
 _WRAPPERS = ("torch._compile", "torch._dynamo.", "torch._ops")
 _MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
-# A mask of a long sequence; what is larger is rather data than a constant.
+# A mask of a long sequence; larger tensors are rather data than constants.
 _MAX_ELEMENTS = 1 << 24
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where the numbers of a tensor lie in its storage; `tensor.data = ...` changes it without an op."""
+    """The layout of a tensor in its storage, which `tensor.data = ...` changes without an op."""
     return tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
 
 
 @dataclass
 class _Shadow:
-    """What is known of one tensor.
+    """The known value of one tensor.
 
     Attributes:
-        tensor: which one.
-        storage: its memory, so that no other can come in its place unseen.
-        place: where it lies in that.
-        value: the same on the CPU.
+        tensor: the tensor on the device.
+        storage: its storage, to notice when it is exchanged.
+        place: its layout in the storage.
+        value: its value, on the CPU.
     """
 
     tensor: ref[Tensor]
@@ -85,21 +82,21 @@ class _Shadow:
 
 
 class KnownValues:
-    """What is known of the tensors that were made in one capture."""
+    """The known values of tensors that were made in one capture."""
 
     def __init__(self) -> None:
-        # By the number of the tensor, which may come again when it is gone.
+        # By id, which another tensor may have once this one is gone: see `_Shadow.is_of`.
         self._known: dict[int, _Shadow] = {}
 
     def read(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """The number that an op would read back to the host, or None if it is not known."""
+        """The number that an op would read back to the host; None if it is unknown."""
         if func._schema.name not in _READS or not _is_asked_by_a_layer():
             return None
         known = self._of(args[0])
         return None if known is None else func(known)
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Take one op, after it has run."""
+        """Record an op that has run."""
         written = written_by(func, args, kwargs)
         if written or func._schema.is_mutable:
             self._forget({*map(storage_id, written)})
@@ -117,12 +114,12 @@ class KnownValues:
         self._known[id(result)] = _Shadow.of(result, func(*args, **kwargs))
 
     def same(self, copy: Tensor, original: Tensor) -> None:
-        """Of a copy, as much is known as of its original."""
+        """Give a copy the known value of its original."""
         if (known := self._of(original)) is not None:
             self._known[id(copy)] = _Shadow.of(copy, known.to(copy.dtype).expand(copy.shape))
 
     def give_out(self, tensor: Tensor) -> None:
-        """Somebody is told the address of a tensor, and can write there unseen."""
+        """Forget a tensor whose address is given to code that may write there unseen."""
         self._forget({storage_id(tensor)})
 
     def _of(self, tensor: Tensor) -> Tensor | None:
@@ -137,11 +134,11 @@ class KnownValues:
 
 
 def _is_asked_by_a_layer() -> bool:
-    """Whether the op now being dispatched was called in a layer of torch's own."""
+    """True if the op being dispatched was called by one of torch's own layers."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        # Modes are called in the middle of everything, and Dynamo wraps them so as not to look inside.
+        # torch calls modes anywhere, and Dynamo wraps them so as not to trace them.
         if frame.f_code.co_name not in _MODES and not module.startswith(_WRAPPERS):
             return module.startswith(_LAYERS)
         frame = frame.f_back
@@ -149,5 +146,5 @@ def _is_asked_by_a_layer() -> bool:
 
 
 def _is_rounded(func: Any, result: Tensor) -> bool:
-    """Whether the numbers are computed, and can come out differently on another device."""
+    """True if the values are rounded, and so may differ between devices."""
     return func._schema.name == "aten::arange" and result.dtype.is_floating_point

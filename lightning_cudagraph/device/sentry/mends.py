@@ -1,14 +1,14 @@
-"""What a CUDA capture would refuse, or read from memory that is gone, and can be put right.
+"""Rewrites of copies from host memory, which a CUDA capture would refuse or read after they are freed.
 
 * A constant made on the device, ``torch.tensor([1.0, 2.0], device="cuda")``, is a blocking copy from the
-  host. Here it becomes a fill, or a copy from pinned memory that lives as long as the graph.
-* A tensor that the step makes on the host and copies to the device is copied from such memory, too. Its
-  value is that of the capture in every replay, as that of any Python number in the step.
-* A pinned tensor that a captured copy reads is kept alive: each replay reads it again. (Grouped matrix
-  products hand arrays of addresses to the device in this way.)
+  host. It becomes a fill, or a copy from pinned memory that lives as long as the graph.
+* A tensor that the step makes on the host and copies to the device is copied from such memory, too.
+  Every replay uses its value at capture, as for any Python number in the step.
+* A pinned tensor that a captured copy reads is kept alive, because each replay reads it again. (Grouped
+  matrix products pass arrays of addresses to the device in this way.)
 
-A tensor on the host that is older than the step may be changed by host code between two steps. Copied
-from unpinned memory it is refused; where an op takes it as a scalar, its value becomes a guard.
+A host tensor older than the step may be changed by host code between two steps. A copy of it from
+unpinned memory is refused; where an op takes it as a scalar, its value becomes a guard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_cudagraph.tensors.writes import storage_id
 
 __all__ = ["Constants", "HostMemory", "MendingSentry"]
 
-# One capture's constants. Pinned before the capture begins: pinning may wait for the device.
+# Constants of one capture. Pinned before the capture begins: pinning may wait for the device.
 _ARENA_BYTES = 1 << 20
 _ALIGNMENT_BYTES = 64
 _FROM_PYTHON = {torch.tensor, torch.as_tensor}
@@ -47,7 +47,7 @@ class HostMemory:
     """Host memory that a graph reads in every replay, and that lives as long as the graph.
 
     Attributes:
-        scalars: host tensors that kernels were handed as numbers, with the numbers.
+        scalars: host tensors that kernels took as numbers, with the numbers.
     """
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ class HostMemory:
         self._kept[id(pinned)] = pinned
 
     def pinned(self, value: Tensor) -> Tensor:
-        """A pinned copy of a host tensor.
+        """Copy a host tensor into pinned memory.
 
         Raises:
-            CaptureError: if there is too much of them.
+            CaptureError: if the constants of the graph are too large together.
         """
         start = -(-self._used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._used_bytes = start + value.nbytes
@@ -74,7 +74,7 @@ class HostMemory:
         return place.copy_(value)
 
     def moved(self) -> bool:
-        """Whether a number that a kernel was handed is another one now."""
+        """True if a host tensor that a kernel took as a number has changed."""
         return any(_moved(tensor.item(), was) for tensor, was in self.scalars)
 
 
@@ -87,11 +87,7 @@ def _is_python(data: Any) -> bool:
 
 
 class Constants(OwnFunctionMode):
-    """Makes constants on the device without a blocking copy.
-
-    Args:
-        memory: what they are copied from.
-    """
+    """A function mode that makes constants on the device without a blocking copy."""
 
     def __init__(self, memory: HostMemory) -> None:
         super().__init__()
@@ -125,7 +121,7 @@ class Constants(OwnFunctionMode):
         return made.requires_grad_(value.requires_grad)
 
     def _index(self, index: Any, device: torch.device) -> Any:
-        """An index with the lists of whole numbers in it as tensors on the device."""
+        """An index with its lists of integers replaced by tensors on the device."""
         if isinstance(index, tuple):
             return tuple(self._index(part, device) for part in index)
         if isinstance(index, list) and index and all(type(number) is int for number in index):
@@ -134,11 +130,11 @@ class Constants(OwnFunctionMode):
 
 
 class MendingSentry(Sentry):
-    """A sentry that lets copies from the host pass where it can make them safe.
+    """A sentry that rewrites copies from the host where it can make them safe.
 
     Args:
-        generators: those that the graph may draw from.
-        memory: what copies read.
+        generators: generators that the graph may draw from.
+        memory: host memory of the graph, from which copies read.
         branches: the streams of the capture, if it has several.
     """
 
@@ -148,14 +144,14 @@ class MendingSentry(Sentry):
         super().__init__("cuda", generators)
         self._memory = memory
         self._branches = branches
-        # Host tensors made inside the step, by storage; kept, so that no address comes twice.
+        # Host tensors made inside the step, by storage; kept alive, so that no address is used twice.
         self._made_inside: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(map(is_around_another, types)):
-            return NotImplemented  # comes again, as ops on what it is around
+            return NotImplemented  # comes again, as ops on the inner tensors
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
@@ -164,7 +160,7 @@ class MendingSentry(Sentry):
             self._look_at(func, args, on_host, len(on_host) == len(tensors))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(on_host) == len(tensors):
-            # `lift_fresh` hands out what `torch.tensor` has just made, without an op for the making.
+            # `lift_fresh` returns what `torch.tensor` has just made, for which there is no op.
             older = [] if func._schema.name == "aten::lift_fresh" else list(map(storage_id, on_host))
             for leaf in tree_iter(result):
                 if (
@@ -186,7 +182,7 @@ class MendingSentry(Sentry):
     def _mend(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a copy to the device, such that it reads memory that stays."""
+        """Rewrite the arguments of a copy to the device so that it reads memory of the graph."""
         name = func._schema.name
         if name == "aten::_to_copy":
             source, device = args[0], kwargs.get("device")
@@ -211,7 +207,7 @@ class MendingSentry(Sentry):
     def _look_at(
         self, func: Any, args: tuple[Any, ...], on_host: list[Tensor], all_on_host: bool
     ) -> None:
-        """Host tensors older than the step: may not be written, and are guarded where they are read."""
+        """Refuse writes into host tensors older than the step, and guard those read as scalars."""
         for tensor in on_host:
             if self._is_made_inside(tensor) or tensor.is_pinned():
                 continue

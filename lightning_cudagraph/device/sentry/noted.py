@@ -1,7 +1,7 @@
-"""The first refusal in a step, which stands whatever the step's own code does with the exception.
+"""The first refusal in a step, raised at its end even if the step's own code catches it.
 
-A step may catch exceptions and go on, or raise others in their place. What was refused has then not
-happened, and a graph without it would be another step.
+A step may catch exceptions and go on, or raise others instead. The refused op has then not run, and a
+graph without it would be another step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ __all__ = ["Noted", "noted_refusals", "refused"]
 
 @dataclass
 class Noted:
-    """The refusals of a step under way.
-
-    Attributes:
-        first: the first of them.
-    """
+    """The first refusal in the step that is running."""
 
     first: CaptureError | None = None
 
@@ -30,7 +26,7 @@ _under_way: list[Noted] = []
 
 
 def refused(error: CaptureError) -> CaptureError:
-    """Note an error that is about to be raised, for the innermost step under way."""
+    """Record an error that is about to be raised, if it is the innermost step's first."""
     if _under_way and _under_way[-1].first is None:
         _under_way[-1].first = error
     return error
@@ -38,10 +34,7 @@ def refused(error: CaptureError) -> CaptureError:
 
 @contextmanager
 def noted_refusals() -> Iterator[Noted]:
-    """Inside, refusals are noted.
-
-    Yields:
-        What is noted.
+    """Record refusals inside the `with` block.
 
     Raises:
         CaptureError: the first refusal, at the end, if the code inside has caught it.
@@ -51,7 +44,7 @@ def noted_refusals() -> Iterator[Noted]:
     try:
         yield noted
     except Exception as error:
-        first, noted.first = noted.first, None  # it has the frames of the step, and they have `noted`
+        first, noted.first = noted.first, None  # its traceback refers to frames that refer to `noted`
         if first is not None and first is not error:
             raise first from error
         raise

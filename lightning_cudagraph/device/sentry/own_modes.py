@@ -1,8 +1,8 @@
-"""Modes of this package's own, under which torch's modules and Dynamo do as they do without.
+"""Base classes of this package's function and dispatch modes, hidden from torch's modules and Dynamo.
 
-Under any function mode `torch.overrides.has_torch_function` says that tensors override functions, and
-attention then takes another path than without one (torch/nn/modules/transformer.py, activation.py): in
-evaluation mode `nn.TransformerEncoder` leaves what is padded at zero on the one, and not on the other.
+Under any function mode `torch.overrides.has_torch_function` is true, and attention then takes another
+path (torch/nn/modules/transformer.py, activation.py): in evaluation mode `nn.TransformerEncoder` leaves
+padded places at zero on the one path, and not on the other.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from lightning_cudagraph.compat.names.torch_names import (
 
 __all__ = ["OwnDispatchMode", "OwnFunctionMode", "not_compiled", "unpatched"]
 
-# What classes have that override nothing.
+# The value in classes that override nothing.
 _DOES_NOT: Any = nn.Parameter.__torch_function__
 
-# How many modes are entered, in all threads; and torch's own function, which is there while none is.
+# The number of entered modes in all threads, and torch's own function, unpatched while that is 0.
 _lock = threading.Lock()
 _entered = 0
 _asked_torch: Any = overrides.has_torch_function
 
 
 def not_compiled(function: Callable[..., Any], with_what_it_calls: bool = False) -> None:
-    """Have Dynamo leave a function alone where it comes to it in the course of compiled code.
+    """Have Dynamo skip a function of this package.
 
-    It compiles what a frame calls that it has given up, and it does not know torch's own functions from
-    those of this package that stand in for them. What it compiles may have the function in it, unless it
-    is asked to compile just that.
+    Where Dynamo gives up a frame, it compiles the functions that the frame calls, and it does not tell
+    torch's functions from this package's patches of them. A function can still be inlined into compiled
+    code; only compiling it by itself is skipped.
 
     Args:
-        function: of this package.
-        with_what_it_calls: and what that calls.
+        function: the function.
+        with_what_it_calls: True to skip the functions that it calls, too.
     """
     frames: Any = eval_frame
-    with suppress(AttributeError):  # of names that are gone: then captures are refused
+    with suppress(AttributeError):  # names are gone: captures are refused then
         skip, default = frames.FrameAction.SKIP, frames.FrameAction.DEFAULT
         strategy = frames.FrameExecStrategy(skip, skip if with_what_it_calls else default)
         frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 def _known_to_dynamo() -> None:
-    """Let Dynamo find torch's functions while they are in their places.
+    """Let Dynamo build its table of torch's functions before any of them is patched.
 
-    It has a table by the functions themselves, for the life of the process, and makes it when it traces
-    for the first time. With this package's in the place of `has_torch_function`, all that torch calls
-    through its own would be left out of graphs from then on.
+    Dynamo builds the table, keyed by the functions themselves, at its first trace, for the life of the
+    process. With `has_torch_function` patched by then, torch's own would be missing from the table, and
+    calls of it would break graphs from then on.
     """
-    with suppress(AttributeError):  # of a name that is gone: then captures are refused
-        TorchInGraphFunctionVariable._get_handlers()  # kept by torch
+    with suppress(AttributeError):  # a name is gone: captures are refused then
+        TorchInGraphFunctionVariable._get_handlers()  # torch caches it
 
 
 class OwnFunctionMode(TorchFunctionMode):
-    """A function mode that watches a step, and that the step does not see.
+    """A function mode that watches a step without changing its path through torch.
 
     Where Dynamo gives up a frame (at a `with` block that it cannot trace, say), it compiles the
-    functions that it calls. What it makes of that of a mode (torch 2.13) then calls another function of
-    torch's than it was asked for. So it is to leave these alone.
+    functions that the frame calls. Of a mode's `__torch_function__` it makes code that calls another
+    function of torch's (torch 2.13). So Dynamo skips these.
     """
 
     def __init_subclass__(cls) -> None:
@@ -93,9 +93,9 @@ class OwnFunctionMode(TorchFunctionMode):
 
 
 class OwnDispatchMode(TorchDispatchMode):
-    """A dispatch mode that sees the ops of compiled code, and that Dynamo does not see.
+    """A dispatch mode that sees the ops of compiled code, and that Dynamo skips.
 
-    Ops of compiled code may call a mode from Python, and what is called there Dynamo would compile.
+    Ops of compiled code may call a mode from Python, and Dynamo would compile that call.
     """
 
     def __init_subclass__(cls) -> None:
@@ -108,15 +108,15 @@ class OwnDispatchMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Without this, Dynamo would run compiled frames eagerly while the mode is on."""
+        """True, or Dynamo would run compiled frames eagerly under the mode."""
         return True
 
 
 def unpatched() -> Callable[[], None]:
-    """Have torch's own function in its place until what this returns is called, if no mode is left.
+    """Restore torch's own function if no mode is left; the returned function undoes that.
 
-    For compiled code, from which the modes of captures are taken off: Dynamo asks whether it is the
-    function that there was when it was compiled.
+    For compiled code, which runs without the modes of captures: Dynamo guards on the identity of the
+    function.
     """
     before: Any = overrides.has_torch_function
     if not any(map(_is_own, overrides._get_current_function_mode_stack())):

@@ -1,1 +1,1 @@
-"""The streams of a capture: which op goes on which, by what it reads and writes."""
+"""Captures on several streams: the data flow between ops, and their assignment to streams."""

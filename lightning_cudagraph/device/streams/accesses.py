@@ -1,4 +1,4 @@
-"""The memory that an op reads and writes, by addresses."""
+"""The address ranges that an op reads and writes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_cudagraph.tensors.writes import written_by
 
 __all__ = ["Access", "access_of", "made_by", "only_looks", "pieces"]
 
-# Ops that were seen to write what they declare and nothing else, in one of their overloads at least
-# (`python -m tests.checked` looks, and writes the list). For all others, everything waits.
+# Ops that write what they declare and nothing else, as seen in at least one overload
+# (`python -m tests.checked` writes the list). All other ops are barriers.
 _CHECKED = frozenset(Path(__file__).with_name("checked_ops.txt").read_text().split())
-# They launch nothing: they return what they are given, though their schemas do not say so, or look at no
-# more than shapes and dtypes.
+# They launch nothing: they return their argument, although their schemas do not say so, or read only
+# shapes and dtypes.
 _LOOKING = frozenset(
     {
         "aten::is_same_size",
@@ -33,9 +33,8 @@ _LOOKING = frozenset(
         "aten::alias",
     }
 )
-# Families that may use what is not among their arguments: handles, plans and scratch memory that
-# libraries keep for themselves, streams of their own, memory of another device, or another storage than
-# the one that they were given.
+# Families of ops that may use more than their arguments: handles, plans and scratch memory of
+# libraries, streams of their own, memory of another device, or another storage of an argument.
 _APART = (
     "aten::_cudnn",
     "aten::_thnn_fused",
@@ -57,22 +56,22 @@ _APART = (
     "aten::set_",
     "aten::_resize",
 )
-# Of these families, but plain kernels.
+# Plain kernels in these families.
 _PLAIN = frozenset({"aten::linalg_vector_norm", "aten::linalg_cross"})
-# What an op costs besides the bytes that it moves, in small kernels, and how many bytes make one more.
+# Estimated cost in small kernels: one, and one more for so many bytes moved.
 _BYTES_A_KERNEL = 8e6
 
 
 @dataclass
 class Access:
-    """The use that an op makes of memory that is there already.
+    """The accesses of an op to memory that exists before it.
 
     Attributes:
-        reads: what it reads.
-        writes: what it writes.
-        tensors: its arguments that are tensors.
-        cost: how long it takes, as a rough guess, in small kernels.
-        places: where the storages of the arguments are that it writes, each with the address.
+        reads: address ranges.
+        writes: address ranges.
+        tensors: its tensor arguments.
+        cost: rough estimate of its time, in small kernels.
+        places: the storages that it writes, with their addresses before the op.
     """
 
     reads: list[Span]
@@ -82,24 +81,24 @@ class Access:
     places: list[tuple[torch.UntypedStorage, int]]
 
     def moved(self) -> bool:
-        """Tell if the op has given an argument other memory; what it had may be in use elsewhere."""
+        """True if the op has moved an argument's storage; the old memory may be in use elsewhere."""
         return any(storage.data_ptr() != address for storage, address in self.places)
 
 
 @cache
 def only_looks(func: Any) -> bool:
-    """Tell if an op launches nothing and allocates nothing: it returns its argument, or a view of it."""
+    """True if an op launches and allocates nothing: it returns its argument, or a view of it."""
     schema = func._schema
-    is_range = func.namespace == "profiler"  # of a time line of the host
+    is_range = func.namespace == "profiler"  # a range of the host's profile
     if func.is_view or is_range or schema.name in _LOOKING:
         return True
-    # Of torch's own: another's, without tensors, may launch what writes into memory that it keeps.
+    # Only for torch's ops: others without tensors may launch kernels that write into memory they keep.
     types = (each.type for each in (*schema.arguments, *schema.returns))
     return func.namespace == "aten" and not any("Tensor" in str(kind) for kind in types)
 
 
 def access_of(func: Any, args: Any, kwargs: Any) -> Access | None:
-    """The use that an op is about to make of memory, or None if that is not known for sure."""
+    """The memory accesses of an op that is about to run; None if they are not known for certain."""
     name = func._schema.name
     if name not in _CHECKED or (name.startswith(_APART) and name not in _PLAIN):
         return None
@@ -112,7 +111,7 @@ def access_of(func: Any, args: Any, kwargs: Any) -> Access | None:
     reads, writes = [*map(_span, tensors)], [*map(_span, written)]
     if any(argument.is_out for argument in func._schema.arguments):
         if not all(tensor.numel() for tensor in written):
-            return None  # it is given memory for the result
+            return None  # the op allocates memory for it
         writes = [_all_of(tensor) for tensor in written]  # its size may change
     moved_bytes = sum(end - start for start, end in (*reads, *writes))
     cost = 1.0 + moved_bytes / _BYTES_A_KERNEL
@@ -120,12 +119,12 @@ def access_of(func: Any, args: Any, kwargs: Any) -> Access | None:
 
 
 def made_by(result: Any, tensors: list[Tensor], device_type: str) -> list[Tensor]:
-    """The results of an op that lie in memory of their own, one for each.
+    """The results of an op in storages that it has allocated, one for each storage.
 
     Args:
-        result: what it returned.
-        tensors: its arguments, as they were when it was called.
-        device_type: only memory of this kind of device counts.
+        result: the return value of the op.
+        tensors: its tensor arguments, from before the call.
+        device_type: results on other types of device are left out.
     """
     known = {tensor.untyped_storage()._cdata for tensor in tensors}
     made: dict[int, Tensor] = {}
@@ -138,7 +137,7 @@ def made_by(result: Any, tensors: list[Tensor], device_type: str) -> list[Tensor
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with one storage that a tensor consists of: several if it is sparse."""
+    """The strided tensors that a tensor consists of: several if it is sparse."""
     if tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
@@ -150,7 +149,7 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Tell if its numbers lie in one storage, and ops on it are what they say."""
+    """True for a strided tensor without a dispatch of its own."""
     return (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and tensor.layout is torch.strided

@@ -1,11 +1,11 @@
-"""A capture whose graph has several branches, because ops that do not need one another are in it.
+"""Captures on several streams: independent ops become parallel branches of the graph.
 
-Work that is captured on one stream is chained, each kernel to the one before, and small kernels leave
-most of a GPU idle. Here each op of the step is run on one of a few streams of the capture, and waits for
-those ops alone that it needs. For everybody else nothing changes: between two ops the current stream is
-the step's own, and *it waits for all that has been issued*. So what comes to it unseen (a Triton kernel,
-an extension, a collective that is waited for, an event) comes after all ops before it; that it came is
-seen in the state of the capture before the next op, and all that follows waits for it.
+Work captured on one stream is a chain, each kernel after the one before, and small kernels leave most
+of a GPU idle. Here each op of the step runs on one of a few capture streams, and waits only for the ops
+that it depends on. All other code sees no difference: between two ops the step's own stream is current,
+and *it waits for everything issued so far*. So work that passes no dispatcher (a Triton kernel, an
+extension, a collective that is waited for, an event) comes after all ops before it. The state of the
+capture shows it before the next op, and all later ops wait for it.
 """
 
 from __future__ import annotations
@@ -24,45 +24,44 @@ from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
 
 __all__ = ["Branches", "SentBackError"]
 
-
-# How many refer to a memory.
+# The number of references to a storage.
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
-# Of a stream's memory, so much may be held for others before it waits for them: this, or a share of what
-# has been allocated in the capture.
+# The memory of a stream that may be held for other streams before it waits for them: this, or a share of
+# what the capture has allocated, if that is more.
 _HELD_BYTES = 1 << 20
 _HELD_SHARE = 1 / 64
 
 
 class SentBackError(RuntimeError):
-    """A step cannot be captured on several streams, and is to be captured on one."""
+    """A step cannot be captured on several streams; it is captured again on one."""
 
 
 class Branches:
     """The streams of one capture.
 
     Args:
-        streams: they are captured together. The first one is the step's own, and current between ops.
-        graph: what they are captured into.
+        streams: streams of one capture. The first is the step's own, which is current between ops.
+        graph: the graph that they are captured into.
 
     Attributes:
-        used: how many of them have been given an op.
-        barriers: what everything else had to wait for, and how often.
-        broken: why the order may not be right, if that is so.
+        used: the number of streams with an op.
+        barriers: the ops that made all streams wait, with their counts.
+        broken: the reason why the order of ops may be wrong; None if it is right.
     """
 
     def __init__(self, streams: Sequence[torch.cuda.Stream], graph: CudaParts) -> None:
         self._graph = graph
         self._streams = list(streams)
         self._own = self._streams[0]
-        # By the address of memory, the stream that it was allocated on; the step's own if it is not
-        # known: what allocates unseen does so there.
+        # The stream that memory was allocated on, by address. Unknown memory belongs to the step's own
+        # stream, on which all code but ops allocates.
         self._homes: dict[int, int] = {}
         self._flow = Flow(len(self._streams))
         self._held = HeldMemory(self._flow, _is_free)
         self._nodes: list[tuple[int, ...]] = []
         self._left: tuple[int, ...] = ()
-        # How far each of the streams had come when an op was last issued there.
+        # The position of each stream after its last op.
         self._at: list[tuple[int, ...]] = []
         self._made_bytes = 0
         self.used = 0
@@ -70,10 +69,10 @@ class Branches:
         self.broken: str | None = None
 
     def begin(self) -> None:
-        """The capture of the next part has begun on the step's own stream, which is current.
+        """Fork the streams at the beginning of a part, with the step's own stream current.
 
         Raises:
-            SentBackError: if the driver does not tell what work waits for.
+            SentBackError: if the driver does not show the dependencies of a capture.
         """
         self._flow = Flow(len(self._streams))
         self._held = HeldMemory(self._flow, _is_free)
@@ -87,7 +86,7 @@ class Branches:
         self._at = [self._position(stream) for stream in self._streams]
 
     def end(self) -> None:
-        """Join the streams before the capture of the part ends, be it in an error."""
+        """Join the streams at the end of a part, on the error path too."""
         self.used = max(self.used, self._flow.used)
         for stream in self._streams[1:]:
             if position_of(stream) is not None:
@@ -95,15 +94,15 @@ class Branches:
         self._held = HeldMemory(self._flow)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op where it may go.
+        """Run an op on a stream chosen by its data flow.
 
         Raises:
-            SentBackError: if it is not certain that the order is right.
+            SentBackError: if the order of ops may be wrong.
         """
         if self.broken is not None:
             raise SentBackError(self.broken)
         if torch.cuda.current_stream(self._own.device) != self._own:
-            # A stream of the user's, who lets it wait for the step's own, and that for it.
+            # A stream of the user's code, which orders it with the step's own stream.
             return func(*args, **kwargs)
         self._notice()
         if only_looks(func):
@@ -116,7 +115,7 @@ class Branches:
         return self._run_placed(func, args, kwargs, access)
 
     def _run_placed(self, func: Any, args: Any, kwargs: Any, access: Access) -> Any:
-        self._notice()  # to ask for an address can make a copy of what is shared until it is written
+        self._notice()  # reading an address may copy a copy-on-write storage
         before = self._flow.last
         placed = self._flow.add(access.reads, access.writes, access.cost, also_after=self._overdue)
         stream = self._streams[placed.stream]
@@ -147,7 +146,7 @@ class Branches:
         return self._held.overdue(stream, time, allowed_bytes)
 
     def _run_alone(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op of which too little is known after all before it, and before all after it."""
+        """Run an op with unknown accesses after all earlier and before all later ops."""
         result = func(*args, **kwargs)
         self._bar(str(func))
         for leaf in tree_iter(result):
@@ -167,9 +166,11 @@ class Branches:
             self._break("memory was given to an op while others still used it")
 
     def _notice(self) -> None:
-        """See whether something was issued that was no op."""
+        """Detect work that was issued without an op, and make it a barrier."""
         if not self._nodes and not self._position(self._own):
-            self._graph.record(torch.cuda.Event(external=True), self._own)  # to begin in one node
+            self._graph.record(
+                torch.cuda.Event(external=True), self._own
+            )  # the graph begins in one node
         if self._position(self._own) != self._left:
             self._bar(_UNSEEN if self._nodes else None)
 
@@ -182,7 +183,7 @@ class Branches:
         self._left = self._nodes[-1]
 
     def _join(self) -> None:
-        """Let what comes next on the step's own stream wait for all that has been issued."""
+        """Make the step's own stream wait for everything issued so far."""
         self._wait(self._own, self._nodes_of(self._flow.leaves))
         self._left = self._position(self._own)
 
@@ -203,13 +204,13 @@ class Branches:
             self._break("the driver does not let work of a capture wait for chosen nodes")
 
     def _break(self, reason: str) -> NoReturn:
-        """Go no further; the step may get over the error, but not the capture."""
+        """Fail the capture, even if the step catches the error."""
         self.broken = reason
         raise SentBackError(reason)
 
 
 def _is_free(storage: torch.UntypedStorage) -> bool:
-    """Tell if no other object needs a memory; never, where torch does not tell."""
+    """True if nothing else refers to a storage; False if torch cannot tell."""
     return _users_of is not None and _users_of(storage._cdata) == 1
 
 

@@ -1,18 +1,18 @@
-"""The data flow of a captured step: which op needs which, and on which of a few streams each one goes.
+"""The data flow of a captured step: dependencies between ops, and their assignment to streams.
 
-Nothing here knows a device. Ops come one after the other, as the ranges of memory that they read and
-write. Each is told a stream, and the ops of other streams that it has to wait for: the last to write
-what it reads, and the last to read or write what it writes. On its own stream it comes after all ops
-before it, as ever. So every order that keeps the streams and the waits computes what the order of the
-ops computes.
+This module knows no device. Ops arrive in program order, as the address ranges that they read and
+write. Each is assigned a stream, and the ops of other streams that it has to wait for: the last writers
+of what it reads, and the last readers and writers of what it writes. On its own stream it comes after
+all earlier ops. So every execution that respects streams and waits computes the same as the program
+order.
 
-Memory is known by its addresses, and not by the tensors in it: other tensors may lie in the same place,
-at the same time or later.
+Dependencies are between addresses, not tensors: several tensors may have the same memory, at the same
+time or one after the other.
 
-An allocator gives memory to streams: what was freed, it gives again to the next request *on the same
-stream*, and scratch memory of kernels is in no tensor. So an op writes its results, and its scratch,
-where ops before it on its stream have been, and these it comes after. What is still used on other
-streams may not be freed before: `HeldMemory` keeps it.
+A caching allocator keeps memory per stream: freed memory goes to the next request *on the same stream*,
+and scratch memory of kernels belongs to no tensor. So an op writes its results and its scratch memory
+where earlier ops on its stream have been, and it comes after those. Memory that other streams still use
+must not be freed: `HeldMemory` keeps it alive.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ __all__ = ["Flow", "HeldMemory", "Placed", "Span"]
 # Addresses in bytes, [start, end).
 Span = tuple[int, int]
 
-# What it costs an op to begin on another stream than what it waits for, in the unit of `cost`: so that
-# a chain stays where it is.
+# The cost of a wait for an op of another stream, in the unit of `cost`: it keeps a chain on one stream.
 _SWITCH_COST = 0.5
 
 
@@ -37,10 +36,10 @@ class Placed(NamedTuple):
     """The stream of an op, and the ops that it waits for.
 
     Attributes:
-        number: of the op, in the order in which they came.
+        number: its index in program order.
         stream: its stream.
-        waits: ops of other streams that it waits for, at most one of each stream. Others that it needs
-            come before these, or before it on its own stream.
+        waits: ops of other streams that it waits for, at most one of each stream. The other ops that it
+            depends on come before these, or before it on its own stream.
     """
 
     number: int
@@ -50,13 +49,11 @@ class Placed(NamedTuple):
 
 @dataclass
 class _Piece:
-    """A range of memory that was used as one.
+    """An address range, [start, end), with one history.
 
     Attributes:
-        start: its first address.
-        end: the first that is not in it.
-        writer: the last op that wrote there, or None.
-        readers: the last op of each stream that read there since.
+        writer: the last op that wrote it, or None.
+        readers: the last op of each stream that has read it since.
     """
 
     start: int
@@ -66,19 +63,19 @@ class _Piece:
 
 
 class _Memory:
-    """The last users of memory, in pieces that do not overlap, in the order of their addresses."""
+    """The last users of memory, in disjoint pieces sorted by address."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._pieces: list[_Piece] = []
 
     def overlapping(self, span: Span) -> list[_Piece]:
-        """The pieces that have an address in a range."""
+        """The pieces that overlap a range."""
         first, last = self._slice(span)
         return self._pieces[first:last]
 
     def exactly(self, span: Span) -> list[_Piece]:
-        """Pieces that make up a range, and nothing else; new ones where no op has been."""
+        """The pieces that make up a range exactly; new ones where no op has been."""
         start, end = span
         if start >= end:
             return []
@@ -97,7 +94,7 @@ class _Memory:
         return found
 
     def one(self, span: Span) -> _Piece:
-        """One new piece, which replaces all that was in a range."""
+        """Replace everything in a range by one new piece."""
         start, end = span
         self._cut(start)
         self._cut(end)
@@ -106,7 +103,7 @@ class _Memory:
         return piece
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all pieces."""
         self._starts.clear()
         self._pieces.clear()
 
@@ -137,14 +134,13 @@ def _nothing(stream: int, time: float) -> Iterable[int]:
 
 
 class Flow:
-    """Put ops on streams, in the order in which they come.
+    """The assignment of ops to streams, in program order.
 
     Args:
-        streams: how many there are. Stream 0 is that of barriers.
+        streams: the number of streams. Barriers are on stream 0.
 
     Attributes:
-        streams: how many there are.
-        used: how many of them have been given an op.
+        used: the number of streams with an op.
     """
 
     def __init__(self, streams: int) -> None:
@@ -152,15 +148,15 @@ class Flow:
             raise ValueError(f"expected at least one stream, found {streams}")
         self.streams = streams
         self._memory = _Memory()
-        # For each op, its stream, the last op of each stream that it is or comes after, and when it
-        # would end if each op took as long as it is said to cost.
+        # For each op: its stream; its vector clock (for each stream the last op that it is, or comes
+        # after); and its end, if each op took its cost.
         self._stream_of: list[int] = []
         self._after: list[tuple[int, ...]] = []
         self._ends: list[float] = []
-        # For each stream: the last op of each stream that all that is issued there comes after.
+        # The vector clock of each stream, for what is issued there next.
         self._clocks = [[-1] * streams for _ in range(streams)]
         self._last = [-1] * streams
-        # The last barrier.
+        # The last barrier, or -1.
         self._front = -1
 
     @property
@@ -169,12 +165,12 @@ class Flow:
 
     @property
     def last(self) -> list[int]:
-        """For each stream its last op, or -1."""
+        """The last op of each stream, or -1."""
         return list(self._last)
 
     @property
     def leaves(self) -> list[int]:
-        """The last ops of the streams: who comes after these comes after all."""
+        """The ops that no other op comes after: to wait for them is to wait for all."""
         last = [index for index in self._last if index >= 0]
         return [
             index
@@ -194,10 +190,11 @@ class Flow:
         """Place the next op.
 
         Args:
-            reads: memory that it reads.
-            writes: older memory that it writes; `made` takes what it allocates itself.
-            cost: how long it takes, in a unit of one's own: about one for a small kernel.
-            also_after: given the stream, and when the op would begin there, the other ops to wait for.
+            reads: address ranges that it reads.
+            writes: existing memory that it writes; `made` takes the memory that it allocates.
+            cost: estimated time, about 1 for a small kernel.
+            also_after: called with the stream and the begin of the op there; returns further ops to wait
+                for.
         """
         reads, writes = list(reads), list(writes)
         needed: set[int] = set()
@@ -222,15 +219,15 @@ class Flow:
         return placed
 
     def made(self, placed: Placed, spans: Iterable[Span]) -> list[int]:
-        """Say which memory the op placed last was given for its results.
+        """Record the memory that an op has allocated for its results.
 
         Args:
-            placed: the op.
-            spans: the memory. It was freed before, or not in use, for all that its stream knows.
+            placed: the op, placed last.
+            spans: address ranges, unused or freed as far as its stream knows.
 
         Returns:
-            Ops that use it too, and that the op does not come after: it was not held for them. The
-            order is then not safe.
+            Ops that use this memory too and that the op does not come after, because the memory was not
+            held for them. If there are any, the order is not safe.
         """
         after = self._after[placed.number]
         early: set[int] = set()
@@ -244,18 +241,18 @@ class Flow:
         return sorted(early)
 
     def barrier(self) -> Placed:
-        """Place something that comes after all before it, and before all after it, on stream 0."""
+        """Place an op on stream 0 that comes after all earlier and before all later ones."""
         placed = self._place(0, {last for last in self._last if last >= 0}, 1.0)
         self._front = placed.number
-        self._memory.clear()  # who comes now comes after all who have been there
+        self._memory.clear()  # later ops come after all earlier users
         return placed
 
     def ends(self, number: int) -> float:
-        """When an op would end if each took as long as it is said to cost."""
+        """The end of an op, if each took its cost."""
         return self._ends[number]
 
     def comes_after(self, stream: int, index: int) -> bool:
-        """Tell if what is issued next on a stream comes after an op."""
+        """True if the next op of a stream comes after an op."""
         return index <= self._front or self._clocks[stream][self._stream_of[index]] >= index
 
     def _read_after_write(self, piece: _Piece) -> Iterator[int]:
@@ -270,10 +267,11 @@ class Flow:
         yield from piece.readers.values()
 
     def _choose(self, needed: set[int], cost: float) -> int:
-        """The stream on which an op can begin first, or soon enough; of several, where what it needs is.
+        """The stream on which an op can begin first, or soon enough.
 
-        After that one where only ops are that it needs anyway, so that no other waits behind it; and
-        the first ones before those that nothing has been put on.
+        Of several, first that of the latest op that it depends on; then one with only ops that it
+        depends on, so that the op does not wait for others; then the lowest number, so that unused
+        streams come last.
         """
         if self.streams == 1:
             return 0
@@ -282,7 +280,7 @@ class Flow:
         for index in needed:
             reached = list(map(max, reached, self._after[index]))
 
-        # What ends before the step has come so far anyway delays no other, and need not begin earlier.
+        # An op that ends before the latest end of all ops delays nothing, and need not begin earlier.
         soon = max((self._ends[last] for last in self._last if last >= 0), default=0.0) - cost
 
         def begins(stream: int) -> tuple[float, bool, bool, int]:
@@ -307,7 +305,7 @@ class Flow:
         clock = self._clocks[stream]
         waits: list[int] = []
         begin = self._ends[self._last[stream]] if self._last[stream] >= 0 else 0.0
-        # The latest first: they come after many of the others.
+        # The latest first, because they come after many of the others.
         for other in sorted(needed, reverse=True):
             begin = max(begin, self._ends[other])
             if clock[self._stream_of[other]] < other:
@@ -326,9 +324,8 @@ class _Use:
     """A use of memory on another stream than its own.
 
     Attributes:
-        number: of the op that uses it.
-        owner: what keeps it alive.
-        size_bytes: how much it is.
+        number: the op that uses it.
+        owner: the object that keeps it alive.
     """
 
     number: int
@@ -337,19 +334,19 @@ class _Use:
 
 
 class HeldMemory:
-    """Memory that other streams use than the one it belongs to, and that may not be freed yet.
+    """Memory that streams other than its own still use, and that must not be freed yet.
 
     Args:
-        flow: where its users are placed.
-        is_free: whether nothing else refers to an owner any more.
+        flow: the assignment of ops to streams.
+        is_free: called with an owner; True if nothing else refers to it.
     """
 
     def __init__(self, flow: Flow, is_free: Callable[[Any], bool] = lambda owner: True) -> None:
         self._flow = flow
         self._is_free = is_free
-        # By the stream that it belongs to, and the one that uses it, in the order of the ops.
+        # By the stream of the memory and the stream of the use, in program order.
         self._held: dict[tuple[int, int], deque[_Use]] = {}
-        self._held_bytes: Counter[int] = Counter()  # by the stream that it belongs to
+        self._held_bytes: Counter[int] = Counter()  # by the stream of the memory
 
     def use(self, placed: Placed, home: int, owner: Any, size_bytes: int = 0) -> None:
         """Keep memory that an op uses, if it belongs to another stream.
@@ -357,8 +354,8 @@ class HeldMemory:
         Args:
             placed: the op.
             home: the stream that the memory was allocated on.
-            owner: what keeps the memory alive as long as it is referred to.
-            size_bytes: how much it is.
+            owner: an object that keeps the memory alive.
+            size_bytes: size of the memory.
         """
         if placed.stream != home:
             uses = self._held.setdefault((home, placed.stream), deque())
@@ -366,26 +363,26 @@ class HeldMemory:
             self._held_bytes[home] += size_bytes
 
     def release(self) -> None:
-        """Let go of what each stream may give to who asks next.
+        """Release memory that the next op of its stream may be given.
 
-        To be called when an op has been placed, before it asks for memory.
+        Called when an op has been placed, before it allocates.
         """
         for (home, _), uses in self._held.items():
             while uses and self._flow.comes_after(home, uses[0].number):
                 self._held_bytes[home] -= uses.popleft().size_bytes
 
     def overdue(self, home: int, time: float, allowed_bytes: int) -> list[int]:
-        """Ops that a stream had better wait for, so that it gets back the memory that they use.
+        """Ops that a stream should wait for, to get back the memory that they use.
 
-        A stream that never waits for another one never gets back what that uses. There are such ops only
-        when the memory that nothing else needs any more is more than may be held; and of these first
-        those that would have ended, for which to wait costs nothing.
+        A stream that never waits for another one never gets back memory that the other uses. There are
+        such ops only if more is held than allowed of memory that nothing else refers to. First come ops
+        that have ended by then, for which the wait costs nothing.
 
         Args:
             home: the stream.
-            time: when it would go on.
-            allowed_bytes: how much of its memory may be held for others. Four times of that may be held
-                for ops that have not ended.
+            time: the time at which it goes on.
+            allowed_bytes: its memory that may be held for others; four times as much for ops that have
+                not ended.
         """
         if self._held_bytes[home] <= allowed_bytes:
             return []

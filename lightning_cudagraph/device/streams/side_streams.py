@@ -1,11 +1,11 @@
-"""The stream of warm-up and capture, with the scratch memory that cuBLAS uses on it.
+"""The side stream of warm-up and capture, and the memory pool of its cuBLAS workspaces.
 
-cuBLAS and cuBLASLt write partial results into workspaces that torch keeps for each handle (one a thread)
-on each stream, for the whole process. A graph holds their addresses. Code that clears torch's workspaces
-(Lightning at the end of every run, Inductor's own CUDA graphs, newer versions of torch whenever a graph
-that was captured on the stream goes) frees the memory under the graphs that are alive: a second Trainer
-in a callback is enough. Here it comes from a pool of its own, which lives as long as the graphs: when it
-is cleared, it stays scratch memory of theirs.
+cuBLAS and cuBLASLt write partial results into workspaces, which torch keeps for each handle (one per
+thread) and stream, for the whole process. A graph holds their addresses. Code that clears torch's
+workspaces (Lightning at the end of every run, Inductor's own CUDA graphs, newer versions of torch when a
+graph captured on the stream is destroyed) frees memory that live graphs use: a second Trainer in a
+callback is enough. Here the workspaces come from a memory pool that lives as long as the graphs: memory
+that is cleared stays in the pool, as scratch memory of these graphs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["SideStream", "event_stream", "keep_all_workspaces"]
 # Frees the workspaces of all handles on all streams.
 _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
-# torch has 32 streams of a priority, and hands them out in turn.
+# torch has 32 streams of a priority, and returns them in turn.
 _STREAMS_OF_TORCH = 32
-# From so many on, those of runs that are over are looked for before there is one more.
+# From this number on, streams of finished runs are collected before another is made.
 _MANY_STREAMS = 16
 
 
@@ -35,16 +35,16 @@ def _matmul(operand: Tensor, pool: torch.cuda.MemPool) -> None:
     with torch.cuda.use_mem_pool(pool, operand.device):
         torch.mm(operand, operand)
         # A product with a bias goes to cuBLASLt if no size is one (aten/src/ATen/native/cuda/Blas.cpp).
-        # That has a workspace of its own, unless it shares cuBLAS's, which depends on the version of
-        # torch (aten/src/ATen/cuda/CublasHandlePool.cpp).
+        # In some versions of torch cuBLASLt shares cuBLAS's workspace, in others it has its own
+        # (aten/src/ATen/cuda/CublasHandlePool.cpp).
         torch.addmm(operand[0], operand, operand)
 
 
 class _PooledStream:
-    """A stream, and the pool with the workspaces of the handles that work on it.
+    """A stream, and the memory pool with the workspaces on it.
 
     Attributes:
-        shares: the stream is that of others, too, because there was no other.
+        shares: True if other code uses the stream too, because none was unused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,27 +59,26 @@ class _PooledStream:
         self.note_workspaces(torch.cuda.memory_snapshot())
 
     def keep_workspaces(self) -> None:
-        """On the current stream: have the workspaces made in the pool, where there are none."""
-        # Of this thread's handle alone: backward passes of captured steps run in it too.
+        """Make missing workspaces of the current stream, in the pool."""
+        # Only for the handle of this thread, in which backward passes of captured steps run too.
         with torch.no_grad(), torch.autocast("cuda", enabled=False):
             _matmul(torch.zeros(16, 16, device=self.device), self.pool)
 
     def note_workspaces(self, snapshot: list[dict[str, Any]]) -> None:
-        """Note that all of them are in the pool."""
+        """Record the size of the pool with all workspaces in it."""
         self._made_bytes = self._used_bytes(snapshot)
 
     def has_workspaces(self, snapshot: list[dict[str, Any]]) -> bool:
-        """Tell if they are in the pool, as they were at first, once `keep_workspaces` has been called.
+        """True if all workspaces are in the pool; called after `keep_workspaces`.
 
-        They are not if others have multiplied matrices on the stream after they had been cleared.
+        They are not if other code has multiplied matrices on the stream after they were cleared.
         """
         return self._used_bytes(snapshot) >= self._made_bytes
 
     def segments(self, snapshot: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The segments of the device's memory that the pool has taken."""
-        # Out of all: asked for those of one pool, torch gives away references to the numbers of its
-        # name that are not its own (pytorch#196366). From the 257th pool of a process on, Python frees
-        # them for it, and crashes some time later.
+        """The allocator's segments that belong to the pool."""
+        # Filtered here: a snapshot of one pool over-releases the integers of the pool's id in torch
+        # (pytorch#196366). From the 257th pool of a process on, Python frees them, and crashes later.
         pool = self.pool.id
         return [segment for segment in snapshot if segment["segment_pool_id"] == pool]
 
@@ -87,17 +86,17 @@ class _PooledStream:
         return sum(segment["active_size"] for segment in self.segments(snapshot))
 
 
-# All of a process that are not shared. Their graphs hold addresses in their pools, and so they are
-# never given up.
+# All pooled streams of the process that are not shared. Graphs hold addresses in their pools, so they
+# are never released.
 _POOLED: list[_PooledStream] = []
-# Those whose graphs are gone, for the next ones: as many as were ever in use at the same time.
+# Those without graphs, for the next runs: at most as many as were ever in use at the same time.
 _FREE: list[_PooledStream] = []
-# Held while one is taken. Not while one is given back, which a garbage collection may do at any time.
+# Held while one is taken, but not while one is returned: a garbage collection may do so at any time.
 _TAKING = threading.Lock()
 
 
 def _stream_of_ones_own(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream on which there is no memory of others: no workspaces either, of whatever handle."""
+    """A stream without memory of other code, including workspaces of any handle; None if all have."""
     pooled = {each.stream.cuda_stream for each in _POOLED}
     others = {s["stream"] for s in torch.cuda.memory_snapshot() if s["active_size"]} - pooled
     streams = (torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH))
@@ -105,22 +104,22 @@ def _stream_of_ones_own(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def _shared_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream on which others have memory; that is said."""
+    """A stream on which other code has memory, with a warning."""
     warnings.warn(
-        f"lightning_cudagraph: each of the {_STREAMS_OF_TORCH} streams that torch hands out is in use"
-        " already, so that graphs share cuBLAS's scratch memory with others. They may come to wrong"
-        " numbers where both run at the same time, or once it is freed, as Lightning does at the end of"
-        " every run. Make fewer streams (`torch.cuda.Stream`), or fewer graphs at the same time.",
+        f"lightning_cudagraph: each of the {_STREAMS_OF_TORCH} streams of torch's pool is in use, so"
+        " that graphs share cuBLAS's workspaces with other code. Replays may give wrong numbers if both"
+        " run at the same time, or once the workspaces are freed, as Lightning does at the end of every"
+        " run. Make fewer streams (`torch.cuda.Stream`), or fewer graphs at the same time.",
         stacklevel=2,
     )
-    # Scratch memory of a pooled stream at least stays where it is.
+    # The workspaces of a pooled stream are at least never freed.
     pooled = {each.stream.cuda_stream for each in _POOLED}
     streams = [torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH)]
     return next((stream for stream in streams if stream.cuda_stream in pooled), streams[0])
 
 
 def _given_back(device: torch.device) -> _PooledStream | None:
-    """One that has been in use before, and has its workspaces to itself."""
+    """A returned stream with all workspaces in its pool; None if there is none."""
     for each in [each for each in _FREE if each.device == device and not each.shares]:
         with torch.cuda.stream(each.stream):
             each.keep_workspaces()
@@ -134,8 +133,8 @@ def _take(device: torch.device) -> _PooledStream:
     with _TAKING:
         taken = _given_back(device)
         if taken is None and len(_POOLED) >= _MANY_STREAMS:
-            # Most may be of runs that are over, and wait for a collection, which captures do, but not
-            # runs that end before theirs.
+            # Most may belong to finished runs that wait for a collection. Captures collect, but runs may
+            # end before their capture.
             gc.collect()
             taken = _given_back(device)
         if taken is None:
@@ -146,7 +145,7 @@ def _take(device: torch.device) -> _PooledStream:
 
 
 def event_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for events and waits; not one on which graphs are captured, if there are others."""
+    """A stream for events and waits; if possible, one on which no graphs are captured."""
     pooled = {each.stream.cuda_stream for each in _POOLED}
     streams = (torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH))
     apart = (stream for stream in streams if stream.cuda_stream not in pooled)
@@ -154,11 +153,7 @@ def event_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class SideStream:
-    """The one side stream of warm-up and capture.
-
-    Attributes:
-        stream: the stream. It has no other use until this object is gone.
-    """
+    """The side stream of warm-up and capture, reserved until this object is collected."""
 
     def __init__(self, device: torch.device) -> None:
         self._pooled = _take(device)
@@ -166,23 +161,23 @@ class SideStream:
         weakref.finalize(self, _FREE.append, self._pooled)
 
     def keep_workspaces(self) -> None:
-        """Have the workspaces in their pool before work on the stream that a graph will hold or be like.
+        """Make missing or cleared workspaces in the pool, with this stream current.
 
-        The stream is the current one. Workspaces that were cleared are made once more.
+        Called before work on the stream that a graph will hold or be compared with.
         """
         self._pooled.keep_workspaces()
 
     def workspace_bytes(self) -> int:
-        """Device memory that the workspaces take, in bytes."""
+        """Device memory of the workspaces, in bytes."""
         segments = self._pooled.segments(torch.cuda.memory_snapshot())
         return sum(segment["total_size"] for segment in segments)
 
 
 def keep_all_workspaces(sides: Sequence[SideStream]) -> None:
-    """Have the workspaces on all streams of a capture in their pools, and nowhere else, before it.
+    """Make all workspaces of the streams of a capture lie in their pools.
 
     Args:
-        sides: nothing runs on them, or on what waits for them.
+        sides: the streams of the capture, all idle.
     """
     for side in sides:
         with torch.cuda.stream(side.stream):
@@ -191,7 +186,7 @@ def keep_all_workspaces(sides: Sequence[SideStream]) -> None:
     streams = [side._pooled for side in sides]
     if _clear_workspaces is None or all(each.has_workspaces(snapshot) for each in streams):
         return
-    # Cleared in the middle of a step, they were made by the rest of it, and not in the pools.
+    # Workspaces cleared in the middle of a step were made again outside the pools.
     _clear_workspaces()
     for side in sides:
         with torch.cuda.stream(side.stream):

@@ -1,9 +1,9 @@
-"""A part of a step as a list of what to call, and the orders in which several streams could come to it.
+"""The tape of the emulator: the calls of one part of a graph, replayed in orders that the streams allow.
 
-On a GPU, streams that do not wait for one another run side by side, and which of them is ahead changes
-from replay to replay. Here they run one after the other, in orders that are as far apart as the waits
-allow: one stream always as early as it can, another as late as it must. Where a wait is missing, such an
-order comes to other numbers.
+On a GPU, streams that do not wait for each other run concurrently, and their relative progress differs
+between replays. Here their calls run one after the other, in orders as different as the waits allow: one
+stream always as early as possible, another as late as possible. If a wait is missing, such an order
+gives other numbers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Tape(Generic[W]):
     """The calls of one part of a replay.
 
     Attributes:
-        barriers: the ops that all streams waited for, and how often.
+        barriers: the ops that made all streams wait, with their counts.
     """
 
     def __init__(self, streams: int) -> None:
         self._streams = streams
         self._flow = Flow(streams)
-        # For each op, where it is on the tape.
+        # The index of each op on the tape.
         self._places: list[int] = []
         self._work: list[W] = []
         self._stream_of: list[int] = []
@@ -44,11 +44,11 @@ class Tape(Generic[W]):
         self.barriers: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[W]:
-        """The calls in the order in which they came."""
+        """The calls in program order."""
         return iter(self._work)
 
     def place(self, func: Any, args: Any, kwargs: Any) -> Placed | None:
-        """Say that an op is about to run; None if it does nothing but to return what it is given."""
+        """Assign a stream to an op that is about to run; None if it launches nothing."""
         if self._streams == 1 or only_looks(func):
             return None
         access = access_of(func, args, kwargs)
@@ -61,7 +61,7 @@ class Tape(Generic[W]):
         return self._flow.add(access.reads, writes, access.cost)
 
     def add(self, work: W, placed: Placed | None, result: Any = None, arguments: Any = ()) -> None:
-        """Put an op that has run on the tape."""
+        """Append an op that has run."""
         if placed is None:
             placed = self._flow.barrier()
         waits = [*placed.waits]
@@ -77,7 +77,7 @@ class Tape(Generic[W]):
         self._put(work, placed.stream, waits)
 
     def add_mark(self, work: W) -> None:
-        """Put something on the tape that comes after all before it, and that nothing waits for."""
+        """Append a call that comes after all earlier ones, and that nothing waits for."""
         self._put(work, self._streams, self._flow.leaves)
 
     def _put(self, work: W, stream: int, waits: Iterable[int]) -> None:
@@ -86,7 +86,7 @@ class Tape(Generic[W]):
         self._waits.append([self._places[number] for number in waits])
 
     def order(self, seed: int) -> Iterator[W]:
-        """The calls in an order that the waits allow; another one for each seed."""
+        """The calls in an order that the waits allow, which depends on the seed."""
         if self._streams == 1:
             return iter(self._work)
         return (self._work[place] for place in self._order(seed))
@@ -100,7 +100,7 @@ class Tape(Generic[W]):
         random.Random(seed).shuffle(left)
         done: set[int] = set()
         while len(done) < len(self._work):
-            # Whoever is first in this order goes on as far as it can.
+            # The first stream of the shuffled order that can go on does.
             ready = next(s for s in left if s and done.issuperset(self._waits[s[-1]]))
             place = ready.pop()
             done.add(place)
