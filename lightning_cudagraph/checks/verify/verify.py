@@ -208,7 +208,7 @@ class Verifier:
         Raises:
             StaleGraphError: the replay differs, and the cause is known. The state is that before the
                 step.
-            VerificationError: the replay differs, and the cause is unknown. Likewise.
+            VerificationError: the replay differs otherwise. The state is that before the step.
         """
         history = self._history(graph)
         history.pauses = self._pauses
