@@ -54,9 +54,8 @@ class Classes:
             return False
         if self.in_words():
             return True
-        self._members = (
-            self._members_now()
-        )  # no function changed; other attributes have guards of their own
+        # No function changed; reads of other attributes are guarded by themselves.
+        self._members = self._members_now()
         return False
 
     def in_words(self) -> str:
