@@ -294,7 +294,7 @@ class CarriedTensors:
 
     @contextmanager
     def inside(self, turns: Callable[[], str]) -> Iterator[None]:
-        """Around a step on the static batch: copy what it binds to the attributes into static tensors.
+        """Copy tensors that the enclosed step binds to the attributes into the static tensors.
 
         Not copied, and left for the audit to find: tensors of another form, tensors that share memory
         with the model's parameters or buffers, and attributes through which gradients go back into the
@@ -322,7 +322,7 @@ class CarriedTensors:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Bind the values from before the step, for host code in the middle of it."""
+        """Bind the values from before the step for the enclosed host code in the middle of it."""
         now = [(carried, carried.namespace.get(carried.name)) for carried in self._carried]
         for carried in self._carried:
             carried.namespace[carried.name] = carried.buffers

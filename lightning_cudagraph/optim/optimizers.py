@@ -110,12 +110,12 @@ class EagerOptimizer:
 
     @contextmanager
     def step_arithmetic(self, capturing: bool = False) -> Iterator[None]:
-        """Around the optimizer's `step`: in a capture, give it the form that can be captured."""
+        """Give the enclosed `step` the form that can be captured, in a capture."""
         yield
 
     @contextmanager
     def floats_inside(self, capturing: bool = False) -> Iterator[None]:
-        """Around user code within `step_arithmetic`: restore the user's options."""
+        """Restore the user's options for enclosed user code within `step_arithmetic`."""
         yield
 
     def restore(self) -> None:
@@ -131,7 +131,6 @@ class PreparedOptimizer(EagerOptimizer):
 
     Args:
         optimizer: the optimizer; between steps its param groups have the user's values.
-        device: the device of its parameters.
         on_load: called with a reason after `optimizer.load_state_dict`, which replaces the tensors that
             a graph reads.
         scaled: a gradient scaler can skip its steps.
@@ -311,12 +310,9 @@ class PreparedOptimizer(EagerOptimizer):
 
     @contextmanager
     def step_arithmetic(self, capturing: bool = False) -> Iterator[None]:
-        """Around the optimizer's `step`: in a capture, give it the form that can be captured.
+        """Give the enclosed `step` the form that can be captured, in a capture.
 
         An eager step is the user's own.
-
-        Args:
-            capturing: a capture is under way.
 
         Raises:
             CaptureError: in a capture, if the step sets a learning rate.

@@ -188,12 +188,6 @@ def with_tensors(
 ) -> tuple[Any] | None:
     """Call an op of the table with its number in a tensor.
 
-    Args:
-        func: torch's function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        staged: gives the number as a tensor.
-
     Returns:
         A tuple with the result; None if the table has no such call, and nothing was done.
     """

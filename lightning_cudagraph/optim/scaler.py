@@ -145,7 +145,7 @@ class PreparedScaler:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Around a capture: restore the scaler's record of the stage of each optimizer's step."""
+        """Restore the scaler's record of each optimizer's stage after the enclosed capture."""
         before = {key: dict(state) for key, state in self.scaler._per_optimizer_states.items()}
         try:
             yield

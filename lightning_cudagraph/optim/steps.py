@@ -54,9 +54,7 @@ class OptimizerSteps:
     """The optimizers that a function steps, prepared for capture; `close` restores them.
 
     Args:
-        optimizers: the optimizers by name.
         scaler: the gradient scaler that steps them, or None.
-        device: the device of their parameters.
         on_load: called with a reason after a state was loaded into one of them.
 
     Raises:
@@ -176,10 +174,10 @@ class OptimizerSteps:
 
     @contextmanager
     def running(self, capturing: bool) -> Iterator[None]:
-        """Around the user's function that steps them, in eager steps and in captures.
+        """Prepare the optimizers for the enclosed user function that steps them.
 
         Args:
-            capturing: a capture is under way.
+            capturing: a capture is under way; False for an eager step.
 
         Raises:
             CaptureError: in a capture, if the function changes a learning rate, an option, or a value
@@ -248,7 +246,7 @@ class OptimizerSteps:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Around a capture: undo its effects on the scaler's host state."""
+        """Undo the effects of the enclosed capture on the scaler's host state."""
         if self.scaler is None:
             yield
             return

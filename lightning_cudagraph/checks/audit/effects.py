@@ -61,7 +61,7 @@ class Effects:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around a warm-up step: record its effects.
+        """Record the effects of the enclosed warm-up step.
 
         Only the last warm-up step counts: lazy initialisation is done before it.
         """
@@ -72,7 +72,7 @@ class Effects:
 
     @contextmanager
     def refused(self, captured: Callable[[], MentionedNames]) -> Iterator[None]:
-        """Around a capture: refuse a step with effects, and undo them.
+        """Refuse the step of the enclosed capture if it has effects, and undo them.
 
         Args:
             captured: the names that the captured code mentions.
@@ -93,7 +93,7 @@ class Effects:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Around an eager step that repeats a replay for a check: undo its effects.
+        """Undo the effects of the enclosed eager step, which repeats a replay for a check.
 
         Raises:
             StaleGraphError: if the step has an effect that it did not have in warm-up.

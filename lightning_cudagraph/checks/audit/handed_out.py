@@ -31,9 +31,9 @@ def note_handed_out(
     """Record the value that a framework function returns to user code.
 
     Args:
-        frame: the frame of the function, as it returns.
+        frame: the frame of the returning function.
         value: its return value.
-        mentioned: the record.
+        mentioned: gets the record.
         leaves_out: True for an object that is not recorded.
     """
     code = frame.f_code

@@ -80,7 +80,6 @@ class HeldIterator:
     """Replacement for an iterator during a capture, which refuses draws.
 
     Args:
-        iterator: the replaced iterator.
         name: its name for the user.
         of: its holder, in words.
     """

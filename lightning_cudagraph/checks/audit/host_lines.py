@@ -28,7 +28,6 @@ def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
     it.
 
     Args:
-        change: the change.
         codes: user code that has run, in the order of its first runs.
     """
     return first_line(_name_of(change), change.draws, _own([*codes]))
@@ -47,7 +46,6 @@ def first_line(name: str, draws: bool, codes: Iterable[CodeType]) -> Location | 
     """The first line that sets a name, or else changes an item of it, or else mentions it.
 
     Args:
-        name: the name.
         draws: it names a random generator, which is drawn from and not set.
         codes: user code that has run, in the order of its first runs.
     """

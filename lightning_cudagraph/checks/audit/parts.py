@@ -106,7 +106,7 @@ class Node:
     """One object with a record of its parts.
 
     Attributes:
-        holder: the object whose referents the garbage collector lists; None for parts read otherwise.
+        holder: the garbage collector lists its referents; None for parts that are read otherwise.
         owner: the object that the user knows: the one that has the attributes, or the object itself.
         path: its path, as the user would write it.
         of: the start of the path, in words.
@@ -307,9 +307,7 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     Args:
         value: the object, or its attribute dictionary.
         owner: the object.
-        path: its path.
-        of: the start of the path, in words.
-        how: the way to read it.
+        of: the start of `path`, in words.
         **kwargs: other fields of the node.
     """
     kind = type(value)

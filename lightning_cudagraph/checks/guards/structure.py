@@ -123,7 +123,7 @@ class Structure:
     Args:
         models: the model, and modules that are none of its submodules.
         others: views and lists of other objects that must stay the same, such as optimizer state.
-        loose: parameters of none of the models.
+        loose: parameters that belong to none of the models.
         callees: other objects with methods that the steps call.
     """
 
@@ -174,7 +174,7 @@ def described(
 
     Args:
         models: the models by the prefix of their parts' names.
-        loose: parameters of none of the models.
+        loose: parameters that belong to none of the models, by label.
     """
     state: dict[str, Any] = {}
     for name, parameter in (loose or {}).items():

@@ -86,7 +86,7 @@ class OpTape:
         return next(with_line, next(iter(self._differences), None))
 
     def beside(self, named: Mapping[str, Tensor]) -> OwnDispatchMode:
-        """A dispatch mode to run the step in, which records the first time and compares later.
+        """Dispatch mode around the step, which records the first time and compares later.
 
         Args:
             named: tensors that outlive the step, by name.

@@ -67,7 +67,7 @@ _GROWTH = 4
 
 
 def is_share(value: object) -> bool:
-    """True if a value can be a share of a run's time: a number from 0 to 1."""
+    """True for a number from 0 to 1, a share of a run's time."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
@@ -111,7 +111,7 @@ class _Outcome:
 
 @dataclass
 class Verifier:
-    """Chooses the replays that are checked, and checks them.
+    """Selection of the replays to check, and the checks.
 
     Attributes:
         replays: number of first replays of a graph that are checked. The first replay has the batch of
