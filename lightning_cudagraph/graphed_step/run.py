@@ -157,7 +157,7 @@ class StepRun:
         notes += [note for verifier in verifiers for note in verifier.notes]
         notes += [note for lane in self._lanes.values() for note in lane.engine.notes]
         off = notes_of_captures(self.backend.device)
-        return list(dict.fromkeys([*notes, *self._optimizers.notes, *off]))
+        return list(dict.fromkeys([*notes, *off]))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, in whichever way its phase says.

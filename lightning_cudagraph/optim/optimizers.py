@@ -42,15 +42,10 @@ __all__ = ["EagerOptimizer", "PreparedOptimizer"]
 
 
 class EagerOptimizer:
-    """An unchanged optimizer, which steps eagerly after the replay.
-
-    Attributes:
-        notes: remarks for the report.
-    """
+    """An unchanged optimizer, which steps eagerly after the replay."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.notes: list[str] = []
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -88,11 +88,6 @@ class OptimizerSteps:
     def _prepared(self) -> list[PreparedOptimizer]:
         return [lease.prepared for lease in self._leases.values()]
 
-    @property
-    def notes(self) -> list[str]:
-        """Remarks for the report."""
-        return [note for prepared in self._prepared for note in prepared.notes]
-
     def stepped(self) -> list[object]:
         """The optimizers."""
         return [prepared.optimizer for prepared in self._prepared]

@@ -173,7 +173,6 @@ class Walk:
     """A record of the objects that some roots reach, made when the roots are added.
 
     Attributes:
-        is_whole: every object that was found was entered.
         hidden: modules that were found outside of the model, by path.
     """
 
@@ -203,7 +202,6 @@ class Walk:
             if id(root.value) not in self._seen and (root.is_entered or self._enters(root)):
                 self._seen[id(root.value)] = root.value
                 self._enter(root)
-        self.is_whole = not self._queue and not self._unread
         self._queue.clear()
         self._unread.clear()
 
