@@ -67,8 +67,7 @@ class EagerOptimizer:
 
     def frozen_values(self) -> tuple[Any, ...]:
         """The values of `hyperparameters` without labels, compared before every replay."""
-        # Also for an eager optimizer: the graph makes the gradients of these parameters and of no
-        # others.
+        # Also for an eager optimizer: the graph makes gradients of these parameters alone.
         groups = self.optimizer.param_groups
         return tuple((id(group), id(group["params"]), len(group["params"])) for group in groups)
 

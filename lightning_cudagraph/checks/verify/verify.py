@@ -8,15 +8,13 @@ Replay and eager step agree if
 
 - every bit is equal; or
 - replays from one state differ from each other (kernels with atomics do, some of them seldom, so up to
-16
-  replays are compared), and the eager step is about as far from them. Two eager steps would be no
+  16 replays are compared), and the eager step is about as far from them. Two eager steps would be no
   measure: host code that counts its calls makes them differ too; or
 - the difference is rounding: a graph can have other kernels than an eager step (a library that chooses
-an
-  algorithm by the memory it is given), but they are the same in every replay. A difference in the last
-  places counts as rounding only if the first check of the graph showed one too, before anything on the
-  host had the time to change, or if torch.compile has compiled something since, which an eager step may
-  call. A frozen value that drifts slowly is thus not taken for rounding.
+  an algorithm by the memory it is given), but they are the same in every replay. A difference in the
+  last places counts as rounding only if the first check of the graph showed one too, before anything on
+  the host had the time to change, or if torch.compile has compiled something since, which an eager step
+  may call. A frozen value that drifts slowly is thus not taken for rounding.
 """
 
 from __future__ import annotations
