@@ -224,13 +224,13 @@ class PreparedOptimizer(EagerOptimizer):
         self._sync_groups()
         found: dict[str, Any] = {
             "the number of param groups of the optimizer": len(self._groups),
-            "whether the optimizer's step is compiled": is_compiled(self.optimizer.step),
+            "compilation of `optimizer.step`": is_compiled(self.optimizer.step),
         }
         for prepared in self._groups:
             found.update(prepared.frozen())
         if self._form.inspected:
             found.update(moving_values(self.optimizer))
-        found["whether `optimizer.step` takes the branches that it took, by what it has counted"] = (
+        found["agreement of the branches in `optimizer.step` with those captured"] = (
             self._is_as_captured()
         )
         return found

@@ -68,7 +68,7 @@ class PreparedScaler:
             "`growth_factor` of the gradient scaler": scaler._growth_factor,
             "`backoff_factor` of the gradient scaler": scaler._backoff_factor,
             "`growth_interval` of the gradient scaler": scaler._growth_interval,
-            "whether the gradient scaler is enabled": scaler.is_enabled(),
+            "`enabled` of the gradient scaler": scaler.is_enabled(),
         }
 
     @property
