@@ -58,7 +58,8 @@ def test_resumed_in_both_directions(
     try:
         plain = run(form, cell, accelerator, None, STEPS, of_plain)
     except ValueError as error:
-        assert "must support momentum" in str(error)
+        if "must support momentum" not in str(error):
+            raise
         pytest.skip("OneCycleLR cycles a momentum that it does not have")
     graph = run(form, cell, accelerator, callback, STEPS, of_graph)
     assert differences(plain, graph) == []

@@ -136,7 +136,7 @@ def form_of(optimizer: Optimizer, scaled: bool) -> Form:
     if _known(optimizer, dict.fromkeys(_classes_of_torch(optimizer), True)):
         return _OWN
     if scaled:
-        # After an overflow only tensor state is restored, which is all that torch's own classes have.
+        # After an overflow the state is restored that torch's own classes are known to have.
         raise UnsupportedError(
             f"`{_name(optimizer)}` is not one of torch's own: what it changes in a step that overflows"
             " in fp16 is not known.",

@@ -121,7 +121,7 @@ def _single(
 ) -> Tensor:
     one = operands[0]
     if name == "div" and one.is_cuda:
-        # A product with the reciprocal, which is taken on the host, in double precision.
+        # torch multiplies by the reciprocal, which it takes on the host in double precision.
         return _computed("mul", operands, _reciprocal(number, staged).type(_wide(one)), in_place)
     if name == "__rdiv__":
         operands = [one.reciprocal()]

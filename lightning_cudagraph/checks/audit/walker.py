@@ -300,8 +300,8 @@ class Walk:
         if len(now) != len(self._were):
             suspects += self._held
         elif not all(map(operator.is_, now, self._were)):
-            places = [i for i, one in enumerate(map(operator.is_, now, self._were)) if not one]
-            suspects += self._at(places)
+            positions = [i for i, one in enumerate(map(operator.is_, now, self._were)) if not one]
+            suspects += self._at(positions)
         if self._picks_moved():
             suspects += self._picked
         if self._tensors and self._layouts.changed([node.owner for node in self._tensors]):
@@ -317,11 +317,13 @@ class Walk:
             return True
         return [*map(len, self._spaces)] != self._sizes
 
-    def _at(self, places: list[int]) -> list[Node]:
+    def _at(self, positions: list[int]) -> list[Node]:
         """The nodes of the parts at some positions of the list of referents."""
-        if places[-1] >= self._ends[-1]:
-            return self._held  # a key
-        return [self._held[index] for index in sorted({bisect_right(self._ends, at) for at in places})]
+        if positions[-1] >= self._ends[-1]:
+            return self._held  # a key differs, of any node
+        return [
+            self._held[index] for index in sorted({bisect_right(self._ends, at) for at in positions})
+        ]
 
     # ---- entering objects
 
