@@ -81,17 +81,17 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
     "Adafactor": lambda p: O.Adafactor(p, lr=1e-2),
     "LBFGS": lambda p: O.LBFGS(p, lr=0.1, max_iter=2),
     "SparseAdam": lambda p: O.SparseAdam(p),
-    "somebody's own, all on the device": Own,
-    "somebody's own, counts on the host": CountsInState,
+    "custom, all on the device": Own,
+    "custom, counts on the host": CountsInState,
 }
 
 SAME, SAME_ARITHMETIC, BEHIND, REFUSED, PLAIN_FAILS = "=", "~", "b", "r", "x"
 WORDS = {
     SAME: "in the graph, =",
     SAME_ARITHMETIC: "in the graph, ≈",
-    BEHIND: "behind it, =",
+    BEHIND: "after the replay, =",
     REFUSED: "refused",
-    PLAIN_FAILS: "fails without us too",
+    PLAIN_FAILS: "fails without the callback too",
 }
 
 

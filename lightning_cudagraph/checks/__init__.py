@@ -1,1 +1,1 @@
-"""Checks that keep a graph right: audit of the step's Python, guards, and verified replays."""
+"""Checks that keep a graph right: the audit of the step's Python, guards, and verified replays."""

@@ -1,11 +1,11 @@
-"""Tensors that a step, or the host between two steps, puts anew into an attribute of a module.
+"""Rebound attributes: module attributes that a step, or the host between steps, binds to new tensors.
 
-The hidden state of a recurrent net that is kept on the module is one, a moving mean another. A graph
-reads and writes addresses, so such an attribute has buffers of its own: what it holds is copied in
-before a replay, what the step puts there is copied into them at the end of the step, inside the graph,
-and the module is given a copy afterwards.
+Examples are a hidden state that is kept on the module, and a moving mean. A graph reads and writes
+fixed addresses, so each rebound attribute gets static tensors. Before a replay its value is copied into
+them; at the end of the captured step the new value is copied into them, inside the graph; after the
+replay the module gets a copy.
 
-Which attributes these are shows in warm-up: they hold other tensors of the same form before each step.
+Warm-up finds these attributes: before each step they hold different tensors of the same form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["CarriedTensors"]
 _Form = tuple[Any, ...]
 
 # After so many steps in a row with another form than in the graph, an attribute has changed for good.
-_MANY_UNFIT_STEPS = 4
+_MAX_MISMATCHED_STEPS = 4
 
 
 def _tensors_of(value: Any) -> list[Tensor] | None:
@@ -49,7 +49,7 @@ def _tensors_of(value: Any) -> list[Tensor] | None:
 
 
 def _form_of(value: Any) -> _Form | None:
-    """All about a value that a graph takes for granted, or None if it cannot be carried."""
+    """The properties of a value that a graph is specialised on; None if it cannot be carried."""
     tensors = _tensors_of(value)
     if not tensors:
         return None
@@ -59,6 +59,7 @@ def _form_of(value: Any) -> _Form | None:
 
 
 def _skeleton(value: Any) -> Any:
+    """The value with `Tensor` for each tensor in it."""
     if type(value) is tuple:
         return tuple(map(_skeleton, value))
     return Tensor if type(value) is Tensor else (type(value), value)
@@ -71,7 +72,7 @@ def _mapped(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _once_each(new: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same new tensor for the same tensor."""
+    """Memoize `new`: one new tensor for each tensor."""
     made: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
@@ -84,20 +85,19 @@ def _once_each(new: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 @dataclass(eq=False)
 class _Carried:
-    """One attribute.
+    """One rebound attribute.
 
     Attributes:
         namespace: the attributes of its module.
-        name: its name.
         of: the module, in words.
-        form: what it holds, but for the values.
-        buffers: what is in it while a graph can look: the same containers around static tensors.
-        needs_grad: which of these take the place of tensors that required gradients, by id.
-        host: what the module had before the step.
-        found: what a step on the static batch finds.
-        leaves: tensors in that, to which gradients come that go back through the attribute.
-        versions: of the static tensors, before the step.
-        is_set: the captured step puts something there.
+        form: structure, shapes, strides, dtypes and devices of the value.
+        buffers: the value inside a captured step: the same containers around static tensors.
+        needs_grad: ids of the static tensors that replace tensors which required gradients.
+        host: the module's own value before the step.
+        found: the value that a step on the static batch reads.
+        leaves: leaf tensors in `found`; a gradient on one of them went back through the attribute.
+        versions: version counters of the static tensors before the step.
+        is_set: the captured step rebinds the attribute.
     """
 
     namespace: dict[str, Any]
@@ -114,7 +114,7 @@ class _Carried:
 
     @classmethod
     def holding(cls, namespace: dict[str, Any], name: str, of: str, form: _Form) -> _Carried:
-        """One that holds what the module holds."""
+        """Make static tensors with the module's present values."""
         value = namespace[name]
         buffers = _mapped(value, _once_each(lambda tensor: tensor.detach().clone()))
         pairs = zip(_tensors_of(value) or [], _tensors_of(buffers) or [], strict=True)
@@ -129,7 +129,7 @@ class _Carried:
         return self.namespace.get(self.name)
 
     def put_in(self) -> bool:
-        """Copy in what the module holds; whether that has the form that it must have."""
+        """Copy the module's value into the static tensors; False if its form is another one."""
         now = self.now
         if now is self.buffers:
             return True
@@ -141,18 +141,18 @@ class _Carried:
         return True
 
     def take_out(self) -> None:
-        """Give the module back what it had."""
+        """Restore the module's own value."""
         if self.now is self.buffers:
             self.namespace[self.name] = self.host
 
     def hand_out(self) -> None:
-        """Give the module what a replay has left, as its own; or what it had, if none was."""
+        """Give the module a copy of what a replay left; its own value if the step sets none."""
         if self.is_set and self.now is self.buffers:
             self.host = _mapped(self.buffers, _once_each(lambda tensor: tensor.detach().clone()))
         self.take_out()
 
     def let_in(self) -> None:
-        """Let a step on the static batch find tensors that tell whether gradients go back."""
+        """Bind tensors that show whether gradients go back through the attribute."""
         self.leaves = []
 
         def alias(tensor: Tensor) -> Tensor:
@@ -168,12 +168,16 @@ class _Carried:
         self.namespace[self.name] = self.found
 
     def left_behind(self, outlive: set[int]) -> list[Tensor] | None:
-        """What the step has put there, or None if it cannot be carried."""
+        """The tensors that the step has put there; None if they cannot be carried.
+
+        Args:
+            outlive: storages of parameters and buffers, which no attribute may share.
+        """
         now, leaves, self.leaves = self.now, self.leaves, []
         if any(leaf.grad is not None for leaf in leaves) or _form_of(now) != self.form:
             return None
         if [tensor._version for tensor in self.tensors] != self.versions:
-            # Somebody can have kept the tensor, which a replay would not write into.
+            # User code can hold a reference to the tensor, which a replay would not write into.
             raise CaptureError(
                 f"The training step writes in place into `{self.name}` of {self.of}, where there is"
                 " another tensor in every step.",
@@ -190,14 +194,14 @@ class _Carried:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in memory, and the first one behind it."""
+    """The address range of a tensor: its first byte, and the first one after it."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     elements = last + 1 if tensor.numel() else 0
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    """Copy tensors into others, some of which may be the same or lie in the same memory."""
+    """Copy tensors into others that may share memory with them."""
     targets = {storage_id(tensor) for tensor in into}
     with torch.no_grad():
         values = [value.clone() if storage_id(value) in targets else value for value in values]
@@ -206,13 +210,12 @@ def _copy(into: list[Tensor], values: list[Tensor]) -> None:
 
 
 class CarriedTensors:
-    """The attributes of a model's modules whose tensors are others in every step.
+    """The rebound attributes of a model's modules.
 
     Args:
-        model: the model.
-        device: where steps are captured; tensors elsewhere are not carried.
-        unwatched: names of attributes that are none of ours.
-        stays_on_host: whether a module is only called on the host, such as a metric.
+        device: the device of the capture; tensors elsewhere are not carried.
+        unwatched: names of attributes that are left alone.
+        stays_on_host: True for a module that is only called on the host, such as a metric.
     """
 
     def __init__(
@@ -229,15 +232,15 @@ class CarriedTensors:
         self._seen: dict[tuple[int, str], tuple[_Form, list[ref[Tensor]]]] = {}
         self._moving: set[tuple[int, str]] = set()
         self._carried: list[_Carried] = []
-        self._unfit_steps = 0  # in a row
+        self._mismatched_steps = 0  # in a row
 
     @property
     def has_any(self) -> bool:
-        """Whether any attribute is carried."""
+        """True if any attribute is carried."""
         return bool(self._carried)
 
     def watch(self) -> None:
-        """Note what the attributes hold before a warm-up step, or before a capture."""
+        """Record the attributes' tensors before a warm-up step or a capture, and find rebound ones."""
         seen: dict[tuple[int, str], tuple[_Form, list[ref[Tensor]]]] = {}
         for namespace, name, _, form in self._attributes():
             key = (id(namespace), name)
@@ -251,7 +254,7 @@ class CarriedTensors:
         self._seen = seen
 
     def place(self) -> None:
-        """Before a capture: give buffers to the attributes that hold other tensors in every step."""
+        """Give static tensors to the rebound attributes, before a capture."""
         known = {(id(carried.namespace), carried.name) for carried in self._carried}
         for namespace, name, of, form in [*self._attributes()]:
             key = (id(namespace), name)
@@ -260,48 +263,49 @@ class CarriedTensors:
         self.put_in()
 
     def put_in(self, has_graphs: bool = False) -> str:
-        """Before a step: copy into the buffers what the modules hold, and let the step find those.
+        """Copy the modules' values into the static tensors, and bind these, before a step.
 
         Args:
-            has_graphs: there are graphs that read these buffers. An attribute that holds another form
-                for a few steps in a row, such as what an eager step with fewer samples has left there,
-                is still carried afterwards.
+            has_graphs: graphs read these static tensors. An attribute that holds another form for a few
+                steps in a row, such as after an eager step with fewer samples, stays carried.
 
         Returns:
-            Why this step cannot be a replay, in words; empty if it can.
+            The reason why this step cannot be a replay; empty if it can.
         """
         if not self._carried:
             return ""
-        unfit = [carried for carried in self._carried if not carried.put_in()]
-        self._unfit_steps = self._unfit_steps + 1 if unfit else 0
-        if has_graphs and 0 < self._unfit_steps < _MANY_UNFIT_STEPS:
-            return f"`{unfit[0].name}` of {unfit[0].of} holds tensors of another form than in the graph"
-        self._carried = [carried for carried in self._carried if carried not in unfit]
+        mismatched = [carried for carried in self._carried if not carried.put_in()]
+        self._mismatched_steps = self._mismatched_steps + 1 if mismatched else 0
+        if has_graphs and 0 < self._mismatched_steps < _MAX_MISMATCHED_STEPS:
+            first = mismatched[0]
+            return f"`{first.name}` of {first.of} holds tensors of another form than in the graph"
+        self._carried = [carried for carried in self._carried if carried not in mismatched]
         return ""
 
     def take_out(self) -> None:
-        """Before an eager step, and after a failure: give the modules back what they had."""
+        """Restore the modules' own values, before an eager step and after a failure."""
         for carried in self._carried:
             carried.take_out()
 
     def hand_out(self) -> None:
-        """After a replay: give the modules copies, which the next one does not overwrite."""
+        """Give the modules copies after a replay, which the next one does not overwrite."""
         for carried in self._carried:
             carried.hand_out()
 
     @contextmanager
     def inside(self, turns: Callable[[], str]) -> Iterator[None]:
-        """Around a step on the static batch: what it puts into the attributes goes into the buffers.
+        """Copy tensors that the enclosed step binds to the attributes into the static tensors.
 
-        What cannot go there stays where it is, and is found by the audit: tensors of another form, and
-        those that share memory with parameters or buffers of the model. Nor can what the step writes
-        into in place, or through which gradients go back into the step before.
+        Not copied, and left for the audit to find: tensors of another form, tensors that share memory
+        with the model's parameters or buffers, and attributes through which gradients go back into the
+        step before.
 
         Args:
-            turns: asked at the end, which hooks the host had turns for, in words; empty if none.
+            turns: asked at the end for the hooks at the step's graph breaks, in words; empty if none.
 
         Raises:
-            CaptureError: if the host could look at such an attribute in the middle of the step.
+            CaptureError: if the step writes into such a tensor in place, binds one memory to two
+                attributes, or rebinds an attribute that a hook in the middle of the step could read.
         """
         if not self._carried:
             yield
@@ -318,7 +322,7 @@ class CarriedTensors:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """In the middle of the step: inside, the attributes hold what they held before it."""
+        """Bind the values from before the step for the enclosed host code in the middle of it."""
         now = [(carried, carried.namespace.get(carried.name)) for carried in self._carried]
         for carried in self._carried:
             carried.namespace[carried.name] = carried.buffers
@@ -329,16 +333,17 @@ class CarriedTensors:
                 carried.namespace[carried.name] = value
 
     def _settle(self, turns: str) -> None:
+        """Copy the values that a step has left into the static tensors."""
         outlive = {storage_id(t) for t in (*self._model.parameters(), *self._model.buffers())}
         into: list[Tensor] = []
         values: list[Tensor] = []
-        places: list[tuple[_Carried, int, int]] = []
+        extents: list[tuple[_Carried, int, int]] = []
         for carried in self._carried:
             left = carried.left_behind(outlive)
             if left is None:
                 continue
             for begin, end in map(_extent, left):
-                for other, its_begin, its_end in places:
+                for other, its_begin, its_end in extents:
                     if other is not carried and begin < its_end and its_begin < end:
                         raise CaptureError(
                             f"The training step puts the same memory into `{carried.name}` of"
@@ -346,7 +351,7 @@ class CarriedTensors:
                             " would have memory of its own.",
                             f"Put a copy into one of them: `self.{carried.name} = ....clone()`.",
                         )
-                places.append((carried, begin, end))
+                extents.append((carried, begin, end))
             if left and turns:
                 raise CaptureError(
                     f"{turns} runs in the middle of the training step, which puts another tensor into"

@@ -1,4 +1,4 @@
-"""Modules that no capture can hold."""
+"""Unsupported modules: refused before a capture."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ _SHARDED = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "`fully_shard`"}
 
 
 def refuse_unfit_modules(model: nn.Module, averaged: bool = False, sharded: bool = False) -> None:
-    """Refuse a model with modules that no capture can hold.
+    """Refuse a model with unsupported modules.
 
     Args:
-        model: the model.
-        averaged: whether somebody looks after the `DistributedDataParallel`s in it.
-        sharded: whether somebody looks after the weights that `fully_shard` splits.
+        averaged: the caller supports `DistributedDataParallel`.
+        sharded: the caller supports weights that `fully_shard` splits.
 
     Raises:
         UnsupportedError: naming the module.
     """
     _refuse_sharded(model, sharded)
     for kind in {base for child in model.modules() for base in type(child).__mro__}:
-        # What Python puts there for a class whose code runs without a name.
+        # Python's value for a class made by code without a `__name__`.
         if vars(kind).get("__module__") == "builtins":
             refuse_nameless(f"The class `{kind.__qualname__}`")
     for name, child in model.named_modules():
@@ -59,11 +58,7 @@ def refuse_unfit_modules(model: nn.Module, averaged: bool = False, sharded: bool
 
 
 def refuse_nameless(what: str) -> None:
-    """Refuse code that belongs to no module, and cannot be told from what programs make for themselves.
-
-    Raises:
-        UnsupportedError: naming it.
-    """
+    """Refuse code that belongs to no module: it cannot be told from code that libraries generate."""
     raise UnsupportedError(
         f"{what} is made by code that runs without a name (`exec` with globals in which there is no"
         " `__name__`), so that what it does cannot be looked at.",
@@ -72,8 +67,8 @@ def refuse_nameless(what: str) -> None:
 
 
 def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
-    """Refuse parameters that are split between devices, or consist of other tensors in another way."""
-    looked_after = {
+    """Refuse parameters and buffers that are sharded, or are tensor subclasses or sparse otherwise."""
+    supported = {
         id(parameter)
         for child in model.modules()
         if sharded and _kind_of_shards(child) == "FSDPModule"
@@ -101,7 +96,7 @@ def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
                 raise UnsupportedError(
                     f"The {what} `{name}` has the layout `{tensor.layout}`, and no memory of its own by"
                     " which replays could be compared.",
-                    "Register a strided one; in the place of a sparse one, its indices and values, with"
+                    "Register a strided one; instead of a sparse one, its indices and values, with"
                     " `index_select` and `index_add`.",
                 )
             if sharded and is_split(made_of) and tensor.device_mesh.ndim > 1:
@@ -110,7 +105,7 @@ def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
                     f" {tensor.device_mesh.ndim} dimensions: hybrid sharding, or tensor parallelism).",
                     "Use `fully_shard` with a mesh of one dimension.",
                 )
-            if is_traceable_wrapper_subclass(tensor) and id(tensor) not in looked_after:
+            if is_traceable_wrapper_subclass(tensor) and id(tensor) not in supported:
                 raise UnsupportedError(
                     f"The {what} `{name}` is a `{made_of.__qualname__}`, which has no memory of its"
                     " own, but consists of other tensors; replays cannot be compared in these yet.",
@@ -119,7 +114,7 @@ def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
 
 
 def _kind_of_shards(module: nn.Module) -> str:
-    """The class by which a module splits its weights between devices, or nothing."""
+    """The name of the class by which a module shards its weights; empty for none."""
     for cls in type(module).__mro__:
         if cls.__name__ in _SHARDED and cls.__module__.startswith("torch.distributed."):
             return cls.__name__

@@ -175,7 +175,7 @@ class StepRun:
         notes = [*self._context.verifier.notes]
         notes += [note for each in self._specializations.values() for note in each.engine.notes]
         off = notes_of_captures(self.backend.device)
-        return list(dict.fromkeys([*notes, *self._optimizers.notes, *off]))
+        return list(dict.fromkeys([*notes, *off]))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, in the way of its phase.

@@ -1,1 +1,1 @@
-"""The optimizer without host synchronisation. Knows torch, and nothing of Lightning."""
+"""Optimizer steps and gradient scaling without host synchronisation. Imports torch, and no Lightning."""

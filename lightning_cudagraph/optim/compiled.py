@@ -1,8 +1,8 @@
-"""Optimizers whose step torch.compile has compiled, in a graph.
+"""Compiled optimizer steps (`torch.compile`) in a graph.
 
-Whatever is changed of an optimizer for a graph would be compiled with it, and come to other numbers than
-the user's own step. So a compiled step is captured if there is nothing to change: its counters and its
-learning rate are on the device already. Then it is left alone, in eager steps as in captures.
+A change to an optimizer for a graph would be compiled with it, and give other numbers than the user's
+own step. So a compiled step is captured only if nothing has to change: its counters and its learning
+rate are on the device already. Then it runs unchanged, in eager steps and in captures.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["is_compiled", "is_in_compiled_code", "refuse_changes"]
 
 
 def is_compiled(step: Callable[..., Any]) -> bool:
-    """Whether `torch.compile` made a function, and not only told Dynamo to leave it alone.
+    """True if a function comes from `torch.compile`, and is not only excluded from Dynamo.
 
-    Dynamo tells itself so of the steps of LBFGS and SparseAdam, once anything has been compiled
+    Dynamo excludes the steps of LBFGS and SparseAdam once anything has been compiled
     (torch/_dynamo/eval_frame.py, `TorchPatcher`).
     """
     return hasattr(step, "_torchdynamo_orig_callable") and not getattr(
@@ -36,7 +36,7 @@ def is_compiled(step: Callable[..., Any]) -> bool:
 
 @cache
 def _wrapper_code() -> CodeType:
-    """Of the function that `torch.compile` returns: all of them share it."""
+    """The code object that all functions from `torch.compile` share."""
     return torch.compile(_nothing, backend="eager").__code__
 
 
@@ -45,7 +45,7 @@ def _nothing() -> None:
 
 
 def is_in_compiled_code() -> bool:
-    """Whether who asks was called, from however far, by what `torch.compile` has returned."""
+    """True if a compiled function is among the callers."""
     wrapper = _wrapper_code()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -56,11 +56,7 @@ def is_in_compiled_code() -> bool:
 
 
 def refuse_changes(optimizer: Optimizer, form: Form, device: torch.device) -> None:
-    """Refuse an optimizer with a compiled step of which something would have to be changed.
-
-    Raises:
-        UnsupportedError: naming it.
-    """
+    """Refuse an optimizer with a compiled step that would have to change for a graph."""
     name = type(optimizer).__qualname__
     if form.inspected:
         raise UnsupportedError(
@@ -75,7 +71,7 @@ def refuse_changes(optimizer: Optimizer, form: Form, device: torch.device) -> No
             found = f"a tensor on {lr.device}" if isinstance(lr, Tensor) else "a float"
             raise UnsupportedError(
                 f"`step` of the `{name}` is compiled with its learning rate, and `lr` of param group"
-                f" {index} is {found}; expected a tensor on {device}, which a graph reads anew.",
+                f" {index} is {found}; expected a tensor on {device}, which each replay reads.",
                 f'Pass `lr=torch.tensor(..., device="{device}")`, or leave out `torch.compile` there.',
                 in_optimizer=True,
             )

@@ -1,11 +1,10 @@
-"""Which optimizers a graph can hold, and in which form.
+"""Capture forms of optimizer classes, and refusals.
 
-* One of torch's own is captured as the user has made it: what its step computes on the host is traced
-  (`traced.py`), and is computed anew in each replay.
-* One of which nothing is known is captured by inspection: if it keeps nothing on the host that moves
-  from step to step. It finds a tensor as its learning rate, and `TensorScalarMode` lets ops take that
-  for a number.
-* One that reads values back from the device steps eagerly, behind a captured forward and backward pass.
+* torch's own optimizers are captured in the user's configuration: the host arithmetic of their step is
+  traced (`traced.py`), and computed again in each replay.
+* Unknown classes are captured by inspection, if they keep nothing on the host that moves from step to
+  step. Their learning rate is replaced by a tensor, and `TensorScalarMode` lets ops take it as a number.
+* Optimizers that read values back from the device step eagerly after the replay of forward and backward.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Form:
-    """How an optimizer class is captured.
+    """The form in which an optimizer class is captured.
 
     Attributes:
         reads_rate: its step reads the learning rate.
         alpha: its step passes the learning rate as ``alpha`` or ``value``.
-        inspected: nothing is known of the class: what it keeps on the host is watched.
+        inspected: an unknown class; values that it keeps on the host are guarded.
     """
 
     reads_rate: bool = True
@@ -51,7 +50,7 @@ class Form:
 
 
 _OWN = Form()
-# Rprop reads the learning rate only when it makes its state, in the first warm-up step.
+# Rprop reads the learning rate only to make its state, in the first warm-up step.
 _FORMS: dict[type[Optimizer], Form] = {
     torch.optim.Rprop: Form(reads_rate=False, alpha=False),
     **dict.fromkeys(
@@ -68,7 +67,7 @@ _FORMS: dict[type[Optimizer], Form] = {
 }
 _INSPECTED = Form(inspected=True)
 
-# Those that no form makes fit, with the reason. Sources: torch/optim, file and function named.
+# Optimizers without a form, with the reason. Sources: torch/optim, file and function named.
 _EAGER: dict[type[Optimizer], str] = {
     # _adafactor.py, `_single_tensor_adafactor`: `.item()` of norms
     torch.optim.Adafactor: "reads norms back to the host",
@@ -82,7 +81,7 @@ def _name(optimizer: Optimizer) -> str:
 
 
 def _known(optimizer: Optimizer, classes: Mapping[type[Optimizer], Any]) -> Any:
-    """What `classes` says of an optimizer, or of the class whose step it has inherited unchanged."""
+    """The value in `classes` for an optimizer's class, or for one that it inherits its step from."""
     for cls, value in classes.items():
         if all(_code(type(optimizer), n) is _code(cls, n) for n in ("step", "_init_group")):
             return value
@@ -90,7 +89,7 @@ def _known(optimizer: Optimizer, classes: Mapping[type[Optimizer], Any]) -> Any:
 
 
 def _code(cls: type[Optimizer], name: str) -> Any:
-    # `Optimizer.__init__` wraps the `step` of whichever class is made first.
+    # `Optimizer.__init__` wraps the `step` of a class when its first object is made.
     return inspect.unwrap(getattr(cls, name, _code))
 
 
@@ -106,12 +105,11 @@ def form_of(optimizer: Optimizer, scaled: bool) -> Form:
     """The form in which an optimizer is captured.
 
     Args:
-        optimizer: the optimizer.
         scaled: its steps can be skipped by a gradient scaler.
 
     Raises:
-        UnsupportedError: if there is none; `in_optimizer` says whether it can step eagerly behind a
-            graph of forward and backward.
+        UnsupportedError: if there is none. Its `in_optimizer` is True if the optimizer can step eagerly
+            after a replay of forward and backward.
     """
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError(
@@ -120,7 +118,7 @@ def form_of(optimizer: Optimizer, scaled: bool) -> Form:
         )
     if _code(type(optimizer), "zero_grad") is not _code(Optimizer, "zero_grad"):
         raise UnsupportedError(
-            f"`{_name(optimizer)}` has a `zero_grad` of its own; a graph makes gradients anew in each"
+            f"`{_name(optimizer)}` has a `zero_grad` of its own; a graph makes new gradients in each"
             " step.",
             "Leave it out.",
         )
@@ -138,7 +136,7 @@ def form_of(optimizer: Optimizer, scaled: bool) -> Form:
     if _known(optimizer, dict.fromkeys(_classes_of_torch(optimizer), True)):
         return _OWN
     if scaled:
-        # What is put back after an overflow is the state that torch's own classes have.
+        # After an overflow the state is restored that torch's own classes are known to have.
         raise UnsupportedError(
             f"`{_name(optimizer)}` is not one of torch's own: what it changes in a step that overflows"
             " in fp16 is not known.",
@@ -149,11 +147,7 @@ def form_of(optimizer: Optimizer, scaled: bool) -> Form:
 
 
 def refuse_step_hooks(optimizer: Optimizer) -> None:
-    """Refuse an optimizer with hooks around its step.
-
-    Raises:
-        UnsupportedError: saying so.
-    """
+    """Refuse an optimizer with hooks around its step."""
     if step_hooks(optimizer):
         raise UnsupportedError(
             f"`{_name(optimizer)}` has hooks registered with `register_step_pre_hook`,"
@@ -165,7 +159,7 @@ def refuse_step_hooks(optimizer: Optimizer) -> None:
 
 
 def step_hooks(optimizer: Optimizer) -> int:
-    """How many hooks run around the step of an optimizer."""
+    """The number of hooks around the step of an optimizer."""
     return sum(map(len, _hook_tables(optimizer)))
 
 
@@ -180,7 +174,7 @@ def _hook_tables(optimizer: Optimizer) -> tuple[Any, ...]:
 
 
 def _first_hook(optimizer: Optimizer) -> str:
-    """The first of them in words, with its line if it is written in Python."""
+    """The first hook in words, with its line if it is written in Python."""
     hook = next(hook for table in _hook_tables(optimizer) for hook in table.values())
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     code = getattr(inspect.unwrap(hook), "__code__", None)
@@ -188,7 +182,7 @@ def _first_hook(optimizer: Optimizer) -> str:
 
 
 def host_state_of(optimizer: Optimizer, device: torch.device) -> str | None:
-    """State tensors that an optimizer keeps elsewhere than on the device, in words, or None."""
+    """The first state tensor of an optimizer that is not on the device, in words; or None."""
     for group_idx, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             for name, value in optimizer.state.get(parameter, {}).items():
@@ -201,29 +195,29 @@ def host_state_of(optimizer: Optimizer, device: torch.device) -> str | None:
 
 
 class HostSide:
-    """What an optimizer keeps on the host, and which tensors are its state, to be put back."""
+    """A record of an optimizer's host objects and of the keys of its state, to restore them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._keys = set(optimizer.state)  # tensors among them, by identity
-        # Generators of torch are the backend's affair.
+        # The backend handles torch's generators.
         scope = Scope((torch.Generator,), in_capture=True)
-        of, methods = f"`{_name(optimizer)}`", frozenset({"step"})  # in which a stand-in may be
+        of, methods = f"`{_name(optimizer)}`", frozenset({"step"})  # may be patched
         self._held = Walk([Root(optimizer, "", of, methods, is_entered=True)], scope)
 
     def changed(self) -> str | None:
-        """The first thing that is not what it was, in words, or None."""
+        """The first change since the record, in words; None if there is none."""
         change = next(iter(self._held.changes()), None)
         return None if change is None else f"`{change.name}` of {change.of}"
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the record."""
         for key in [key for key in self._optimizer.state if key not in self._keys]:
             del self._optimizer.state[key]
         self._held.put_back()
 
     def release(self) -> None:
-        """Let go of what stood in for iterators."""
+        """Put the iterators back that were replaced for the time of the record."""
         self._held.release()
 
 
@@ -239,7 +233,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def moving_values(optimizer: Optimizer) -> dict[str, Any]:
-    """The plain values that an optimizer of which nothing is known keeps on the host, by name."""
+    """The plain values that an optimizer keeps on the host, by name."""
     name = _name(optimizer)
     found = {
         f"`{attribute}` of `{name}`": deepcopy(value)

@@ -1,4 +1,4 @@
-"""One param group of an optimizer, made fit for capture."""
+"""Param groups of an optimizer, prepared for capture."""
 
 from __future__ import annotations
 
@@ -16,25 +16,22 @@ from lightning_cudagraph.optim.traced import TracedStep
 
 __all__ = ["PreparedGroup", "check_group"]
 
-# An option that moves again within so many calls (two or three a step) moves all the time.
+# An option that moves twice within so many calls (two or three a step) moves in every step.
 _CALLS_BETWEEN_MOVES = 6
 
-# The name of an option, and the place in it if it is a tuple.
+# The name of an option, and the index in it if it is a tuple.
 _Part = tuple[str, int | None]
 
 
 class PreparedGroup:
-    """The options of one param group: those that a capture freezes, and what replaces the others.
+    """The options of one param group: those that a capture freezes, and replacements for the others.
 
     Args:
-        form: how the optimizer is captured.
-        optimizer: the optimizer.
-        index: which of its groups this is.
-        device: where its parameters are.
+        index: the index of the group in the optimizer.
         alone: nothing of it may be changed.
 
     Attributes:
-        group: the optimizer's own dictionary, as the user has it but inside a step.
+        group: the optimizer's own dictionary, with the user's values except inside a captured step.
     """
 
     def __init__(
@@ -44,35 +41,34 @@ class PreparedGroup:
         self._index = index
         self._alone = alone
         self.group: dict[str, Any] = optimizer.param_groups[index]
-        # What schedulers keep in a group (`initial_lr`) is not read by the step.
+        # The step does not read entries of schedulers (`initial_lr`).
         self._names = [name for name in optimizer.defaults if name != "lr"]
         self._lr_is_tensor = isinstance(self.group["lr"], Tensor)
         self._mirror: Tensor | None = None
         if form.inspected and not alone and not self._lr_is_tensor:
-            dtype = (
-                torch.float32 if self.group.get("fused") else torch.float64
-            )  # its kernels read floats
+            # Fused kernels read the learning rate as float32.
+            dtype = torch.float32 if self.group.get("fused") else torch.float64
             self._mirror = torch.zeros((), dtype=dtype, device=device)
         self._mirrored: float | None = None
-        self._own: dict[str, Any] = {}  # the user's, while others are in their places
-        self._inside: dict[str, Any] = {}
+        self._own: dict[str, Any] = {}  # the user's values, while they are replaced
+        self._inside: dict[str, Any] = {}  # their replacements
         self._calls = 0
         self._seen = dict(self._parts())
         self._moved_at: dict[_Part, int] = {}
         self._moving: set[_Part] = set()
 
     def fits(self, group: dict[str, Any]) -> bool:
-        """Whether this is still the right preparation of `group`."""
+        """True if this preparation still fits `group`."""
         return group is self.group and isinstance(group["lr"], Tensor) == self._lr_is_tensor
 
     def _parts(self) -> Iterator[tuple[_Part, Any]]:
-        """The numbers among the options, but for the learning rate."""
+        """The numbers among the options, without the learning rate."""
         for name in self._names:
             value = self.group.get(name)
             if type(value) is float:
                 yield (name, None), value
             elif type(value) is tuple:
-                yield from (((name, place), each) for place, each in enumerate(value))
+                yield from (((name, index), each) for index, each in enumerate(value))
 
     def note_moves(self) -> None:
         """Find out which options a scheduler moves in every step, as `OneCycleLR` does with momentum."""
@@ -87,19 +83,19 @@ class PreparedGroup:
                 self._seen[part] = value
 
     def _frozen(self, name: str) -> Any:
-        """What a capture freezes of an option."""
+        """The value of an option as a guard compares it: moving numbers are masked."""
         value = self.group.get(name)
         if (name, None) in self._moving:
             return "a number that moves"
         if type(value) is tuple and self._moving:
             return tuple(
-                "a number that moves" if (name, place) in self._moving else each
-                for place, each in enumerate(value)
+                "a number that moves" if (name, index) in self._moving else each
+                for index, each in enumerate(value)
             )
         return value
 
     def frozen(self) -> dict[str, Any]:
-        """All that a capture freezes of the group's options, by the user's words."""
+        """The options of the group that a capture freezes, labelled for the user."""
         self.note_moves()
         values = {f"`{name}` of param group {self._index}": self._frozen(name) for name in self._names}
         lr = self.group["lr"]
@@ -108,30 +104,30 @@ class PreparedGroup:
         return values
 
     def frozen_values(self) -> tuple[Any, ...]:
-        """The values of `frozen`, and which parameters these are, in a form that is quick to compare."""
+        """The values of `frozen` and the parameters' identity, in a form that is fast to compare."""
         group = self.group
         lr, parameters = group["lr"], group["params"]
-        # The type first: `isinstance` of a Tensor is slow for everything that is none.
+        # The type first: `isinstance(_, Tensor)` is slow for all other objects.
         is_tensor = type(lr) is not float and isinstance(lr, Tensor)
         lr_address = lr.data_ptr() if is_tensor else None
         options = map(self._frozen if self._moving else group.get, self._names)
         return (*options, lr_address, id(parameters), len(parameters))
 
     def refresh(self) -> None:
-        """Bring the mirror up to date with the learning rate, on the current stream."""
+        """Copy the learning rate into its mirror on the device, on the current stream."""
         self.note_moves()
         if self._mirror is not None and self.group["lr"] != self._mirrored:
             self._mirrored = self.group["lr"]
             self._mirror.fill_(self.group["lr"])
 
     def swap_in(self, traced: TracedStep | None) -> bool:
-        """Put numbers that a capture does not freeze in the place of the user's.
+        """Replace the user's options with values that a capture does not freeze.
 
         Args:
-            traced: the step under capture, of one of torch's own optimizers.
+            traced: the step under capture, of one of torch's own optimizers; None for others.
 
         Returns:
-            Whether the user's are others than they were when this was last called in this capture.
+            True if the user's options have changed since the last call in this capture.
         """
         before = dict(self._own)
         if self._mirror is not None:
@@ -143,24 +139,24 @@ class PreparedGroup:
         return bool(before) and before != self._own
 
     def _traced(self, traced: TracedStep) -> Iterator[tuple[str, Any]]:
-        def part(name: str, place: int | None) -> HostScalar:
+        def part(name: str, index: int | None) -> HostScalar:
             group = self.group
-            if place is None:
+            if index is None:
                 return traced.option((self._index, name), lambda: group[name])
-            return traced.option((self._index, name, place), lambda: group[name][place])
+            return traced.option((self._index, name, index), lambda: group[name][index])
 
         if not self._lr_is_tensor:
             yield "lr", part("lr", None)
         for name in {name for name, _ in self._moving}:
             value = self.group[name]
             if type(value) is tuple:
-                moving = [(name, place) in self._moving for place in range(len(value))]
+                moving = [(name, index) in self._moving for index in range(len(value))]
                 yield name, tuple(part(name, i) if moving[i] else each for i, each in enumerate(value))
             else:
                 yield name, part(name, None)
 
     def swap_out(self) -> bool:
-        """Put the user's back; tells whether somebody has set others in between."""
+        """Restore the user's options, unless code has set others meanwhile; True if it has."""
         was_set = any(self.group[name] is not inside for name, inside in self._inside.items())
         if not was_set:
             self.group.update(self._own)
@@ -168,12 +164,12 @@ class PreparedGroup:
         return was_set
 
     def forget(self) -> None:
-        """The capture has ended."""
+        """Forget the user's options, at the end of a capture."""
         self._own = {}
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether a capture changes nothing of the group, and the step keeps nothing on the host."""
+        """True if a capture changes nothing of the group, and the step keeps nothing on the host."""
         if self._alone:
             return True
         on_device = self.group.get("capturable") or self.group.get("fused")
@@ -182,11 +178,7 @@ class PreparedGroup:
 
 
 def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
-    """Refuse a group with options that have no form that can be captured.
-
-    Raises:
-        UnsupportedError: naming the option.
-    """
+    """Refuse a group with options that cannot be captured."""
     group, name = optimizer.param_groups[index], type(optimizer).__qualname__
     if group.get("differentiable"):
         raise UnsupportedError(
@@ -207,6 +199,6 @@ def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
         raise UnsupportedError(
             f"`lr` of param group {index} of `{name}` is a tensor on {lr.device}; expected a float, or a"
             f" tensor on {device}.",
-            "Pass a float: it is brought to the device before each replay.",
+            "Pass a float: it is copied to the device before each replay.",
             in_optimizer=True,
         )

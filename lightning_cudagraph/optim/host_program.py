@@ -1,13 +1,13 @@
-"""What the step of an optimizer computes on the host, as a program that can run without the step.
+"""Host program: the scalar arithmetic of an optimizer step, traced at capture and run before each
+replay.
 
 `torch.optim.Adam` computes `lr / (1 - beta1 ** step)` in Python, from a learning rate and a counter in
 host memory, and passes the result to an op. While such a step is captured, its numbers are
-`HostScalar`s, which remember what they were computed from. The program that comes of it is run in each
-replay, with the learning rate and the counter of that step, and does the same operations in the same
-order: the same bits.
+`HostScalar`s, which record the operations that made them. Each replay runs the recorded program with the
+learning rate and the counter of its step: the same operations in the same order, so the same bits.
 
-Branches on such numbers are part of what is captured; `HostProgram.holds` says whether they go the same
-way now.
+A graph is specialised on branches on such numbers. `HostProgram.holds` checks that they still go the
+same way.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["HostProgram", "HostScalar"]
 
 
 class HostProgram:
-    """Operations on numbers and tensors in host memory, each done once however often it comes up.
+    """A graph of operations on numbers and tensors in host memory, without duplicates.
 
     Attributes:
-        decided: of each branch the node of what was asked, and how it came out in the capture.
+        decided: the outcome of each branch at the capture, by the node of its condition.
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,10 @@ class HostProgram:
         self.decided: dict[int, bool] = {}
 
     def constant(self, value: Any) -> int:
-        """A node that has the same value in each run.
+        """Add a node with the same value in each run.
 
         Args:
-            value: a number, or a tensor without dimensions in host memory.
+            value: a number, or a 0-dim tensor in host memory.
         """
         same = (value.dtype, value.item()) if isinstance(value, Tensor) else value
         key = ("constant", type(value), same)
@@ -50,22 +50,22 @@ class HostProgram:
         return self._nodes[key]
 
     def source(self, name: Hashable, read: Callable[[], Any], value: Any) -> int:
-        """A node that is read anew in each run.
+        """Add a node that each run reads again.
 
         Args:
-            name: which one it is.
-            read: reads it.
-            value: what that gives now.
+            name: a key for the source.
+            read: reads its value.
+            value: its present value.
         """
         return self._add(("source", name), read, (), lambda: value)
 
     def operation(self, name: Hashable, do: Callable[..., Any], nodes: tuple[int, ...]) -> int:
-        """A node that is computed from others; the one that there is, if it has been computed before.
+        """Add a node that is computed from others, or return the equal one that exists.
 
         Args:
-            name: says what is done, other than on which nodes.
-            do: does it. It must not change what it is given.
-            nodes: what it is given.
+            name: a key for the operation, without its operands.
+            do: the operation. It must not change its operands.
+            nodes: the operands.
         """
         return self._add((name, nodes), do, nodes, do)
 
@@ -84,43 +84,38 @@ class HostProgram:
         return self._nodes[key]
 
     def node_of(self, value: float | HostScalar) -> int:
-        """The node of a number: its own, or a constant."""
+        """The node of a traced number, or a constant node for a plain one."""
         return value.node if isinstance(value, HostScalar) else self.constant(value)
 
     def value(self, node: int) -> Any:
-        """The value of a node in the capture."""
+        """The value of a node at the capture."""
         return self._values[node]
 
     def scalar(self, node: int) -> HostScalar:
-        """The number of a node, as the captured step computes with it."""
+        """The traced number of a node, for the captured step."""
         return HostScalar(self, node)
 
     def decide(self, node: int) -> bool:
-        """How a question comes out, on which the captured step depends from now on."""
+        """The outcome of a branch condition, on which the graph is specialised from now on."""
         return self.decided.setdefault(node, bool(self._values[node]))
 
     def run(self) -> list[Any]:
-        """The values of all nodes, with what the sources say now."""
+        """Compute the values of all nodes from the present values of the sources."""
         values = self._values.copy()
         for node, do, nodes in self._operations:
             values[node] = do(*[values[each] for each in nodes])
         return values
 
     def holds(self) -> bool:
-        """Whether each branch of the captured step would go now as it went then."""
+        """True if each branch of the step would go as at the capture."""
         if not self.decided:
             return True
         values = self.run()
-        return all(bool(values[node]) is way for node, way in self.decided.items())
+        return all(bool(values[node]) is outcome for node, outcome in self.decided.items())
 
 
 class HostScalar(float):
-    """A number that a captured step computes on the host, and what it was computed from.
-
-    Args:
-        program: what it is part of.
-        node: its node in it.
-    """
+    """A traced number: a float that records its operations in a program."""
 
     program: HostProgram
     node: int
@@ -131,7 +126,7 @@ class HostScalar(float):
         return scalar
 
     def _do(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        """One operation on itself and others, `operands` being in the order of the function."""
+        """Record and do one operation, with `operands` in the order of the function."""
         if not all(isinstance(operand, (int, float)) for operand in operands):
             return NotImplemented  # tensors know what to do with numbers
         nodes = tuple(map(self.program.node_of, operands))
@@ -145,8 +140,8 @@ class HostScalar(float):
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise CaptureError(
-            "The step of the optimizer makes another kind of number of one that it computes on the host,"
-            " which would stay what it is in this step.",
+            "The step of the optimizer converts a number that it computes on the host to another type,"
+            " which would freeze it at its value in this step.",
             "Use another optimizer to have its step in the graph too.",
             in_optimizer=True,
         )
@@ -155,16 +150,16 @@ class HostScalar(float):
     __hash__ = float.__hash__
 
 
-def _forwards(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _forward(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *others: self._do(name, function, self, *others)
 
 
-def _backwards(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _reflected(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, other: self._do(name, function, other, self)
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(HostScalar, f"__{_name}__", _forwards(_name, getattr(operator, _name)))
-    setattr(HostScalar, f"__r{_name}__", _backwards(_name, getattr(operator, _name)))
+    setattr(HostScalar, f"__{_name}__", _forward(_name, getattr(operator, _name)))
+    setattr(HostScalar, f"__r{_name}__", _reflected(_name, getattr(operator, _name)))
 for _name in ("neg", "pos", "abs", "lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(HostScalar, f"__{_name}__", _forwards(_name, getattr(operator, _name)))
+    setattr(HostScalar, f"__{_name}__", _forward(_name, getattr(operator, _name)))

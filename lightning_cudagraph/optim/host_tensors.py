@@ -1,8 +1,7 @@
-"""The state that an optimizer keeps in host memory: the counters of its steps, above all.
+"""Optimizer state in host memory, mostly step counters.
 
-Torch has one for each parameter, and most of them are always the same number. Those that are lie side by
-side in one piece of memory, so that a replay moves all of them at once. The tensors themselves stay the
-ones that the optimizer and its user know.
+torch has one counter for each parameter, and most of them are equal. Equal ones get one contiguous piece
+of memory, so that a replay advances all of them at once. The tensor objects stay those of the optimizer.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ __all__ = ["Alike", "HostTensors", "out_of_sight"]
 
 @contextmanager
 def out_of_sight() -> Iterator[None]:
-    """Inside, a capture does not see what is done to tensors in host memory."""
+    """Hide operations on host tensors from the modes of a capture."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
 
 
 @dataclass(frozen=True)
 class Alike:
-    """Tensors without dimensions that have had the same value so far.
+    """0-dim tensors that have had the same value so far.
 
     Attributes:
-        name: that they have in the state of the optimizer.
-        together: all of them, in one tensor.
-        members: each of them.
-        data: its memory, byte by byte.
+        name: their name in the optimizer state.
+        together: one tensor over the memory of all of them.
+        members: the single tensors.
+        data: the memory of `together`, byte by byte.
     """
 
     name: str
@@ -45,24 +44,20 @@ class Alike:
     data: memoryview
 
     def are_equal(self) -> bool:
-        """Whether they have the same value."""
+        """True if all members have the same value."""
         size_bytes = self.together.element_size()
         return self.data[size_bytes:] == self.data[:-size_bytes]
 
     def read(self) -> Tensor:
-        """A copy of the value."""
+        """A copy of the common value."""
         return self.together[0].clone()
 
 
 class HostTensors:
-    """The state of an optimizer in host memory.
-
-    Args:
-        optimizer: one of torch's own.
-        device: where its parameters are.
+    """The state in host memory of one of torch's own optimizers.
 
     Attributes:
-        alike: the tensors, since `gather`.
+        alike: the groups of equal tensors, since `gather`.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -71,7 +66,7 @@ class HostTensors:
         self.alike: list[Alike] = []
 
     def found(self) -> list[tuple[str, Tensor]]:
-        """Each tensor that is in host memory, with its name in the state."""
+        """The 0-dim state tensors in host memory, with their names in the state."""
         is_on_host = self._is_on_host()
         return [
             (name, value)
@@ -84,7 +79,8 @@ class HostTensors:
     def _is_on_host(self) -> Callable[[Any, str, Tensor], bool]:
         if self._device.type != "cpu":
             return lambda group, name, value: value.device.type == "cpu"
-        # On the emulator host and device are one. What a GPU would have has the shape of its parameter.
+        # On the emulator host and device are one. State that would be on a GPU has its parameter's
+        # shape.
         shaped = [
             (name, value.dim())
             for group in self._optimizer.param_groups
@@ -99,7 +95,7 @@ class HostTensors:
         )
 
     def gather(self) -> None:
-        """Bring those that are alike together, if they are not."""
+        """Group equal tensors into contiguous memory, unless the groups still hold."""
         by_value: dict[Any, list[Tensor]] = {}
         with out_of_sight():
             found = self.found()
@@ -111,17 +107,17 @@ class HostTensors:
             self.alike = []
             for (name, _, _), members in by_value.items():
                 together = torch.stack([member.detach() for member in members])
-                for place, member in enumerate(members):
-                    member.set_(together.untyped_storage(), place, (), ())
+                for index, member in enumerate(members):
+                    member.set_(together.untyped_storage(), index, (), ())
                 numbers: Any = together.numpy()
                 self.alike.append(Alike(name, together, members, memoryview(numbers).cast("B")))
 
     def are_alike(self) -> bool:
-        """Whether those that were alike still are."""
+        """True if the tensors of each group are still equal."""
         return all(alike.are_equal() for alike in self.alike)
 
     def let_go(self) -> None:
-        """Give each of them memory of its own."""
+        """Give each tensor memory of its own again."""
         with out_of_sight():
             for alike in self.alike:
                 for member in alike.members:

@@ -1,8 +1,8 @@
-"""An optimizer made fit for capture, and the way back.
+"""Prepared optimizers: the user's optimizer in a form that can be captured, and its restoration.
 
-Eager steps are the user's own. A captured one of torch's own optimizers is that same step, with what it
-computes on the host computed anew in each replay: its numbers, its state and its counters are those of a
-run without this package, bit for bit, and it does not matter which steps are replayed.
+Eager steps are the user's own. A captured step of one of torch's own optimizers is that same step, and
+each replay repeats its host arithmetic: numbers, state and counters are those of a run without this
+package, bit for bit, whichever steps are replayed.
 """
 
 from __future__ import annotations
@@ -42,19 +42,10 @@ __all__ = ["EagerOptimizer", "PreparedOptimizer"]
 
 
 class EagerOptimizer:
-    """An optimizer that is left as it is, because it steps eagerly behind the graph.
-
-    Args:
-        optimizer: the optimizer.
-
-    Attributes:
-        optimizer: the optimizer.
-        notes: what was changed, in words for the report.
-    """
+    """An unchanged optimizer, which steps eagerly after the replay."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.notes: list[str] = []
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -67,38 +58,38 @@ class EagerOptimizer:
         ]
 
     def hyperparameters(self) -> dict[str, Any]:
-        """All options of all param groups but the values of learning rates: a capture freezes them."""
+        """The options that a capture freezes, labelled for the user: all but learning rates' values."""
         return {}
 
     def options(self) -> tuple[Any, ...]:
-        """The values of `hyperparameters`, without the words, that the user can set."""
+        """The values of `hyperparameters` that the user can set, without labels."""
         return self.frozen_values()
 
     def frozen_values(self) -> tuple[Any, ...]:
-        """The values of `hyperparameters`, without the words: compared before every replay."""
-        # Also behind a graph, which makes the gradients of these parameters and of no others.
+        """The values of `hyperparameters` without labels, compared before every replay."""
+        # Also for an eager optimizer: the graph makes gradients of these parameters alone.
         groups = self.optimizer.param_groups
         return tuple((id(group), id(group["params"]), len(group["params"])) for group in groups)
 
     def places(self) -> list[Collection[Any]]:
-        """Lists, and views of dictionaries, whose members a capture freezes."""
+        """Lists and dictionary views with members that a capture freezes."""
         groups = self.optimizer.param_groups
         return [groups, *(group["params"] for group in groups)]
 
     def learning_rates(self) -> tuple[Any, ...]:
-        """The learning rates, which a captured step can read, be it in the user's code."""
+        """The learning rates, which user code in a captured step can read too."""
         return tuple(group["lr"] for group in self.optimizer.param_groups)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All tensors of the optimizer's state that a captured step changes, by name."""
+        """The state tensors that a captured step changes, by name."""
         return {}
 
     def device_state(self) -> list[Tensor]:
-        """Those of `state_tensors` that a graph writes."""
+        """The tensors of `state_tensors` that a graph writes."""
         return []
 
     def addresses(self) -> dict[str, Any]:
-        """What else of the optimizer a capture freezes: which tensors it works on, by name."""
+        """The identity of the tensors that the optimizer works on, by name."""
         return {
             f"parameter {index} in param group {group_idx} of the optimizer": id(parameter)
             for group_idx, group in enumerate(self.optimizer.param_groups)
@@ -106,41 +97,40 @@ class EagerOptimizer:
         }
 
     def check_state(self) -> None:
-        """Refuse to be captured with state that is not on the device."""
+        """Prepare the state for a capture, or raise an `UnsupportedError`."""
 
     def refresh(self) -> None:
-        """Bring the mirrors up to date with the learning rates, on the current stream."""
+        """Copy the learning rates into their mirrors, on the current stream."""
 
     @contextmanager
     def step_arithmetic(self, capturing: bool = False) -> Iterator[None]:
-        """Inside, the optimizer computes as it does in a graph, whether one is captured or not."""
+        """Give the enclosed `step` the form that can be captured, in a capture."""
         yield
 
     @contextmanager
     def floats_inside(self, capturing: bool = False) -> Iterator[None]:
-        """Inside, user code that runs within `step_arithmetic` finds the learning rates it knows."""
+        """Restore the user's options for enclosed user code within `step_arithmetic`."""
         yield
 
     def restore(self) -> None:
-        """Give the optimizer back as the user made it, with the state that it has reached."""
+        """Restore the optimizer as the user made it, with its present state."""
 
 
-# For numbers that do not depend on counters, and for those of each parameter that do.
-_PLACES, _PLACES_EACH = 64, 8
+# Host numbers that a graph has room for: those independent of counters, and those of each parameter.
+_MAX_NUMBERS, _MAX_NUMBERS_EACH = 64, 8
 
 
 class PreparedOptimizer(EagerOptimizer):
-    """An optimizer made fit for capture, and the way back.
+    """An optimizer prepared for capture; `restore` undoes it.
 
     Args:
-        optimizer: the optimizer; between steps its param groups are as the user has them.
-        device: where its parameters are.
-        on_load: called with a reason after `optimizer.load_state_dict`, which puts other tensors in
-            the place of those that a graph knows.
+        optimizer: the optimizer; between steps its param groups have the user's values.
+        on_load: called with a reason after `optimizer.load_state_dict`, which replaces the tensors that
+            a graph reads.
         scaled: a gradient scaler can skip its steps.
 
     Raises:
-        UnsupportedError: if this optimizer has no form that a graph can hold.
+        UnsupportedError: if this optimizer cannot be captured.
     """
 
     def __init__(
@@ -159,24 +149,21 @@ class PreparedOptimizer(EagerOptimizer):
         self._on_load = on_load
         self._groups: list[PreparedGroup] = []
         self._tensors = HostTensors(optimizer, device)
-        self._traced: TracedStep | None = None  # the one under capture
-        self._programs: WeakSet[HostProgram] = WeakSet()  # of the graphs that there are
+        self._traced: TracedStep | None = None  # the step under capture
+        self._programs: WeakSet[HostProgram] = WeakSet()  # of the graphs that exist
         self._restored = False
         self._restore = ExitStack()
         self._prepare_groups()
         self._allow_cpu()
         parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-        self._stage = Stage(device, _PLACES + _PLACES_EACH * parameters)
+        self._stage = Stage(device, _MAX_NUMBERS + _MAX_NUMBERS_EACH * parameters)
         self._hooks = [
             optimizer.register_state_dict_post_hook(OwnHook(self._as_the_user_has_it)),
             optimizer.register_load_state_dict_post_hook(OwnHook(self._after_load)),
         ]
 
     def _allow_cpu(self) -> None:
-        """Put the CPU on the list of devices that torch lets `capturable` run on, until `restore`.
-
-        The emulator stands in for such a device.
-        """
+        """Add the CPU to torch's devices for `capturable`, for the emulator, until `restore`."""
         capturable = any(group.get("capturable") for group in self.optimizer.param_groups)
         if self._device.type != "cpu" or not capturable:
             return
@@ -195,7 +182,7 @@ class PreparedOptimizer(EagerOptimizer):
         )
 
     def _prepare_groups(self) -> None:
-        """Prepare every group that is not prepared yet: all, one that was added, or a loaded one."""
+        """Prepare the param groups that are not prepared: at first all, later added or loaded ones."""
         known = {id(prepared.group): prepared for prepared in self._groups}
         groups: list[PreparedGroup] = []
         for index, group in enumerate(self.optimizer.param_groups):
@@ -219,7 +206,7 @@ class PreparedOptimizer(EagerOptimizer):
             self._prepare_groups()
 
     def _as_the_user_has_it(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """A `state_dict` as it would be without us, each tensor with memory of its own."""
+        """The `state_dict` without this package's changes: each tensor with memory of its own."""
         ours = {id(tensor) for _, tensor in self._tensors.found()}
         states = {
             index: {name: value.clone() if id(value) in ours else value for name, value in state.items()}
@@ -237,19 +224,19 @@ class PreparedOptimizer(EagerOptimizer):
         self._sync_groups()
         found: dict[str, Any] = {
             "the number of param groups of the optimizer": len(self._groups),
-            "whether the optimizer's step is compiled": is_compiled(self.optimizer.step),
+            "compilation of `optimizer.step`": is_compiled(self.optimizer.step),
         }
         for prepared in self._groups:
             found.update(prepared.frozen())
         if self._form.inspected:
             found.update(moving_values(self.optimizer))
-        found["whether `optimizer.step` takes the branches that it took, by what it has counted"] = (
+        found["agreement of the branches in `optimizer.step` with those captured"] = (
             self._is_as_captured()
         )
         return found
 
     def _is_as_captured(self) -> bool:
-        """Whether captured steps would take the branches that they took, on counters that are alike."""
+        """True if captured steps would take the same branches, and equal counters are still equal."""
         return self._tensors.are_alike() and all(program.holds() for program in self._programs)
 
     def frozen_values(self) -> tuple[Any, ...]:
@@ -270,11 +257,11 @@ class PreparedOptimizer(EagerOptimizer):
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether it steps in a graph just as the user has made it, and keeps nothing on the host."""
+        """True if a capture changes nothing of the optimizer, and its step keeps nothing on the host."""
         return all(prepared.is_left_alone for prepared in self._groups)
 
     def check_state(self) -> None:
-        # Since the form was found, the step may have been compiled, and hooks registered.
+        # The step may have been compiled since the form was chosen, and hooks registered.
         compiled = is_compiled(self.optimizer.step)
         if compiled:
             refuse_changes(self.optimizer, self._form, self._device)
@@ -317,13 +304,12 @@ class PreparedOptimizer(EagerOptimizer):
 
     @contextmanager
     def step_arithmetic(self, capturing: bool = False) -> Iterator[None]:
-        """Inside, the optimizer's step can be captured; an eager one is as the user has made it.
+        """Give the enclosed `step` the form that can be captured, in a capture.
 
-        Args:
-            capturing: a capture is under way.
+        An eager step is the user's own.
 
         Raises:
-            CaptureError: if the step sets a learning rate while a capture is under way.
+            CaptureError: in a capture, if the step sets a learning rate.
         """
         for prepared in self._groups:
             prepared.note_moves()
@@ -336,7 +322,7 @@ class PreparedOptimizer(EagerOptimizer):
             if self._form.inspected or self._is_compiled:
                 if not self._is_compiled or is_left_out():
                     stack.enter_context(TensorScalarMode())
-            elif not self.is_left_alone:  # or else what is compiled beside it would see another mode
+            elif not self.is_left_alone:  # compiled code guards on active modes: add none without need
                 traced = TracedStep(self.optimizer, self._device, self._tensors, self._stage)
                 stack.enter_context(traced)
                 stack.enter_context(_not_asked_for_capturable(self.optimizer))
@@ -358,7 +344,7 @@ class PreparedOptimizer(EagerOptimizer):
 
     @contextmanager
     def _host_side_unchanged(self) -> Iterator[None]:
-        """Refuse a step that leaves traces on the host; if it is refused, they are undone."""
+        """Refuse a step with effects on the host, and undo them."""
         host_side, before = HostSide(self.optimizer), self.addresses()
         try:
             yield
@@ -416,9 +402,9 @@ def _and_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 @contextmanager
 def _not_asked_for_capturable(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the step does not refuse a capture because its counters are on the host.
+    """Patch out the step's refusal of a capture with counters on the host, where replays count them.
 
-    They are counted there. The method has another name from torch 2.13 on, or two.
+    The method has another name from torch 2.13 on, or two.
     """
     names = [name for name in dir(optimizer) if name.endswith("_graph_capture_health_check")]
     attributes: dict[str, Any] = vars(optimizer)

@@ -1,15 +1,15 @@
-"""Ops that take a number, with the number in a tensor: the same bits, and nothing read on the host.
+"""Scalar ops with the scalar in a device tensor: the same bits, and no read on the host.
 
-Torch parses the `alpha`, `value`, weight or factor of an op as a `Scalar`: a capture freezes it, and a
-tensor in its place is read back to the host. The table below has, for each op that optimizers of torch
-pass such a number to, a form that reads it from a tensor on the device and rounds as the op itself does.
-`tests/test_scalar_ops.py` holds each row against the op.
+torch parses the `alpha`, `value`, weight or factor of an op as a `Scalar`: a capture freezes it, and a
+tensor there is read back to the host. For each op that torch's optimizers pass such a number to, the
+table below has a form that reads it from a device tensor and rounds as the op itself does.
+`tests/test_optimizer_runs.py` compares each row with the op.
 
-How an op rounds is decided by its kernel. On a GPU (ATen/native/cuda/PointwiseOpsKernel.cu,
+The kernel decides the rounding. On a GPU (ATen/native/cuda/PointwiseOpsKernel.cu,
 BinaryDivTrueKernel.cu, ForeachPointwiseOp.cu) `add_`, `addcmul_` and `addcdiv_` end in one fused
-multiply-add, and a division by a number is a product with its reciprocal, but not where `_foreach_div_`
-is given a list of them. On a CPU nothing is fused, and the order is that of PointwiseOpsKernel.cpp.
-Numbers are rounded to the dtype that the kernel computes in: float64, or else float32.
+multiply-add. A division by a number is a product with its reciprocal, except in `_foreach_div_` with a
+list of numbers. On a CPU nothing is fused, and the order is that of PointwiseOpsKernel.cpp. Numbers are
+rounded to the dtype that the kernel computes in: float64, or else float32.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 
 __all__ = ["Staged", "TensorScalarMode", "with_tensors"]
 
-# Gives the number of an op as a tensor without dimensions of a dtype.
+# Gives the number of an op as a 0-dim device tensor of a dtype.
 Staged = Callable[[Any, torch.dtype], Tensor]
 
 _Tensors = list[Tensor] | tuple[Tensor, ...]
 _WIDE = (torch.float32, torch.float64)
-# Up to this weight `lerp` starts from the one end, and beyond it from the other (ATen/native/Lerp.h).
+# Below this weight `lerp` starts from its first argument, else from the second (ATen/native/Lerp.h).
 _LERP_TURNS_AT = 0.5
 
 
@@ -70,7 +70,7 @@ def _towards(one: Tensor, other: Tensor, weight: Tensor, out: Tensor | None) -> 
     return torch.lerp(one, other, weight, out=out)
 
 
-# By the name of the function of torch: how many tensors it takes before the number, and what it does.
+# By the name of torch's function: the number of tensors before the number, and the form with a tensor.
 _OPS: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "mul": (1, _times),
     "div": (1, _over),
@@ -85,7 +85,7 @@ _NAMES_OF_NUMBERS = ("alpha", "value", "weight", "other", "scalars")
 
 
 def _fused_step(targets: _Tensors, others: _Tensors, alpha: Tensor) -> None:
-    """Add `alpha` times the others, rounded once, in one launch for the list: what fused SGD does."""
+    """Add `alpha` times the others, rounded once, in one launch of fused SGD for the list."""
     torch._fused_sgd_(
         targets,
         others,
@@ -121,7 +121,7 @@ def _single(
 ) -> Tensor:
     one = operands[0]
     if name == "div" and one.is_cuda:
-        # A product with the reciprocal, which is taken on the host, in double precision.
+        # torch multiplies by the reciprocal, which it takes on the host in double precision.
         return _computed("mul", operands, _reciprocal(number, staged).type(_wide(one)), in_place)
     if name == "__rdiv__":
         operands = [one.reciprocal()]
@@ -152,7 +152,7 @@ def _list(
     ones = list(operands[0])
     is_in_one_launch = ones[0].is_cuda and ones[0].dtype is torch.float32
     if name == "lerp" and is_in_one_launch:
-        # Which end it starts from is decided here, and asked again before each replay.
+        # The end that it starts from: a branch of the host program, checked before each replay.
         is_in_one_launch = not isinstance(number, Tensor) and bool(abs(number) < _LERP_TURNS_AT)
     if not is_in_one_launch:
         return [
@@ -171,7 +171,7 @@ def _list(
 
 
 def _quotients(ones: list[Tensor], number: Tensor, in_place: bool) -> list[Tensor]:
-    """Divisions of a list by numbers of a list, which are no products on a GPU either."""
+    """Divide by numbers of a list: true divisions, on a GPU too."""
     if ones[0].is_cuda and ones[0].dtype is torch.float32 and in_place:
         torch._foreach_div_(ones, number)
         return ones
@@ -189,21 +189,15 @@ def with_tensors(
 ) -> tuple[Any] | None:
     """Call an op of the table with its number in a tensor.
 
-    Args:
-        func: the function of torch.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        staged: gives the number as a tensor.
-
     Returns:
-        What it returns, in a tuple; None if the table has no such call, and nothing has happened.
+        A tuple with the result; None if the table has no such call, and nothing was done.
     """
     name: str = getattr(func, "__name__", "")
     if name.startswith("_fused_"):
-        # Their kernels read the learning rate from a tensor just as well.
+        # Their kernels can read the learning rate from a tensor.
         rest = {key: value for key, value in kwargs.items() if key != "lr"}
         target: Tensor = args[0][0]
-        # On a GPU it is a float in a tensor, and a double as a number.
+        # On a GPU the kernels read a tensor as float32, and a number as float64.
         is_rounded = target.is_cuda and target.dtype is torch.float64
         if "lr" not in kwargs or is_rounded or any(_is_moving(value) for value in rest.values()):
             return None
@@ -227,20 +221,20 @@ def with_tensors(
         return (_single(base, operands, number, staged, in_place),)
     if not isinstance(number, (list, tuple)):
         return (_list(base, operands, number, staged, in_place),)
-    # One list for each number: of parameters that have made as many steps.
-    places: dict[Any, list[int]] = {}
-    for place, each in enumerate(number):
-        places.setdefault((type(each), getattr(each, "node", each)), []).append(place)
+    # One call for each number, with the parameters that share it: those with equal step counters.
+    positions: dict[Any, list[int]] = {}
+    for position, each in enumerate(number):
+        positions.setdefault((type(each), getattr(each, "node", each)), []).append(position)
     results: list[Any] = [None] * len(number)
-    for chosen in places.values():
-        some = [[operand[place] for place in chosen] for operand in operands]
+    for chosen in positions.values():
+        some = [[operand[position] for position in chosen] for operand in operands]
         one = number[chosen[0]]
         if base == "div":
             made = _quotients(some[0], staged(one, _wide(some[0][0])), in_place)
         else:
             made = _list(base, some, one, staged, in_place)
-        for place, result in zip(chosen, made, strict=True):
-            results[place] = result
+        for position, result in zip(chosen, made, strict=True):
+            results[position] = result
     return (results,)
 
 
@@ -253,7 +247,7 @@ def _as_it_is(number: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TensorScalarMode(OwnFunctionMode):
-    """Lets ops take a tensor as `alpha` or `value` without reading it."""
+    """Function mode in which ops take a tensor as `alpha` or `value` without reading it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -268,7 +262,7 @@ class TensorScalarMode(OwnFunctionMode):
 
 
 def any_sparse(values: Any) -> bool:
-    """Whether there is a tensor among some arguments that is not strided."""
+    """True if any tensor in (nested) arguments is not strided."""
     return any(
         leaf.layout is not torch.strided for leaf in tree_iter(values) if isinstance(leaf, Tensor)
     )

@@ -1,10 +1,9 @@
-"""The gradient scaler of fp16 without a host synchronisation.
+"""Gradient scaling in fp16 without a host synchronisation.
 
-`GradScaler` scales, unscales, and moves its scale on the device. One thing it does on the host: it reads
-back whether a gradient overflowed, and then does not call the optimizer. Fused optimizers do the same in
-their kernels. For all others the step is taken here in any case, and `torch.where` puts back what was
-there if a gradient had overflowed, bit for bit (a learning rate of zero would not: momentum and step
-counts move).
+`GradScaler` scales, unscales and updates its scale on the device, but it reads the overflow flag back to
+the host, to skip the optimizer. Fused optimizers read the flag in their kernels. For all others the step
+is always taken here, and after an overflow `torch.where` restores parameters and state, bit for bit (a
+learning rate of zero would not: momentum and step counts move).
 """
 
 from __future__ import annotations
@@ -29,18 +28,17 @@ __all__ = ["PreparedScaler"]
 
 
 class PreparedScaler:
-    """A gradient scaler made fit for capture, and the way back.
+    """A gradient scaler prepared for capture.
 
     Args:
-        scaler: the scaler; nothing of it is changed but for the time of a step.
-        device_state: the tensors of the optimizer's state that a graph writes.
+        scaler: the scaler; it is patched only for the time of a step.
+        device_state: the tensors of the optimizers' state that a graph writes.
 
     Attributes:
-        scaler: the scaler.
-        skipped_steps: how many steps were skipped because a gradient overflowed, on the device.
+        skipped_steps: number of steps skipped for an overflow, on the device.
 
     Raises:
-        CUDAGraphError: if torch has lost a private name that this is built on.
+        CUDAGraphError: if torch lacks a private name that this needs.
     """
 
     def __init__(
@@ -51,11 +49,11 @@ class PreparedScaler:
         self._device_state = device_state
         self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
         self._stepped: set[int] = set()
-        self._applied: set[int] = set()  # those whose steps from then on do nothing that is new
+        self._applied: set[int] = set()  # those that have made their state (and compiled their steps)
         self._applied_steps: Counter[int] = Counter()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a step changes of the scaler, by name."""
+        """The tensors of the scaler that a step changes, by name."""
         found = {"the number of skipped steps": self.skipped_steps}
         if self.scaler._scale is not None:
             found["the scale of the gradient scaler"] = self.scaler._scale
@@ -64,40 +62,37 @@ class PreparedScaler:
         return found
 
     def frozen(self) -> dict[str, Any]:
-        """What a capture freezes of the scaler, by the user's words."""
+        """The options of the scaler that a capture freezes, labelled for the user."""
         scaler = self.scaler
         return {
             "`growth_factor` of the gradient scaler": scaler._growth_factor,
             "`backoff_factor` of the gradient scaler": scaler._backoff_factor,
             "`growth_interval` of the gradient scaler": scaler._growth_interval,
-            "whether the gradient scaler is enabled": scaler.is_enabled(),
+            "`enabled` of the gradient scaler": scaler.is_enabled(),
         }
 
     @property
     def applied(self) -> bool:
-        """Whether enough steps have been applied: until then, the optimizer may have no state yet.
-
-        Reads a value back, but only until it has been true once.
-        """
+        """True once every stepped optimizer has taken enough steps that were not skipped."""
         return bool(self._stepped) and not self.waits
 
     @property
     def waits(self) -> bool:
-        """Whether an optimizer has been stepped, and the step was skipped each time."""
+        """True if a stepped optimizer may have no state yet, because its steps were skipped."""
         return not self._stepped <= self._applied
 
     @contextmanager
     def step_arithmetic(self, optimizers: Collection[Optimizer], capturing: bool) -> Iterator[None]:
-        """Inside, the scaler steps `optimizers` without reading anything back if `capturing`.
+        """Patch the scaler to step `optimizers` without a read on the host, if `capturing`.
 
-        Otherwise torch's own way is taken, and skipped steps are counted all the same.
+        Otherwise torch's own code runs. Skipped steps are counted in both cases.
         """
         scaler = self.scaler
         own_update = scaler.update
 
         def gated(optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             skip = _overflowed(state).ne(0)
-            # Its counters on the host are moved behind each replay, or not.
+            # Decides after each replay if the optimizer's counters on the host advance.
             work_under_capture().skipped[id(optimizer)] = skip
             live = [
                 *(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None),
@@ -135,7 +130,7 @@ class PreparedScaler:
         self._stepped.add(id(optimizer))
         if not bool(overflowed):
             self._applied_steps[id(optimizer)] += 1
-            # Dynamo compiles the step that makes the state, and another one for when it is there.
+            # Dynamo compiles two steps: the one that makes the state, and the one that finds it.
             needed_steps = 2 if is_compiled(optimizer.step) else 1
             if self._applied_steps[id(optimizer)] >= needed_steps:
                 self._applied.add(id(optimizer))
@@ -145,12 +140,12 @@ class PreparedScaler:
             _forget_buffers_never_written(optimizer)
 
     def pending(self) -> bool:
-        """Whether gradients have been unscaled, and the scaler has not been updated since."""
+        """True if gradients have been unscaled since the last update of the scaler."""
         return any(state["found_inf_per_device"] for state in self.scaler._per_optimizer_states.values())
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a capture leaves in the scaler: in which stage of a step it believes to be."""
+        """Restore the scaler's record of each optimizer's stage after the enclosed capture."""
         before = {key: dict(state) for key, state in self.scaler._per_optimizer_states.items()}
         try:
             yield
@@ -159,15 +154,15 @@ class PreparedScaler:
 
 
 def _overflowed(state: dict[str, Any]) -> Tensor:
-    # One device, so one flag, which is 0 or 1.
+    # One device, so one flag: 0 or 1.
     return next(iter(state["found_inf_per_device"].values()))  # type: ignore[no-any-return]
 
 
 def _forget_buffers_never_written(optimizer: Optimizer) -> None:
-    """Undo what fused SGD does when its very first step overflows.
+    """Delete momentum buffers of fused SGD when its very first step overflows.
 
-    It allocates its momentum buffers without filling them, for a kernel that then writes nothing
-    (torch/optim/sgd.py, `_fused_sgd`), and would go on with whatever the memory held.
+    It allocates them uninitialised for a kernel that then writes nothing (torch/optim/sgd.py,
+    `_fused_sgd`), and the next step would read them.
     """
     if isinstance(optimizer, torch.optim.SGD):
         for state in optimizer.state.values():

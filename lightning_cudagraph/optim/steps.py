@@ -1,7 +1,7 @@
-"""All the optimizers of one step, and its gradient scaler, as far as they are in the graph.
+"""Optimizers and gradient scaler of one captured step, prepared together.
 
-The user's own function calls them, where and as often as it likes. So each optimizer computes as in a
-graph for the time of its own `step` alone, and the code around it finds the learning rates as floats.
+The user's own function calls them, where and as often as it likes. So each optimizer is patched only for
+the time of its own `step`, and the code around it reads learning rates as floats.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["OptimizerSteps"]
 
 
 class _Lease:
-    """One prepared optimizer for all steps that use it; given back when the last of them closes."""
+    """One prepared optimizer, shared by all steps that use it, and restored when the last one closes."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device, scaled: bool):
         self.prepared = PreparedOptimizer(optimizer, device, self._loaded, scaled)
@@ -46,21 +46,19 @@ class _Lease:
             self.prepared.restore()
 
 
-# By identity of the optimizer, which its lease keeps alive.
+# By id of the optimizer, which its lease holds.
 _LEASES: WeakValueDictionary[int, _Lease] = WeakValueDictionary()
 
 
 class OptimizerSteps:
-    """The optimizers that a function steps, made fit for capture, and the way back.
+    """The optimizers that a function steps, prepared for capture; `close` restores them.
 
     Args:
-        optimizers: by name.
         scaler: the gradient scaler that steps them, or None.
-        device: where their parameters are.
         on_load: called with a reason after a state was loaded into one of them.
 
     Raises:
-        UnsupportedError: if one of them has no form that a graph can hold.
+        UnsupportedError: if one of them cannot be captured.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class OptimizerSteps:
         self.on_load = on_load
         self._leases: dict[str, _Lease] = {}
         self.scaler = None if scaler is None else PreparedScaler(scaler, device, self._device_state)
-        # Stepped by compiled code, which has what a graph changes of them in it.
+        # Optimizers that compiled code steps although a graph has to change them.
         self._in_compiled_code: list[Optimizer] = []
         with ExitStack() as stack:
             stack.callback(self.close)
@@ -89,11 +87,6 @@ class OptimizerSteps:
     @property
     def _prepared(self) -> list[PreparedOptimizer]:
         return [lease.prepared for lease in self._leases.values()]
-
-    @property
-    def notes(self) -> list[str]:
-        """What was changed, in words for the report."""
-        return [note for prepared in self._prepared for note in prepared.notes]
 
     def stepped(self) -> list[object]:
         """The optimizers."""
@@ -111,7 +104,7 @@ class OptimizerSteps:
         }
 
     def _named(self, label: str, name: str) -> str:
-        """A label that tells several optimizers apart."""
+        """A label, with the optimizer's name if there are several."""
         return label if len(self._leases) == 1 else f"{label} ({name})"
 
     def _labelled(self, values: Callable[[PreparedOptimizer], dict[str, Any]]) -> dict[str, Any]:
@@ -122,12 +115,12 @@ class OptimizerSteps:
         }
 
     def hyperparameters(self) -> dict[str, Any]:
-        """All that a capture freezes of the optimizers' options, by the user's words."""
+        """The options of the optimizers that a capture freezes, labelled for the user."""
         found = self._labelled(PreparedOptimizer.hyperparameters)
         return found if self.scaler is None else {**found, **self.scaler.frozen()}
 
     def frozen_values(self) -> tuple[Any, ...]:
-        """The same without the words: compared before every replay."""
+        """The values of `hyperparameters` without labels, compared before every replay."""
         values = tuple(prepared.frozen_values() for prepared in self._prepared)
         return values if self.scaler is None else (*values, *self.scaler.frozen().values())
 
@@ -136,19 +129,19 @@ class OptimizerSteps:
         return values if self.scaler is None else (*values, *self.scaler.frozen().values())
 
     def places(self) -> list[Collection[Any]]:
-        """Lists, and views of dictionaries, whose members a capture freezes."""
+        """Lists and dictionary views with members that a capture freezes."""
         return [place for prepared in self._prepared for place in prepared.places()]
 
     def learning_rates(self) -> tuple[Any, ...]:
-        """The learning rates of all of them."""
+        """The learning rates of all param groups."""
         return tuple(rate for prepared in self._prepared for rate in prepared.learning_rates())
 
     def addresses(self) -> dict[str, Any]:
-        """Which tensors they work on, by name."""
+        """The identity of the tensors that the optimizers work on, by name."""
         return self._labelled(PreparedOptimizer.addresses)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All that their steps change beside parameters, by name."""
+        """The tensors that the steps change besides parameters, by name."""
         found = self._states()
         return found if self.scaler is None else {**self.scaler.tensors(), **found}
 
@@ -159,20 +152,16 @@ class OptimizerSteps:
         return [tensor for prepared in self._prepared for tensor in prepared.device_state()]
 
     def is_settled(self) -> bool:
-        """Whether each optimizer that is stepped has made its state: a scaler can skip the first."""
+        """True if each stepped optimizer has made its state: a scaler can skip the first steps."""
         return self.scaler is None or not self.scaler.waits
 
     def refresh(self) -> None:
-        """Bring the mirrors of learning rates up to date, on the current stream."""
+        """Copy the learning rates into their mirrors, on the current stream."""
         for prepared in self._prepared:
             prepared.refresh()
 
     def check(self) -> None:
-        """Refuse to be captured.
-
-        Raises:
-            UnsupportedError: saying why.
-        """
+        """Raise an `UnsupportedError` if the optimizers cannot be captured as they are now."""
         if self._in_compiled_code:
             raise _in_compiled_code(self._in_compiled_code[0])
         for prepared in self._prepared:
@@ -180,19 +169,19 @@ class OptimizerSteps:
 
     @contextmanager
     def running(self, capturing: bool) -> Iterator[None]:
-        """Inside, a function of the user's runs that steps them.
+        """Prepare the optimizers for the enclosed user function that steps them.
 
         Args:
-            capturing: a capture is under way.
+            capturing: a capture is under way; False for an eager step.
 
         Raises:
-            CaptureError: in a capture, if the function moves a learning rate, an option, or a value that
-                it keeps with an optimizer, or leaves the scaler in the middle of a step.
+            CaptureError: in a capture, if the function changes a learning rate, an option, or a value
+                that it keeps on an optimizer, or leaves the scaler in the middle of a step.
         """
         settings, rates = self._options(), self.learning_rates()
         sides = [HostSide(prepared.optimizer) for prepared in self._prepared] if capturing else []
         kept = self._kept_on_host() if capturing else []
-        moved = True  # as far as is known, if it raises
+        moved = True  # unless the function returns, and shows otherwise
         groups = [g for prepared in self._prepared for g in prepared.optimizer.param_groups]
         options = [dict(group) for group in groups]
         ours = {id(prepared.optimizer): prepared for prepared in self._prepared}
@@ -202,11 +191,11 @@ class OptimizerSteps:
             if (prepared := ours.get(id(optimizer))) is None:
                 raise _unknown(optimizer)
             if not prepared.is_left_alone and id(optimizer) not in stepping:
-                raise _taken_out(optimizer)
+                raise _unpatched(optimizer)
 
         with ExitStack() as stack:
-            # Compiled code has such hooks in it, and is compiled anew if there are others; its Python is
-            # looked at when it is left out.
+            # Such hooks are part of compiled code, which a new hook would make recompile. Its Python is
+            # audited in the capture that leaves `torch.compile` out.
             if capturing and not is_held():
                 stack.callback(register_optimizer_step_pre_hook(notice).remove)
             if self.scaler is not None:
@@ -247,12 +236,12 @@ class OptimizerSteps:
             )
 
     def _kept_on_host(self) -> list[dict[str, Any]]:
-        """The plain values that optimizers keep on the host: also those that the user has put there."""
+        """The plain values that optimizers keep on the host, with those that user code has put there."""
         return [moving_values(prepared.optimizer) for prepared in self._prepared]
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a captured step does to the scaler on the host."""
+        """Undo the effects of the enclosed capture on the scaler's host state."""
         if self.scaler is None:
             yield
             return
@@ -260,7 +249,7 @@ class OptimizerSteps:
             yield
 
     def close(self) -> None:
-        """Give the optimizers back as the user made them, with the state that they have reached."""
+        """Restore the optimizers as the user made them, with their present state."""
         leases, self._leases = self._leases, {}
         with ExitStack() as stack:
             for lease in leases.values():
@@ -270,7 +259,7 @@ class OptimizerSteps:
 def _unknown(optimizer: Optimizer) -> UnsupportedError:
     return UnsupportedError(
         f"The step calls `{type(optimizer).__qualname__}.step()` of an optimizer that it was not"
-        " given: a graph would freeze its learning rate and all that it keeps on the host.",
+        " given: a graph would freeze its learning rate and all its values on the host.",
         "Pass all optimizers: `GraphedStep(step, modules=..., optimizers=[...])`.",
     )
 
@@ -282,17 +271,17 @@ def _in_compiled_code(optimizer: Optimizer) -> UnsupportedError:
         " learning rate that is a float, `capturable=False`, or an op that takes the learning rate as a"
         " number.",
         "Pass `lr=torch.tensor(..., device=...)`, and `capturable=True` where there is that option, and"
-        " compile the step in its place, `optimizer.step = torch.compile(optimizer.step)`; or call"
+        " compile the step itself, `optimizer.step = torch.compile(optimizer.step)`; or call"
         " `optimizer.step()` outside of compiled code.",
     )
 
 
-def _taken_out(optimizer: Optimizer) -> UnsupportedError:
+def _unpatched(optimizer: Optimizer) -> UnsupportedError:
     return UnsupportedError(
         f"The step calls `{type(optimizer).__qualname__}.step` as it was before"
         " (`torch.compile(optimizer.step)`, or the method in a variable): a graph would freeze its"
         " learning rate.",
-        "Call `optimizer.step()` as it is; or compile it in its place, `optimizer.step ="
+        "Call `optimizer.step()` itself; or assign the compiled step, `optimizer.step ="
         " torch.compile(optimizer.step)`.",
     )
 
@@ -301,9 +290,11 @@ def _taken_out(optimizer: Optimizer) -> UnsupportedError:
 def _steps_like_a_graph(
     prepared: PreparedOptimizer, capturing: bool, stepping: set[int], in_compiled_code: list[Optimizer]
 ) -> Iterator[None]:
-    """Have an optimizer step as in a graph; its number is in `stepping` meanwhile.
+    """Patch `step` of an optimizer to run in a form that can be captured.
 
-    If compiled code steps it, it is noted in `in_compiled_code`.
+    Args:
+        stepping: has the optimizer's id while its step runs.
+        in_compiled_code: gets the optimizer if compiled code calls its step.
     """
     optimizer = prepared.optimizer
     own: Any = optimizer.step
@@ -319,7 +310,7 @@ def _steps_like_a_graph(
 
         return called
 
-    # Wraps, because the scaler looks at the signature, and schedulers at what they have set on it.
+    # The scaler reads the signature of `step`, and schedulers read attributes that they have set on it.
     @functools.wraps(own)
     def step(*args: Any, **kwargs: Any) -> Any:
         if args:

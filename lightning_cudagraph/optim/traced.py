@@ -1,9 +1,9 @@
-"""A step of one of torch's own optimizers, captured as the user has made it.
+"""Traced step of one of torch's own optimizers: its host arithmetic becomes part of each replay.
 
-Its Python runs as it is. What it computes on the host is noted as a `HostProgram`: its numbers are
-`HostScalar`s, and the tensors that it keeps in host memory are followed op by op. Where such a number
-goes into an op on the device, the op gets a tensor (`scalar_ops`), which each replay fills before its
-launch: one copy for all of them.
+The step's Python runs unchanged. Its computations on the host are recorded as a `HostProgram`: its
+numbers are `HostScalar`s, and the tensors that it keeps in host memory are followed op by op. A device
+op that takes such a number gets a tensor instead (`scalar_ops`), which each replay fills before its
+launch, with one copy for all numbers.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def _refused(what: str) -> CaptureError:
 
 
 class Stage:
-    """Where numbers of the host are for a graph to read.
+    """Static input of a graph for numbers that the host computes.
 
     Args:
         device: the device of the graph.
-        size: how many there may be.
+        size: the capacity, in numbers.
 
     Attributes:
-        numbers: on the device, in double precision.
+        numbers: the tensor on the device, in double precision.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
@@ -59,24 +59,22 @@ class Stage:
         self._is_pinned = device.type == "cuda"
 
     def fill(self, numbers: list[float]) -> None:
-        """Bring numbers there, on the current stream."""
-        # Memory of torch's own pool, which is not given to others before the copy has been made.
+        """Copy numbers to the device, on the current stream."""
+        # Pinned memory of torch's own pool is not reused before the copy is done.
         source = torch.tensor(numbers, dtype=torch.float64, pin_memory=self._is_pinned)
         self.numbers[: len(numbers)].copy_(source, non_blocking=True)
 
 
 class TracedStep(OwnFunctionMode):
-    """Notes what the step of an optimizer computes on the host, while it is captured.
+    """Function mode that records an optimizer step's host computations while it is captured.
 
     Args:
-        optimizer: the optimizer.
-        device: where its parameters are.
-        tensors: the state that it keeps in host memory.
-        stage: where its numbers are for the graph.
+        tensors: the optimizer state in host memory.
+        stage: the static input for the numbers.
 
     Attributes:
-        program: what is computed on the host.
-        is_under_way: the step is; otherwise, code of the user's inside it.
+        program: the recorded computations.
+        is_under_way: True in the optimizer's own code, False in user code (a closure) inside it.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class TracedStep(OwnFunctionMode):
         self.program = program = HostProgram()
         self.is_under_way = True
         self._alike = tensors.alike
-        # By identity; kept, so that it is not given to another one.
+        # By id; holds the tensor, so that the id is not reused.
         self._nodes: dict[int, tuple[Tensor, int]] = {}
         self._starts: dict[int, int] = {}
         for alike in tensors.alike:
@@ -101,11 +99,11 @@ class TracedStep(OwnFunctionMode):
         self._casts: dict[torch.dtype, Tensor] = {}
 
     def option(self, name: tuple[object, ...], read: Callable[[], float]) -> HostScalar:
-        """An option of the optimizer, as the step finds it.
+        """A traced option of the optimizer, for the step to find.
 
         Args:
-            name: which one.
-            read: gives it, in this step as in later ones.
+            name: a key for the option.
+            read: reads its value, in this step and in each replay.
         """
         return self.program.scalar(self.program.source(("option", *name), read, read()))
 
@@ -118,13 +116,14 @@ class TracedStep(OwnFunctionMode):
         leaves = list(tree_iter((args, kwargs)))
         is_scalar = any(isinstance(leaf, HostScalar) for leaf in leaves)
         is_host = any(id(leaf) in self._nodes for leaf in leaves)
-        # What is made of tensors of the device is no number of the host; the capture itself refuses it.
+        # A tensor made from device tensors is no host number; the capture itself refuses it.
         is_given = any(isinstance(leaf, Tensor) and id(leaf) not in self._nodes for leaf in leaves)
         makes = func in _MAKE_TENSORS and (is_scalar or is_host or _device_of(kwargs).type == "cpu")
         if makes and not is_given:
             return self._made(func, args, kwargs)
         if func is Tensor.__setitem__ and _fills(*args[1:]):
-            # Torch makes a tensor of the number. It is on the host, which the emulator cannot tell.
+            # torch makes a host tensor of the number, and the emulator cannot tell that it is on the
+            # host.
             return args[0].masked_fill_(*args[1:])
         if is_host and self._is_of_host(args[0]):
             with out_of_sight():
@@ -155,18 +154,18 @@ class TracedStep(OwnFunctionMode):
         return self._at(self.program.node_of(number), dtype)
 
     def _at(self, node: int, dtype: torch.dtype) -> Tensor:
-        """The value of a node where the graph reads it."""
+        """The value of a node in the static input."""
         slot = self._staged.setdefault(node, len(self._staged))
         if slot >= self._stage.numbers.numel():
-            raise _refused("computes more numbers on the host than there are places for")
+            raise _refused("computes more numbers on the host than a graph has room for")
         if dtype not in self._casts:
             self._casts[dtype] = self._stage.numbers.type(dtype)
         return self._casts[dtype][slot]
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A tensor that is made of a number or of a tensor of the host."""
+        """Make a tensor from a number, or from a host tensor."""
         with out_of_sight():
-            on_host = self._noted(func, args, {**kwargs, "device": torch.device("cpu")})
+            on_host = self._recorded(func, args, {**kwargs, "device": torch.device("cpu")})
         if _device_of(kwargs).type == "cpu":
             return on_host
         return self._at(self._nodes[id(on_host)][1], on_host.dtype)
@@ -184,13 +183,14 @@ class TracedStep(OwnFunctionMode):
         if name == "__get__":
             return func(*args, **kwargs)
         if not name.startswith("_foreach_"):
-            return self._noted(func, args, kwargs)
+            return self._recorded(func, args, kwargs)
         return [
-            self._noted(func, *_each(place, len(args[0]), args, kwargs)) for place in range(len(args[0]))
+            self._recorded(func, *_each(index, len(args[0]), args, kwargs))
+            for index in range(len(args[0]))
         ]
 
-    def _noted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do something on the host, and note it."""
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op on the host, and record it in the program."""
         name: str = func.__name__
         nodes: list[int] = []
 
@@ -222,7 +222,7 @@ class TracedStep(OwnFunctionMode):
         key = (name, repr(shape_args), repr(sorted(shape_kwargs.items(), key=lambda item: item[0])))
         done = do(*map(self.program.value, nodes))
         if not isinstance(done, Tensor):
-            return done  # its shape, say, which does not move
+            return done  # such as a shape, which does not change
         node = self.program.operation(key, do, tuple(nodes)) if nodes else self.program.constant(done)
         value = self.program.value(node)
         result = (args[0][0] if is_list else args[0]) if in_place else value.clone()
@@ -230,7 +230,7 @@ class TracedStep(OwnFunctionMode):
         return result
 
     def register(self) -> None:
-        """At the end of the step: have each replay of the graph do what it does on the host."""
+        """Run the host program around each replay of the graph from now on, at the end of the step."""
         work, program, stage = work_under_capture(), self.program, self._stage
         moves = [(alike, node) for alike in self._alike if (node := self._end_of(alike)) is not None]
         staged, key = list(self._staged), id(self._optimizer)
@@ -252,7 +252,7 @@ class TracedStep(OwnFunctionMode):
         work.add(before, behind)
 
     def _end_of(self, alike: Alike) -> int | None:
-        """What becomes of tensors that were alike; None for nothing."""
+        """The node with the final value of a group of equal tensors; None if the step leaves them."""
         ends = {self._nodes[id(member)][1] for member in alike.members}
         if len(ends) > 1:
             raise _refused(
@@ -273,30 +273,30 @@ def _device_of(kwargs: dict[str, Any]) -> torch.device:
 
 
 class _Operand:
-    """The place of what is computed anew, among the arguments of an op on the host."""
+    """Placeholder for an operand of the program, in the arguments of a host op."""
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    def __init__(self, index: int) -> None:
+        self.index = index
 
     def __repr__(self) -> str:
-        return f"operand {self.place}"
+        return f"operand {self.index}"
 
 
 def _given(shape: Any, values: tuple[Any, ...]) -> Any:
-    """An argument, with what is computed anew in its places."""
+    """An argument with operands filled in for the placeholders."""
     if isinstance(shape, _Operand):
-        return values[shape.place]
+        return values[shape.index]
     if type(shape) in (list, tuple):
         return [_given(each, values) for each in shape]
     return shape
 
 
 def _each(
-    place: int, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    index: int, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a `_foreach_` op for one of its tensors."""
 
     def own(value: Any) -> Any:
-        return [value[place]] if isinstance(value, (list, tuple)) and len(value) == count else value
+        return [value[index]] if isinstance(value, (list, tuple)) and len(value) == count else value
 
     return tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}

@@ -1,1 +1,1 @@
-"""Python in a step that a capture would freeze or lose: what looks for it, and what it looks at."""
+"""Audit of the step's Python: values that a capture would freeze, and effects that it would lose."""

@@ -1,9 +1,8 @@
-"""Effects of steps on Python objects, found in warm-up steps, which are real ones.
+"""Effects of a step on Python objects, found by comparing them before and after a warm-up step.
 
-An object that a warm-up step has left other than it found it is changed by each step, and a replay
-would not change it. If code that is captured has changed it, the step is refused, and the object is put
-back to what it was before the capture. What other code changes goes on in replays too: that of hooks
-which run on the host, and of methods that Lightning calls around the step.
+A replay would not repeat such an effect. If captured code has it, the step is refused, and the object is
+restored to its state before the capture. Effects of other code remain in replays: of hooks that run on
+the host, and of methods that Lightning calls around the step.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from lightning_cudagraph.tensors.signatures import make_room
 
 __all__ = ["OF_OPTIMIZER", "Effects"]
 
-# The beginning of what is said of an optimizer: a step without it can be captured.
+# The start of paths in an optimizer: a step without the optimizer can still be captured.
 OF_OPTIMIZER = "the optimizer"
 
 
 class Effects:
-    """The effects of the steps of one run on objects of the user's.
+    """The effects of the steps of one run on the user's objects.
 
     Args:
-        walk: over what they can change, given what they mention.
-        harmless: paths at which anything may change.
-        is_carried: whether it is a module whose attributes can be carried over from step to step.
+        walk: makes a walk over the objects that the steps can change, given the names they mention.
+        harmless: paths under which anything may change.
+        is_carried: True for a module whose rebound attributes can be carried by the graph.
 
     Attributes:
-        kind: batch signature and accumulation phase of the step at hand; one of another kind may have
+        kind: batch signature and accumulation phase of the step at hand; steps of another kind may have
             other effects.
     """
 
@@ -63,14 +62,14 @@ class Effects:
         self.kind: tuple[Hashable, Hashable] = (None, None)
 
     def forget(self) -> None:
-        """Forget what was found."""
+        """Forget the effects."""
         self._found.clear()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around a warm-up step: find what it changes.
+        """Record the effects of the enclosed warm-up step.
 
-        Only the last one of each kind counts: what is made lazily is made before it.
+        Only the last warm-up step of each kind counts: lazy initialisation is done before it.
         """
         walk = self._walk(self._mentioned)
         with _code_noted(self._mentioned):
@@ -83,10 +82,10 @@ class Effects:
 
     @contextmanager
     def refused(self, captured: Callable[[], MentionedNames]) -> Iterator[None]:
-        """Around a capture: refuse a step with effects, and undo them.
+        """Refuse the step of the enclosed capture if it has effects, and undo them.
 
         Args:
-            captured: what the code that was captured mentions.
+            captured: the names that the captured code mentions.
 
         Raises:
             CaptureError: naming the first effect, with the user's line.
@@ -106,7 +105,7 @@ class Effects:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Around a step that is done once more, for a check: undo what it changes.
+        """Undo the effects of the enclosed eager step, which repeats a replay for a check.
 
         Raises:
             StaleGraphError: if the step has an effect that it did not have in warm-up.
@@ -135,8 +134,7 @@ class Effects:
     def _is_effect(self, moved: Moved) -> bool:
         if moved.is_under(self._harmless):
             return False
-        # A tensor in an attribute of a module: such attributes are carried over from step to step in the
-        # graph, or refused by the capture.
+        # Rebound attributes of modules are carried by the graph, or refused by the capture.
         return not (_is_of_tensors(moved.now) and self._is_carried(moved.holder))
 
 
@@ -148,8 +146,8 @@ def _is_of_tensors(value: Any) -> bool:
 
 @contextmanager
 def _code_noted(mentioned: MentionedNames) -> Iterator[None]:
-    """Note the code of the user's that runs in this thread, and what it mentions."""
-    if sys.getprofile() is not None:  # a profiler of the user's
+    """Add the user code that runs in this thread, and the names in it, to `mentioned`."""
+    if sys.getprofile() is not None:  # the user's own profiler
         yield
         return
     seen: dict[int, Any] = {id(code): code for code in mentioned.users_code}
@@ -157,7 +155,7 @@ def _code_noted(mentioned: MentionedNames) -> Iterator[None]:
     def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if event == "call" and id(code) not in seen:
-            seen[id(code)] = code  # keeps it, so that no number comes twice
+            seen[id(code)] = code  # holds it, so that no id is reused
             if is_users(code, frame.f_globals) and is_users_module(str(frame.f_globals.get("__name__"))):
                 mentioned.note(frame)
 

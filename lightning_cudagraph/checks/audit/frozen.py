@@ -1,10 +1,10 @@
-"""Python that a capture would freeze or lose.
+"""Audit of a captured step: refuse values that the capture would freeze, and effects that it would lose.
 
-Host code in a captured step runs once, at the capture, and never again. A value that it read stays
-what it was; an attribute that it set is not set again; a random number that it drew is drawn for
-good; a line that it printed is not printed again. What is called is seen by a hook of the interpreter
-(`host_calls.py`), what was changed is seen by comparing (`walker.py`), and the index of the batch
-cannot be looked at.
+Host code in a captured step runs once, at the capture. A value that it read stays what it was; an
+attribute that it set is not set again; a random number that it drew stays the same; a line that it
+printed is not printed again. The interpreter's profiling hook sees calls (`host_calls.py`), a comparison
+of objects before and after the step sees changes (`walker.py`), and reads of the batch index are refused
+(`FrozenIndex`).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def _refuse(name: str) -> Any:
 
 
 class FrozenIndex:
-    """Stands for an integer, and may be handed on, but not looked at.
+    """An integer that the step may pass on, but not read.
 
-    Not a subclass of `int`: C code, such as that of torch, would read its value without asking.
+    Not a subclass of `int`: C code, such as torch's, would read its value without a call.
 
     Args:
-        name: what the user knows it as.
+        name: its name for the user.
     """
 
     def __init__(self, name: str) -> None:
@@ -79,12 +79,12 @@ def _nothing() -> None:
 
 @dataclass
 class StepAudit:
-    """An audit under way.
+    """A running audit.
 
     Attributes:
-        mentioned: what the step mentions, filled by the time that the audit is left.
+        mentioned: names that the step mentions, complete when the audit ends.
         check: raises if something has changed so far.
-        after_backward: what comes now is after the backward pass.
+        after_backward: the backward pass has ended.
     """
 
     mentioned: MentionedNames
@@ -92,7 +92,7 @@ class StepAudit:
     after_backward: bool = False
 
     def end_backward(self) -> None:
-        """Tell apart what has changed so far, and what changes from now on."""
+        """Check the changes so far; later ones come from the optimizer's part of the step."""
         self.check()
         self.after_backward = True
 
@@ -105,19 +105,18 @@ def frozen_python_audit(
     rules: HostRules,
     others: Mapping[str, Any] | None = None,
 ) -> Iterator[StepAudit]:
-    """Refuse a step that leaves traces on the host which a replay would not leave.
+    """Refuse a step with effects on the host that a replay would not have.
 
-    If it is refused, or fails otherwise, all objects that are watched are put back as they were.
+    If the step is refused or fails, all watched objects are restored.
 
     Args:
-        model: the model whose modules are watched.
-        trainer: what trains it; its own switches and numbers are watched, and nothing below. Or None.
-        device: where the step runs; the generator of that device is the graph's own.
-        rules: what the framework's names mean, and what the user says is harmless.
-        others: objects of the user's that the step is handed, by name; watched with all they hold.
+        trainer: the trainer or None; its own switches and numbers are watched, and no object below it.
+        device: the device of the step; the graph itself handles the generator of a GPU.
+        rules: the meaning of the framework's names, and the names that the user declares harmless.
+        others: the user's objects that the step gets, by name; watched with all that they hold.
 
     Yields:
-        The audit, which wants to be told when the backward pass has ended.
+        The audit. Call its `end_backward` after the backward pass.
 
     Raises:
         CaptureError: naming what would be frozen or lost, with the user's line.
@@ -131,7 +130,7 @@ def frozen_python_audit(
     noted = Noted()
 
     def check() -> None:
-        error = noted.first  # the user's code has caught it, and gone on
+        error = noted.first  # user code may have caught it
         moved = (change for change in state.changes() if not change.is_under(rules.harmless))
         if error is None and (change := next(moved, None)) is not None:
             where = calls.where(change) or nearest_line(change, calls.mentioned.users_code)
@@ -171,7 +170,7 @@ def _scope(rules: HostRules, device: torch.device) -> Scope:
                 of = f"`{name}`" if name else f"the `{type(module).__qualname__}`"
                 yield Root(module, "", of, is_entered=True)
 
-    # On a CPU, torch's generators draw afresh in every replay.
+    # On a CPU, replays draw new numbers from torch's generators.
     stops = (*rules.stops, *((torch.Generator,) if device.type == "cpu" else ()))
     return Scope(stops, modules=modules, in_capture=True, harmless=rules.harmless)
 
@@ -179,12 +178,12 @@ def _scope(rules: HostRules, device: torch.device) -> Scope:
 def _roots(
     model: nn.Module, trainer: Any, rules: HostRules, others: Mapping[str, Any]
 ) -> Iterable[Root]:
-    """Where to look for what a step changes."""
+    """The roots of the walk over objects that a step can change."""
     yield Root(torch.default_generator, "torch.default_generator", "")
     yield Root(random.getstate.__self__, "random", "")  # type: ignore[attr-defined]
     yield Root(NUMPYS_OWN, "numpy.random", "")
     yield Root(model, "", "")
-    if trainer is not None:  # its own numbers, switches and texts, and no more
+    if trainer is not None:  # its own numbers, switches and strings alone
         values = vars(trainer)
         names = frozenset(name for name, value in values.items() if type(value) in VALUES)
         yield Root(Namespace(values), "", f"the `{type(trainer).__qualname__}`", reads=names)
@@ -201,7 +200,7 @@ def _at(where: Location | None) -> str:
 
 
 def effect_error(change: Moved, where: Location | None) -> CaptureError:
-    """The error for something that a step has changed on the host."""
+    """The error for an effect of a step on the host."""
     named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
     if change.draws:
         return CaptureError(

@@ -1,9 +1,9 @@
-"""What the framework's own getters hand to the user's code in a step.
+"""Values that the framework's getters return to user code in a step.
 
-Learning rates, schedulers, callbacks and dataloaders are objects of the framework's, in which nobody
-sees the user's code read. The getters that return them are seen: what they return is a place to look
-from, along the names that the user's code mentions (`walker.py`), and a number that a property returns
-is read again before every replay.
+Learning rates, schedulers, callbacks and dataloaders are framework objects, and reads of their
+attributes are not seen. Calls of the getters that return them are: a returned object becomes a root of
+the walk over names that user code mentions (`walker.py`), and a property is read again before every
+replay.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _NO_OBJECTS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 def note_handed_out(
     frame: FrameType, value: Any, mentioned: MentionedNames, leaves_out: Callable[[Any], bool]
 ) -> None:
-    """Note what a function of the framework returns to the user's code.
+    """Record the value that a framework function returns to user code.
 
     Args:
-        frame: that of the function, as it returns.
-        value: what it returns.
-        mentioned: is added to.
-        leaves_out: whether an object is not to be looked into.
+        frame: the frame of the returning function.
+        value: its return value.
+        mentioned: gets the record.
+        leaves_out: True for an object that is not recorded.
     """
     code = frame.f_code
     receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
@@ -44,12 +44,12 @@ def note_handed_out(
         name = str(frame.f_locals.get(code.co_varnames[1]))
     label = f"`{name}` of the `{kind.__qualname__}`"
     if issubclass(kind, nn.Module) and str(frame.f_globals.get("__name__")).startswith("torch."):
-        return  # its call: the output of the model
+        return  # the output of a layer
     is_number = type(value) in _NUMBERS
     if not is_number and (type(value) in VALUES or not _is_object(value) or leaves_out(value)):
         return
     getter = _getter(kind, code)
-    # What a property of a module of Lightning's returns does not move, or is known to.
+    # Properties of Lightning's modules do not move, or are known to move (`HostRules.moving`).
     if getter is not None and not issubclass(kind, nn.Module):
         read = partial(getter, receiver)
         known = mentioned.reads.get(label)
@@ -61,14 +61,14 @@ def note_handed_out(
 
 
 def is_of_optimizers(value: Any) -> bool:
-    """Whether it is an optimizer, several of them, or param groups."""
+    """True for an optimizer, a list of them, or param groups."""
     if isinstance(value, (list, tuple)):
         return any(map(is_of_optimizers, value))
     return isinstance(value, Optimizer) or (type(value) is dict and "params" in value)
 
 
 def _is_object(value: Any) -> bool:
-    """Whether there is something to find in it; tensors of the step are not to be kept."""
+    """True for an object to walk from. Objects with tensors of the step are not kept."""
     if issubclass(type(value), _NO_OBJECTS):
         return False
     return not _holds_tensors(value, 2)
@@ -87,7 +87,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 
 
 def _getter(kind: type, code: CodeType) -> Callable[[Any], Any] | None:
-    """The getter of a property with this code."""
+    """The getter of the property with this code; None if it is no property's."""
     for base in lineage(kind):
         found = namespace_of(base).get(code.co_name)
         if type(found) is property and getattr(found.fget, "__code__", None) is code:

@@ -1,9 +1,10 @@
-"""What the code of a step calls and mentions on the host, seen by the interpreter's profiling hook.
+"""Host calls of a step, seen by the interpreter's profiling hook, and refused if a replay would lose
+them.
 
-A call whose result moves from step to step, or whose effect a replay would not repeat, is refused before
-it happens, if it is the user's code that asks for it. It lies outside of Python's memory (the clock, a
-file, a terminal), where the walk that compares objects sees nothing. The hook sees the thread of the
-training loop, in which backward passes run too.
+The clock, files and terminals lie outside of Python's memory, where the walk over objects sees no
+change. So a call with a result that moves from step to step, or with an effect that a replay would not
+repeat, is refused before it happens, if user code makes it. The hook sees the thread of the training
+loop, in which backward passes run too.
 """
 
 from __future__ import annotations
@@ -97,33 +98,34 @@ _SITE = "-packages" + os.sep
 _CAPTURING = __name__.partition("audit")[0]
 
 
-class _Whose(Enum):
-    """Whose code it is."""
+class _Origin(Enum):
+    """The owner of a piece of code."""
 
     USERS = "the user's"
     FRAMEWORKS = "of torch, Lightning, or this package"
-    PASSES_ON = "Python's, or a writer's, that does what its caller asks for"
+    PASSES_ON = "of Python's library or a writer package, which acts for its caller"
 
 
-_FRAMEWORKS = _Whose.FRAMEWORKS
+_FRAMEWORKS = _Origin.FRAMEWORKS
 
 
 @dataclass(frozen=True)
 class HostRules:
-    """What the names of a training framework mean to the audit.
+    """The meaning of a training framework's functions for the audit.
 
     Attributes:
-        moving: getters of values that move from step to step, with the names the user knows them by.
-        seldom: getters of values that move seldom, with their names and a way to read them.
-        effects: functions that print or write, with the names the user knows them by.
-        passing_on: files whose functions only pass calls on.
-        records: whether an object writes records, as a logger does.
-        stays_on_host: whether a module is only called on the host, such as a metric.
-        harmless: names that may be frozen or not repeated, because the user says so.
-        hands_out: whether an object of the framework's has getters for what moves seldom.
-        refused: functions of which a replay would do nothing, with their names and what to do instead.
-        other_in_captures: functions written in C that say another thing in a capture; the same of them.
-        stops: classes of objects that the framework changes in every step, and that are not looked into.
+        moving: getters of values that move from step to step, with their public names.
+        seldom: getters of values that move seldom, with their public names and a function to read them.
+        effects: functions that print or write, with their public names.
+        passing_on: files with functions that act for their callers.
+        records: True for an object that writes records, as a logger does.
+        stays_on_host: True for a module that is only called on the host, such as a metric.
+        harmless: names that the user allows to be frozen or not repeated.
+        hands_out: True for a framework object with getters of values that move seldom.
+        refused: functions with effects that a replay would not repeat, with their public names and a
+            remedy.
+        other_in_captures: C functions that give another result during a capture; likewise.
+        stops: classes that are not entered, because the framework changes their objects in every step.
     """
 
     moving: Mapping[CodeType, str] = field(default_factory=dict)
@@ -140,12 +142,12 @@ class HostRules:
 
 
 def allowance(name: str) -> str:
-    """How the user can allow what was refused, as the end of a remedy."""
+    """The end of a remedy: the argument that allows `name`."""
     return f' If nothing depends on it, allow it: `CUDAGraphCallback(harmless=["{name}"])`.'
 
 
 def frozen_read(name: str, where: Location | None) -> CaptureError:
-    """The error for a value that would stay what it is in the captured step."""
+    """The error for a read of a value that would be frozen."""
     return CaptureError(
         f"A CUDA graph cannot hold a read of `{name}`, which would stay what it is in this step: found"
         f" {_at(where)}.",
@@ -162,16 +164,15 @@ def _at(where: Location | None) -> str:
 
 
 class HostCalls:
-    """Watches calls while a step runs.
+    """Profiling hook that watches calls while a step runs.
 
     Args:
-        rules: what the names of the framework mean.
-        state: is told of the user's globals and closures before the code that mentions them runs.
-        after_backward: whether the backward pass has ended. From then on, the learning rates that the
-            code of the step finds are on the device.
+        state: the walk, which gets the user's globals and closures before code that mentions them runs.
+        after_backward: True if the backward pass has ended. From then on, learning rates that the step
+            reads are on the device, and returned optimizers are not recorded.
 
     Attributes:
-        mentioned: what the step mentions.
+        mentioned: names that the step mentions.
     """
 
     def __init__(
@@ -189,8 +190,8 @@ class HostCalls:
         self._refused = {id(code): value for code, value in rules.refused.items()}
         self._effects = {id(code): name for code, name in {**_EFFECTS, **rules.effects}.items()}
         self._before: Any = None
-        self._seen: dict[int, CodeType] = {}  # keeps the code objects, so that no number comes twice
-        self._whose: dict[str, _Whose] = {}  # by file
+        self._seen: dict[int, CodeType] = {}  # by id; holds the code objects, so that no id is reused
+        self._origins: dict[str, _Origin] = {}  # by file
         self._touched: dict[int, Location] = {}
         self._allowed_code: set[int] = set()
         self._globals: set[tuple[int, str]] = set()
@@ -213,21 +214,21 @@ class HostCalls:
         if taken_away and error is None:
             raise CaptureError(
                 "The training step switches on a profiler of the interpreter (`cProfile`,"
-                " `sys.setprofile`), in whose place stood what looks for host code in the step.",
+                " `sys.setprofile`), which replaces the hook that looks for host code in the step.",
                 "Leave it out of the step, or start it before `fit`.",
             )
 
     def where(self, change: Moved) -> Location | None:
-        """The user's line that made a change: seen, or else found in the code that ran."""
+        """The user's line that made a change: from the call, or else found in the code that ran."""
         return self._touched.get(id(change.holder)) or line_that_sets(change, self.mentioned.users_code)
 
     def line_of(self, name: str) -> Location | None:
-        """The first line of the user's code that sets an attribute of some name."""
+        """The first line of user code that sets an attribute of this name."""
         return first_line(name, False, self.mentioned.users_code)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
-        # Called for every call in the step: what the framework asks for itself is soon let go, and
-        # whose a file is, is looked up without another call.
+        # Runs for every call in the step. So calls by framework code leave early, and the origin of a
+        # known file is read from the dictionary without a function call.
         if event == "call":
             code = frame.f_code
             if id(code) not in self._seen:
@@ -236,7 +237,7 @@ class HostCalls:
             caller = frame.f_back
             if (
                 caller is not None
-                and (self._whose.get(caller.f_code.co_filename) or self._whose_code(caller))
+                and (self._origins.get(caller.f_code.co_filename) or self._origin_of(caller))
                 is not _FRAMEWORKS
             ):
                 self._python_call(frame, caller)
@@ -245,13 +246,14 @@ class HostCalls:
             if (
                 argument is not None
                 and caller is not None
-                and (self._whose.get(caller.f_code.co_filename) or self._whose_code(caller))
+                and (self._origins.get(caller.f_code.co_filename) or self._origin_of(caller))
                 is not _FRAMEWORKS
             ):
                 self._return(frame, caller, argument)
         elif (
             event == "c_call"
-            and (self._whose.get(frame.f_code.co_filename) or self._whose_code(frame)) is not _FRAMEWORKS
+            and (self._origins.get(frame.f_code.co_filename) or self._origin_of(frame))
+            is not _FRAMEWORKS
         ):
             self._c_call(frame, argument)
 
@@ -284,9 +286,9 @@ class HostCalls:
 
     def _return(self, frame: FrameType, caller: FrameType, value: Any) -> None:
         code = frame.f_code
-        if self._whose_code(caller) is _Whose.FRAMEWORKS or not code.co_argcount:
+        if self._origin_of(caller) is _Origin.FRAMEWORKS or not code.co_argcount:
             return
-        if self._whose_code(frame) is not _Whose.FRAMEWORKS or self._asker(caller) is None:
+        if self._origin_of(frame) is not _Origin.FRAMEWORKS or self._asker(caller) is None:
             return
         if id(code) in self._moving or id(code) in self._seldom or code.co_name in self._rules.harmless:
             return
@@ -297,7 +299,7 @@ class HostCalls:
             )
 
     def _record_call(self, frame: FrameType, asker: FrameType) -> None:
-        """A call of a method named as those are that write records."""
+        """Refuse a call of a method that writes records, by its name and its package."""
         code = frame.f_code
         receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if code.co_name in _WRITES_TO_FILES and issubclass(type(receiver), io.IOBase):
@@ -316,7 +318,7 @@ class HostCalls:
             if id(receiver) not in self._touched and self._state.watches(receiver):
                 self._touch(receiver, frame)
         elif function in _CLOCKS:
-            if self._users(frame):  # Python's library looks at clocks for reasons of its own
+            if self._users(frame):  # Python's library reads clocks for purposes of its own
                 self._refuse_read(_CLOCKS[function], frame)
         elif function in _READS_IN_C:
             if (asker := self._asker(frame)) is not None:
@@ -361,7 +363,7 @@ class HostCalls:
         self, name: str, asker: FrameType, inside: FrameType, is_python: bool = False
     ) -> None:
         if self._allows(name):
-            if is_python:  # with all that it does in turn: a message to `logging` is written to a file
+            if is_python:  # with the calls that it makes: a message to `logging` is written to a file
                 self._allowed_code.add(id(inside.f_code))
             return
         frame: FrameType | None = inside
@@ -383,37 +385,37 @@ class HostCalls:
     def _refuse(self, error: CaptureError) -> None:
         raise refused(error)
 
-    def _whose_code(self, frame: FrameType) -> _Whose:
+    def _origin_of(self, frame: FrameType) -> _Origin:
         file = frame.f_code.co_filename
-        if file.startswith("<"):  # code of several modules can be called so
-            return _Whose.USERS if is_users(frame.f_code, frame.f_globals) else _Whose.PASSES_ON
-        whose = self._whose.get(file)
-        if whose is None:
+        if file.startswith("<"):  # several modules can share such a name
+            return _Origin.USERS if is_users(frame.f_code, frame.f_globals) else _Origin.PASSES_ON
+        origin = self._origins.get(file)
+        if origin is None:
             if (
                 file in self._rules.passing_on
                 or (file.startswith(_STDLIB_DIR) and _SITE not in file)
                 or file.partition(_SITE)[2].partition(os.sep)[0] in _WRITERS
             ):
-                whose = _Whose.PASSES_ON
+                origin = _Origin.PASSES_ON
             else:
-                whose = _Whose.USERS if user_frame(frame) is not None else _Whose.FRAMEWORKS
-            self._whose[file] = whose
-        return whose
+                origin = _Origin.USERS if user_frame(frame) is not None else _Origin.FRAMEWORKS
+            self._origins[file] = origin
+        return origin
 
     def _users(self, frame: FrameType) -> bool:
-        return self._whose_code(frame) is _Whose.USERS
+        return self._origin_of(frame) is _Origin.USERS
 
     def _asker(self, frame: FrameType | None) -> FrameType | None:
-        """Who asked for a call, past all that pass it on; None if not the user's code."""
-        while frame is not None and self._whose_code(frame) is _Whose.PASSES_ON:
+        """The frame of user code that made a call, past code that acts for its caller; or None."""
+        while frame is not None and self._origin_of(frame) is _Origin.PASSES_ON:
             frame = frame.f_back
         return frame if frame is not None and self._users(frame) else None
 
     def _first_sight(self, frame: FrameType) -> None:
-        """Note what a piece of code mentions, before it runs for the first time."""
+        """Record the names of a piece of code before it runs for the first time."""
         code = frame.f_code
         if str(frame.f_globals.get("__name__", "")).startswith(_CAPTURING):
-            return  # what captures the step is no part of it
+            return  # this package's capture code is no part of the step
         if not self._users(frame):
             self.mentioned.names.update(code.co_names)
             return
@@ -428,13 +430,13 @@ class HostCalls:
             self._watch_closure(frame)
 
     def _watch_closure(self, frame: FrameType) -> None:
-        """The variables of a function that was made before the step, in the function around it."""
+        """Watch the closure variables of a function that was made before the step."""
         code = frame.f_code
         values = {name: frame.f_locals[name] for name in code.co_freevars if name in frame.f_locals}
         of = f"the closure of `{code.co_name}`"
         sets = any(name in code.co_freevars for name, _ in stores(code))
         if sets or any(map(is_iterator, values.values())):
-            # The frame knows the values, and not the cells; the functions with this code do.
+            # The frame has the values only; functions with this code have the cells.
             for function in gc.get_referrers(code):
                 if isinstance(function, FunctionType) and function.__closure__:
                     for name, cell in zip(code.co_freevars, function.__closure__, strict=True):

@@ -1,4 +1,4 @@
-"""What the host draws from: random generators, and iterators."""
+"""Random generators and iterators of the host: their state, and draws from them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _State = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 def generator_state(value: Any) -> _State | None:
-    """How the state of a random generator of the host is read and written; None for anything else.
+    """Functions that read and write the state of a host random generator; None for other objects.
 
-    What is read can be compared with `==`.
+    The state that is read can be compared with `==`.
     """
     kind = type(value)
     if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
         return value.getstate, value.setstate
     if issubclass(kind, np.random.RandomState):
-        # Not the tuple: its numbers would be copied into Python one by one.
+        # Not the legacy tuple: comparing it would copy its numbers into Python one by one.
         return _packed(lambda: value.get_state(legacy=False), value.set_state)
     bits = value.bit_generator if issubclass(kind, np.random.Generator) else value
     if issubclass(type(bits), np.random.BitGenerator):
@@ -37,7 +37,7 @@ def generator_state(value: Any) -> _State | None:
 
 
 class _Packed:
-    """A state, with bytes of it that can be compared."""
+    """A state with an image of it in bytes, for comparison."""
 
     def __init__(self, state: Any, image: Any) -> None:
         self.state = state
@@ -71,18 +71,17 @@ def _is_iterator_type(kind: Any) -> bool:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether this is an iterator or generator of Python itself, whose place cannot be put back."""
+    """True for an iterator or generator of Python itself: its position cannot be restored."""
     kind: Any = type(value)
     return _is_iterator_type(kind)
 
 
 class HeldIterator:
-    """Stands in the place of an iterator during a capture, and may not be drawn from.
+    """Replacement for an iterator during a capture, which refuses draws.
 
     Args:
-        iterator: what it stands for.
-        name: what the user knows it as.
-        of: what holds it, in words.
+        name: its name for the user.
+        of: its holder, in words.
     """
 
     __slots__ = ("_iterator", "_name", "_of")

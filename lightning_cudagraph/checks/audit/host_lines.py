@@ -1,4 +1,4 @@
-"""Which line of the user's code sets an attribute, found in the code itself."""
+"""Lines of user code that set an attribute, found in the bytecode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_cudagraph.device.sentry.sentry import Location, location_in
 
 __all__ = ["NUMPYS_OWN", "first_line", "is_set_elsewhere", "line_that_sets", "nearest_line", "stores"]
 
-# Behind the functions of `numpy.random`.
+# The generator that the functions of `numpy.random` draw from.
 NUMPYS_OWN: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
 _ITEM = "[]"
 _NOWHERE = 3
@@ -24,20 +24,17 @@ _PACKAGES = "-packages" + os.sep
 
 
 def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
-    """The first line that sets the attribute, or else changes an item of it, or else mentions it.
+    """The first line that sets the changed attribute, or else changes an item of it, or else mentions
+    it.
 
     Args:
-        change: what was changed.
-        codes: the user's code that has run, in the order of its first runs.
-
-    Returns:
-        The line, or None if there is none.
+        codes: user code that has run, in the order of its first runs.
     """
     return first_line(_name_of(change), change.draws, _own([*codes]))
 
 
 def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
-    """Without that of installed packages, if there is other: its lines have asked for what these set."""
+    """Drop code of installed packages if there is other code, which has called it."""
     return [code for code in codes if _PACKAGES not in code.co_filename] or codes
 
 
@@ -49,23 +46,22 @@ def first_line(name: str, draws: bool, codes: Iterable[CodeType]) -> Location | 
     """The first line that sets a name, or else changes an item of it, or else mentions it.
 
     Args:
-        name: the name.
-        draws: it is a random generator, which is drawn from and not set.
-        codes: the user's code that has run, in the order of its first runs.
+        draws: it names a random generator, which is drawn from and not set.
+        codes: user code that has run, in the order of its first runs.
     """
     found = [*_lines(name, draws, codes)]
     return location_in(*min(found, key=lambda line: line[0])[1:]) if found else None
 
 
 def is_set_elsewhere(change: Moved, codes: Iterable[CodeType], others: Iterable[CodeType]) -> bool:
-    """True if other code sets, changes or mentions an attribute rather than `codes` does."""
+    """True if `others` are more likely than `codes` to have set an attribute, by rank of their lines."""
     of = _name_of(change), change.draws
     here = min((rank for rank, _, _ in _lines(*of, codes)), default=_NOWHERE)
     return min((rank for rank, _, _ in _lines(*of, others)), default=_NOWHERE) < here
 
 
 def _lines(name: str, draws: bool, codes: Iterable[CodeType]) -> Iterator[tuple[int, CodeType, int]]:
-    """The lines that set the attribute (0), change an item of it (1), or mention it (2)."""
+    """The lines that set the name (0), change an item of it (1), or mention it (2), with these ranks."""
     for code in codes:
         sets = set(stores(code))
         for mentioned, line in _names(code):
@@ -75,7 +71,10 @@ def _lines(name: str, draws: bool, codes: Iterable[CodeType]) -> Iterator[tuple[
 
 
 def nearest_line(change: Moved, codes: Sequence[CodeType]) -> Location | None:
-    """The first line that mentions the nearest name in the path of a change, or that of the step."""
+    """The first line that mentions a name in the path of a change, the last such name first.
+
+    If no line does, the first line of the step.
+    """
     codes = _own(codes)
     path = re.sub(r"\[.*?\]", "", change.name).split(".")
     for end in range(len(path) - 1, 0, -1):
@@ -85,7 +84,7 @@ def nearest_line(change: Moved, codes: Sequence[CodeType]) -> Location | None:
 
 
 def stores(code: CodeType) -> Iterator[tuple[str, int]]:
-    """The names that code sets or deletes, other than its own variables, with lines; `[]` for items."""
+    """The names that code sets or deletes, without local variables, with lines; `[]` for items."""
     for instruction, line in _instructions(code):
         if instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
             yield _ITEM, line
@@ -100,9 +99,8 @@ def _names(code: CodeType) -> Iterator[tuple[str, int]]:
 
 
 def _is_name(instruction: dis.Instruction) -> bool:
-    # Not a variable of its own, and not a text.
-    is_other = instruction.opname.startswith(("STORE_FAST", "DELETE_FAST", "LOAD_CONST"))
-    return isinstance(instruction.argval, str) and not is_other
+    is_local_or_text = instruction.opname.startswith(("STORE_FAST", "DELETE_FAST", "LOAD_CONST"))
+    return isinstance(instruction.argval, str) and not is_local_or_text
 
 
 def _instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:

@@ -1,4 +1,4 @@
-"""Which classes are the user's, and how objects are read without running code of theirs."""
+"""Classes and attributes of host objects, read without running user code."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = [
 
 UNSET = object()
 
-# Of these, an equal one is as good as the same one.
+# Compared by value; all other objects by identity.
 VALUES = frozenset(
     {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 )
-# Installed beside the user's own packages, and none of theirs. torch compiles with Triton and SymPy.
+# Installed packages that are not user code. torch compiles with Triton and SymPy.
 _NOT_USERS = (
     "numpy",
     "triton",
@@ -49,12 +49,12 @@ _NOT_USERS = (
     "aim",
 )
 _FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
-# Objects of Python's own that users keep state in.
+# Classes of Python's library that users keep state in.
 PLAIN_OF_PYTHON = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
 
 
 def slot_value(slot: Any, holder: Any) -> Any:
-    """What is in a slot of an object; `UNSET` if nothing is."""
+    """The content of a slot of an object; `UNSET` if it is empty."""
     try:
         return slot.__get__(holder)
     except AttributeError:
@@ -62,22 +62,19 @@ def slot_value(slot: Any, holder: Any) -> Any:
 
 
 def namespace_of(cls: type) -> Any:
-    """The attributes of a class itself, whatever its metaclass."""
+    """The attributes of the class itself, whatever its metaclass."""
     return type.__dict__["__dict__"].__get__(cls)
 
 
 def lineage(cls: type) -> tuple[type, ...]:
-    """The classes in which attributes are looked up, whatever the metaclass."""
+    """The method resolution order of a class, whatever its metaclass."""
     return type.__dict__["__mro__"].__get__(cls)  # type: ignore[no-any-return]
 
 
 def cached_by_class(asked: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Cache the answer for a class as long as the class lives.
+    """Cache a predicate on classes, by weak references.
 
     A class holds the closures of its functions, and these may hold a whole run.
-
-    Args:
-        asked: the question; it depends on the class alone.
     """
     answers: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
@@ -97,27 +94,27 @@ def is_users_module(module: str) -> bool:
     if top in _NOT_USERS or top in _FRAMEWORKS:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    # Without a file: of a prompt or a notebook, or of code that was run under some name.
+    # Without a file: a prompt or a notebook, or code that was run under another name.
     return is_user_code(file) if file else module == "__main__" or module not in sys.modules
 
 
 def is_users_class(cls: type) -> bool:
-    """Whether a class comes from neither Python's library, torch nor Lightning."""
+    """True if a class comes from neither Python's library, torch nor Lightning."""
     module = namespace_of(cls).get("__module__")
     return isinstance(module, str) and is_users_module(module)
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes, or None if it has none."""
+    """The attribute dictionary of an object; None if it has none."""
     for base in lineage(type(value)):
         slot = namespace_of(base).get("__dict__")
-        if type(slot) in (GetSetDescriptorType, MemberDescriptorType):  # the latter of SimpleNamespace
+        if type(slot) in (GetSetDescriptorType, MemberDescriptorType):  # the latter: SimpleNamespace
             return slot.__get__(value)  # type: ignore[no-any-return]
     return None
 
 
 def slots_of(cls: type) -> dict[str, Any]:
-    """The slots of objects of a class."""
+    """The slots (`__slots__`) of a class and of its bases, where these are the user's."""
     return {
         name: slot
         for base in lineage(cls)

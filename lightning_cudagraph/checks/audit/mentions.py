@@ -1,4 +1,4 @@
-"""What the code of a step mentions: names, globals, and variables of closures."""
+"""Names that the code of a step mentions: attributes, globals, and closure variables."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ from lightning_cudagraph.device.sentry.sentry import is_user_code
 
 __all__ = ["MentionedNames"]
 
-# Functions that find an attribute by a text.
+# Functions that find an attribute by a string.
 _BY_TEXT = frozenset({"getattr", "hasattr", "attrgetter", "getattr_static", "vars", "__dict__"})
 _MAX_CELLS = 500
-# What Python itself has among its names.
+# Types of builtins, which are not compared.
 _OF_PYTHON = (type, BuiltinFunctionType, bool, type(None))
 
 
 @dataclass
 class MentionedNames:
-    """What the code of a step mentions.
+    """Names that the code of a step mentions.
 
     Attributes:
-        names: of attributes and globals.
-        users: those of them that the user's code mentions.
-        texts: constants of the user's code that can be the name of an attribute, by file.
-        finds_by_text: files whose code finds attributes by a text.
-        user_globals: the global namespaces of the user's code among it, with the names from each.
-        closures: the user's code that has variables of functions around it, which were left before.
-        roots: objects of a framework that were handed to the user's code, each with the name of what
-            it was asked for, and of whom.
-        reads: values that move seldom and were read, by what the user knows them as, with a way to read
-            them again.
-        attributes: of objects that the host keeps, which were read: the namespace, the name in it, and
-            whose it is.
-        users_code: the user's code, in the order of its first runs.
+        names: names of attributes and globals.
+        users: those of `names` that user code mentions.
+        texts: string constants of user code that can name an attribute, by file.
+        finds_by_text: files with code that finds attributes by a string.
+        user_globals: global namespaces of user code, each with a name that is read from it.
+        closures: user code with closure variables of functions that had returned before.
+        roots: framework objects that getters returned to user code, each with the getter's name and
+            its owner, in words.
+        reads: functions that read again a seldom-changing value that the step has read, by its label.
+        attributes: attributes of host objects that were read: namespace, name, and owner, in words.
+        users_code: user code, in the order of its first runs.
     """
 
     names: set[str] = field(default_factory=set)
@@ -55,7 +53,7 @@ class MentionedNames:
 
     @classmethod
     def union(cls, parts: Iterable[MentionedNames]) -> MentionedNames:
-        """What several steps mention together."""
+        """The names that any of several steps mentions."""
         whole = cls()
         for part in parts:
             whole.names |= part.names
@@ -72,7 +70,7 @@ class MentionedNames:
         return whole
 
     def note(self, frame: FrameType) -> None:
-        """Note what a piece of the user's code mentions, when it runs for the first time."""
+        """Add the names of a piece of user code, when it runs for the first time."""
         code, namespace = frame.f_code, frame.f_globals
         self.names.update(code.co_names)
         self._add_users_code(code)
@@ -90,13 +88,13 @@ class MentionedNames:
         self._made_inside |= {id(inner) for inner in code.co_consts if isinstance(inner, CodeType)}
 
     def _note_module(self, module: Any, code: CodeType) -> None:
-        """Note which names of a module of the user's a piece of code can read."""
+        """Add the names of a user module that a piece of code can read."""
         if isinstance(module, ModuleType) and is_user_code(getattr(module, "__file__", None) or "<"):
             inner = vars(module)
             self.user_globals += [(inner, name) for name in code.co_names if name in inner]
 
     def _add_users_code(self, code: CodeType) -> None:
-        """Note the names and the texts of a piece of the user's code."""
+        """Add the names and the string constants of a piece of user code."""
         self.users_code.append(code)
         self.users.update(code.co_names)
         texts = self.texts.setdefault(code.co_filename, set())
@@ -105,20 +103,20 @@ class MentionedNames:
             self.finds_by_text.add(code.co_filename)
 
     def of_users_objects(self) -> set[str]:
-        """The names under which the user's code can have read an attribute.
+        """The names under which user code can have read an attribute.
 
-        Texts count in files that find attributes by text (`getattr(self, "scale")`); elsewhere they are
-        what things are logged as.
+        String constants count in files that find attributes by string (`getattr(self, "scale")`);
+        elsewhere they are labels, such as names of logged values.
         """
         return self.users.union(*(self.texts[file] for file in self.finds_by_text))
 
     def all_texts(self) -> set[str]:
-        """Texts in the user's code."""
+        """The string constants of user code that can name an attribute."""
         return set().union(*self.texts.values())
 
     def cells(self) -> Iterator[tuple[CellType, str, str]]:
-        """The variables of closures, with their names and those of the functions."""
-        # A frame knows the values only; the cells are known by the functions with its code.
+        """The cells of closure variables, with the names of variable and function."""
+        # A frame has the values only; functions with its code have the cells.
         codes = {id(code): code for code in self.closures}
         seen: set[int] = set()
         for function in gc.get_referrers(*codes.values()) if codes else ():

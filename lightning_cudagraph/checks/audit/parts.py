@@ -1,6 +1,6 @@
-"""The parts of one Python object: how they are read, compared and put back, whatever its class.
+"""Parts of one Python object: read, compare and restore them, whatever its class.
 
-What is read is memory: no property, `__getattr__` or `__eq__` of the user's runs.
+Only memory is read: no property, `__getattr__` or `__eq__` of the user's runs.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ __all__ = [
     "same",
 ]
 
-# Among names that are left out: all that begin with an underscore.
+# Among ignored names: a wildcard for all that begin with an underscore.
 PRIVATE = "_*"
 
-# Nothing else of them is looked at.
+# Compared by the value that `_hidden` reads, and by nothing else.
 READ_WHOLE = (StringIO, BytesIO, torch.Generator, logging.Logger)
 PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _SEQUENCES: tuple[Any, ...] = (list, deque, tuple)
 _SETS: tuple[Any, ...] = (set, frozenset)
 _SHOWN = VALUES - {bytes}
 _MAX_SHOWN = 60
-_MAX_DEPTH = 6  # of equal containers in one another
+_MAX_DEPTH = 6  # of nested containers that are compared by value
 
 Parts = dict[Any, Any]  # by their labels
 
 
 class Item(NamedTuple):
-    """The label of an item; those of attributes are texts."""
+    """The label of an item. The label of an attribute is its name."""
 
     key: Any
 
 
 class How(NamedTuple):
-    """How an object is looked at.
+    """The way to read an object.
 
     Attributes:
-        is_attributes: it is the dictionary of the attributes of another one.
-        in_tuple: it was found in a tuple, in which no other object can be put in its place.
-        draws: of a random generator of the host the state is looked at, and not the seed.
+        is_attributes: it is the attribute dictionary of its owner.
+        in_tuple: it was found in a tuple, in which it cannot be replaced.
+        draws: of a host random generator, read the state instead of the seed.
     """
 
     is_attributes: bool = False
@@ -83,13 +83,13 @@ HOW = How()
 
 
 class _Inside(NamedTuple):
-    """The label of what has no name: a field of an extension type, an entry of a cache."""
+    """The label of a part without a name: a field of an extension type, an entry of a cache."""
 
     position: Any
 
 
 class _ById:
-    """A key that is no plain value, known by its identity, without its own `__hash__` and `__eq__`."""
+    """A key compared by identity, without calling its own `__hash__` and `__eq__`."""
 
     def __init__(self, key: Any) -> None:
         self.key = key
@@ -103,21 +103,21 @@ class _ById:
 
 @dataclass(eq=False)
 class Node:
-    """One object with its parts.
+    """One object with a record of its parts.
 
     Attributes:
-        holder: what the collector is asked for the referents of; None for what is read otherwise.
-        owner: what the user knows it as: the object that has the attributes, or the object itself.
-        path: its own.
-        of: what the path starts at, in words.
-        read: its parts.
-        write: puts them back; None if they cannot be.
-        parts: what they were.
+        holder: the garbage collector lists its referents; None for parts that are read otherwise.
+        owner: the object that the user knows: the one that has the attributes, or the object itself.
+        path: its path, as the user would write it.
+        of: the start of the path, in words.
+        read: reads its parts.
+        write: restores them; None if they cannot be restored.
+        parts: the recorded parts.
         ignored: labels of parts that are not compared.
         reads: names of parts that the step has read, if it has read the object.
-        is_read: the step can have read the object: all names in its path are mentioned.
+        is_read: the step can have read the object: it mentions all names in the path.
         draws: it is a random generator.
-        is_large: it is compared only where there is time.
+        is_large: it is compared after pauses only.
     """
 
     holder: Any
@@ -145,7 +145,7 @@ class Node:
         return self.is_read and (not isinstance(label, str) or not label or label in self.reads)
 
     def changes(self) -> Iterator[Moved]:
-        """The parts that are not what they were."""
+        """The parts that differ from the record."""
         now = self.read()
         if now.keys() == self.parts.keys() and [*now] != [*self.parts] and not self.ignored:
             yield Moved(self, None, UNSET, UNSET)
@@ -156,31 +156,31 @@ class Node:
                 yield Moved(self, label, was, part)
 
     def others(self) -> Iterator[str]:
-        """The paths of parts that are other objects than they were, which can change by themselves."""
+        """The paths of parts that were replaced by equal objects, which can change later."""
         for label, part in self.read().items():
             if part is not self.parts.get(label) and not self.ignores(label) and not _is_value(part):
                 yield joined(self.path, label)
 
     def put_back(self, parts: Parts) -> None:
-        """Bring the parts that are compared back to what they were, if they are not."""
+        """Restore the compared parts to `parts`."""
         if self.write is None:
             return
         now = self.read()
-        left = {label: part for label, part in now.items() if self.ignores(label)}
-        parts = {n: left.get(n, part) for n, part in parts.items() if n in left or not self.ignores(n)}
-        parts |= left
+        kept = {label: part for label, part in now.items() if self.ignores(label)}
+        parts = {n: kept.get(n, part) for n, part in parts.items() if n in kept or not self.ignores(n)}
+        parts |= kept
         if [*now] != [*parts] or any(not _is_one(part, now[label]) for label, part in parts.items()):
             self.write(parts)
 
 
 class Moved(NamedTuple):
-    """A part of an object that is not what it was.
+    """A changed part of an object.
 
     Attributes:
         node: the object.
-        label: of the part; None if the parts are in another order.
-        was: what it was; `UNSET` if there was nothing.
-        now: what it is; `UNSET` if there is nothing.
+        label: the label of the part; None if the parts are in another order.
+        was: the recorded part; `UNSET` if there was none.
+        now: the present part; `UNSET` if there is none.
     """
 
     node: Node
@@ -190,7 +190,7 @@ class Moved(NamedTuple):
 
     @property
     def path(self) -> str:
-        """That of the part, as the user would write it."""
+        """The path of the part, as the user would write it."""
         return self.node.path if self.label is None else joined(self.node.path, self.label)
 
     @property
@@ -216,7 +216,7 @@ class Moved(NamedTuple):
 
     @property
     def is_read(self) -> bool:
-        """True if the step can have read it, by the names that it mentions."""
+        """True if the step can have read the part, by the names that it mentions."""
         return self.node.was_read(self.label)
 
     @property
@@ -225,7 +225,7 @@ class Moved(NamedTuple):
         return re.sub(r"\[.*?\]", "", self.name).rpartition(".")[2]
 
     def is_under(self, names: Collection[str]) -> bool:
-        """True if its path is one of these, or lies under one."""
+        """True if the path is one of `names`, or lies under one."""
         return any(self.path == at or self.path.startswith((f"{at}.", f"{at}[")) for at in names)
 
     @property
@@ -261,7 +261,7 @@ def same(was: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
 
 
 def _is_one(was: Any, now: Any) -> bool:
-    """Compare two parts by identity, and immutable values by what they say."""
+    """Compare two parts by identity, and immutable values by value."""
     return was is now or (_is_value(was) and same(was, now))
 
 
@@ -279,7 +279,7 @@ def in_words(was: Any, now: Any) -> str:
     return f"{since} to {str(now)[:_MAX_SHOWN]}"
 
 
-# Where modules keep their attributes that are parameters, buffers or modules.
+# The dictionaries in which modules keep attributes that are parameters, buffers or modules.
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -288,8 +288,8 @@ def _is_table(path: str) -> bool:
 
 
 def joined(path: str, label: Any) -> str:
-    """The path of a part."""
-    if _is_table(path) and type(label) is Item:  # as the user would write it
+    """The path of a part, as the user would write it."""
+    if _is_table(path) and type(label) is Item:  # `layer.weight` for `layer._parameters["weight"]`
         path, label = path.rpartition(".")[0], label.key
     if type(label) is Item:
         return f"{path}[{label.key!r}]" if type(label.key) in VALUES else path
@@ -298,18 +298,16 @@ def joined(path: str, label: Any) -> str:
     return f"{path}.{label}" if path and label else path or label
 
 
-# ---- how the parts of objects are read and written
+# ---- reading and writing the parts, by the kind of object
 
 
 def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs: Any) -> Node:
-    """The object with its parts, by what it is.
+    """Record the parts of an object.
 
     Args:
-        value: the object, or the dictionary of its attributes.
+        value: the object, or its attribute dictionary.
         owner: the object.
-        path: its path.
-        of: what that starts at.
-        how: it is looked at.
+        of: the start of `path`, in words.
         **kwargs: other fields of the node.
     """
     kind = type(value)
@@ -329,7 +327,7 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
         holder = None
         read = lambda: {"": hidden()}  # noqa: E731
         if is_iterator(value) and not how.in_tuple:
-            write = _nothing  # in a capture, an object stands in its place that refuses to be drawn from
+            write = _nothing  # during a capture a `HeldIterator` replaces it, and refuses draws
     elif kind is FunctionType:
         read = lambda: _of_function(value)  # noqa: E731
     elif kind is CellType:
@@ -357,7 +355,7 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     return node
 
 
-# Larger objects and buffers are compared only after a pause, not before each replay.
+# Larger objects and buffers are compared after pauses, not before each replay.
 _QUICK_MEMBERS = 4096
 _QUICK_BYTES = 1 << 16
 
@@ -386,7 +384,7 @@ def _write_class(cls: type, parts: Parts) -> None:
 
 
 def _base_of_dict(value: dict[Any, Any]) -> Any:
-    """The class whose methods read it: the order of an OrderedDict is kept apart from its items."""
+    """The class whose methods read the items: an OrderedDict keeps their order apart."""
     return OrderedDict if issubclass(type(value), OrderedDict) else dict
 
 
@@ -404,7 +402,7 @@ def _write_items(value: dict[Any, Any], parts: Parts) -> None:
 
 
 def _members(value: Any, base: Any) -> Parts:
-    # A weak reference that is dead says nothing: libraries that keep some drop them now and then.
+    # Dead weak references are left out: libraries that keep some remove them now and then.
     members = (part for part in base.__iter__(value) if not _is_dead(part))
     return {Item(index): part for index, part in enumerate(members)}
 
@@ -460,7 +458,7 @@ def _write_cell(cell: CellType, parts: Parts) -> None:
 
 
 def _referents(value: Any) -> Parts:
-    """The referents of an object beside its attributes, which can lie in it or in their dictionary."""
+    """The class, the attribute dictionary, and the referents of an object that are no attributes."""
     attributes = attributes_of(value)
     known = {id(attributes), id(type(value))}
     if attributes is not None:
@@ -472,7 +470,7 @@ def _referents(value: Any) -> Parts:
 
 
 def _hidden(value: Any) -> Callable[[], Any] | None:
-    """How to read what neither the collector nor a buffer shows."""
+    """A function that reads state which neither the garbage collector nor a buffer shows; or None."""
     kind = type(value)
     if kind in PROXIES:
         return lambda: value.__dir__.__self__
@@ -488,17 +486,17 @@ def _hidden(value: Any) -> Callable[[], Any] | None:
         return lambda: (value.getEffectiveLevel(), value.disabled, value.manager.disable)
     if kind.__module__ == "_thread" and hasattr(kind, "locked"):
         return lambda: kind.locked(value)
-    if is_iterator(value):  # of Python itself, so that nothing of the user's runs
+    if is_iterator(value):  # of Python itself, so that no user code runs
         own = vars(kind)
         if "__repr__" in own and kind.__module__ == "itertools":
             return lambda: repr(value)  # `count(5)`
         if "__reduce__" in own and kind.__module__ == "builtins":
-            return lambda: value.__reduce__()  # what a copy would go on with
+            return lambda: value.__reduce__()  # the position that a copy would start from
     return None
 
 
 def _bytes_of(value: Any) -> bytes | None:
-    """The contents of a buffer, which is not held: held, it could not be made larger."""
+    """The contents of a buffer. The view is closed, because a buffer with a view cannot be resized."""
     try:
         with memoryview(value) as view:
             return view.tobytes()

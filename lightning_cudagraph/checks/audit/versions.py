@@ -1,8 +1,7 @@
-"""Dictionaries that no one has written to since: a number for each, in C, whatever is in it.
+"""Dictionary versions: find the dictionaries that were written to, by one number for each.
 
-Python numbers the states of a dictionary, and Dynamo's guards read that number: one look at it takes the
-time of comparing two or three values. A number that moved says that something was written, and not
-that it is another value: what was written is to be compared then.
+Python numbers the states of a dictionary, and Dynamo's guards read that number, in the time of comparing
+two or three values. A new number means a write, not another value, so the values are compared then.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["Versions"]
 
 
 def _version_getter() -> Callable[[dict[Any, Any]], int] | None:
-    """What reads the number of a dictionary, if it is there and sees what it is needed for."""
+    """The function that reads the version of a dictionary; None if it is missing or misses writes."""
 
     class Probe:
         """An object with attributes, and a class with functions."""
@@ -39,7 +38,7 @@ def _version_getter() -> Callable[[dict[Any, Any]], int] | None:
             del probe.other  # type: ignore[attr-defined]
 
         def set_often() -> None:
-            for number in range(100):  # by then the interpreter has a short way for it
+            for number in range(100):  # enough for the interpreter to specialise the instruction
                 probe.value = number  # type: ignore[attr-defined]
 
         for held, write in ((plain, replace), (own, add), (own, remove), (own, set_often)):
@@ -56,10 +55,9 @@ _version = _version_getter()
 
 
 class Versions:
-    """Dictionaries, and which of them were written to.
+    """A record of dictionaries, by version and by the identity of keys and values.
 
-    Args:
-        dicts: the dictionaries. The order of an `OrderedDict` is kept apart from it, and not looked at.
+    The order of an `OrderedDict` is kept apart from its items, and not compared.
     """
 
     def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
@@ -69,11 +67,11 @@ class Versions:
         self._numbers = self._now()
 
     def _now(self) -> list[int]:
-        # Without numbers all of them may have been written to.
+        # Without versions any of them may have been written to.
         return [*map(_version, self._dicts)] if _version is not None else [-1] * len(self._dicts)
 
     def changed(self) -> list[int]:
-        """The positions of those that have other keys or values than they had, by identity."""
+        """The positions of the dictionaries with other keys or values than recorded, by identity."""
         now = self._now()
         if now == self._numbers and _version is not None:
             return []
@@ -94,7 +92,7 @@ class Versions:
         )
 
     def remember(self, positions: Iterable[int]) -> None:
-        """Take what is there now for what was there."""
+        """Record the present contents of the dictionaries at `positions`."""
         for index in positions:
             held = self._dicts[index]
             self._values[index], self._keys[index] = [*dict.values(held)], [*dict.keys(held)]

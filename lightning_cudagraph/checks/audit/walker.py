@@ -1,14 +1,14 @@
-"""A generic walk over Python objects: what they hold, compared without knowing their classes.
+"""Walk over Python objects: record what some roots reach, and compare it later, whatever the classes.
 
-The garbage collector knows the referents of every object that can hold others: attributes, items,
-slots, variables of closures and of suspended generators, entries of caches, fields of extension types.
-The buffer protocol shows the bytes of those that hold numbers. So a value is found wherever it is kept,
-with no line here about the class that keeps it. Iterators, context variables, weak references, locks
-and files in memory hide something from both, and are read by their own means (`parts.py`).
+The garbage collector lists the referents of every object that can hold others: attributes, items, slots,
+variables of closures and of suspended generators, entries of caches, fields of extension types. The
+buffer protocol shows the bytes of objects that hold numbers. So a value is found wherever it is kept,
+without code for the class that keeps it. Iterators, context variables, weak references, locks and files
+in memory hide state from both, and are read in ways of their own (`parts.py`).
 
-Not entered: modules of Python, library functions and classes, tensors (a graph reads their memory), and
-objects of a framework that change in every step by themselves, such as a trainer. Of these, and of the
-layers of libraries, only what lies under names that the step mentions is looked at.
+Not entered: Python modules, library functions and classes, tensors (a graph reads their memory), and
+framework objects that change in every step by themselves, such as a trainer. Of these, and of layers of
+libraries, only parts under names that the step mentions are compared.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from lightning_cudagraph.tensors.layouts import Layouts, layout_of
 
 __all__ = ["Namespace", "Root", "Scope", "Walk"]
 
-# They change in every step by themselves; records and files are refused where they are written.
+# Not entered: these change in every step by themselves; writes to logs and files are refused when made.
 _STOPS = (
     Optimizer,
     LRScheduler,
@@ -83,7 +83,7 @@ _STOPS = (
     FileIO,
     TextIOWrapper,
 )
-# Objects that are looked into. Where there are more, the rest is left to checks against eager steps.
+# Objects that a walk enters. The rest is left to checks against eager steps.
 _MAX_OBJECTS = 20_000
 
 _CLOSED = (
@@ -91,12 +91,12 @@ _CLOSED = (
     *(MethodWrapperType, WrapperDescriptorType),
 )
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque, FunctionType, MethodType, CellType, partial)
-# Compared by identity; what is in them is looked into by itself.
+# Labels of parts that are compared by identity, and entered by code of their own.
 _OWN = ("__class__", "__dict__")
 
 
 class Namespace:
-    """A dictionary of names, such as the globals of a module, of which only some are looked at."""
+    """A dictionary of names, such as a module's globals, of which only mentioned names are compared."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names
@@ -104,17 +104,16 @@ class Namespace:
 
 @dataclass(slots=True, eq=False)
 class Root:
-    """Where a walk begins, or goes on.
+    """An object at which a walk starts or continues.
 
     Attributes:
-        value: the object.
-        path: its name; empty for an object whose attributes are named by themselves.
-        of: what the path starts at, in words.
-        left_out: names of attributes, or of items of a dictionary, that are not looked at.
-        is_entered: it is looked into even if objects of its class are not.
+        path: its path; empty if the names of its attributes stand alone.
+        of: the start of the path, in words.
+        left_out: names of attributes, or keys of a dictionary, that are not compared.
+        is_entered: enter it even if objects of its class are not entered.
         reads: names that the step mentions for its attributes; None for those of the scope.
         is_read: the step can have read it, by the names that it mentions.
-        by_name: only attributes that the step can have read are looked at, here and below.
+        by_name: here and below, compare only attributes that the step can have read.
         in_tuple: it was found in a tuple.
     """
 
@@ -138,18 +137,18 @@ def _nothing(value: dict[Any, Any]) -> frozenset[str]:
 
 
 class Scope(NamedTuple):
-    """What belongs to a walk, and what does not.
+    """The limits of a walk.
 
     Attributes:
-        stops: more classes of objects that are not entered, but by name.
-        ignored: parts that are not compared: what their paths start at, and the paths.
+        stops: more classes whose objects are entered only by name.
+        ignored: parts that are not compared, as pairs of a path's start (in words) and the path.
         reads: names that the step mentions.
-        modules: the roots of a module that is come upon.
-        omitted: items that are left out of a dictionary that is looked at by name.
-        in_capture: containers and objects of the user's classes are entered, and none of libraries,
-            which fill caches; draws from generators of the host are changes; and iterators cannot be
-            drawn from while the walk lives, because others stand in their places.
-        harmless: paths of iterators that can be.
+        modules: the roots for a module that is found outside of the model.
+        omitted: the keys that are left out of a dictionary that is compared by name.
+        in_capture: the walk watches a captured step. It enters containers and objects of the user's
+            classes, but no library objects, which fill caches; draws from host generators count as
+            changes; and until `release` iterators are replaced by ones that refuse draws.
+        harmless: paths of iterators that are not replaced.
     """
 
     stops: tuple[type, ...] = ()
@@ -165,21 +164,16 @@ _EVERYTHING = Scope()
 
 
 def _is_globals(value: dict[Any, Any]) -> bool:
-    """Whether it is the namespace of a module."""
+    """True for the namespace of a module."""
     module = sys.modules.get(str(dict.get(value, "__name__")))
     return module is not None and vars(module) is value
 
 
 class Walk:
-    """What can be reached from some roots, as it is when they are added.
-
-    Args:
-        roots: where it begins.
-        scope: what belongs to it.
+    """A record of the objects that some roots reach, made when the roots are added.
 
     Attributes:
-        is_whole: everything that was found was looked into.
-        hidden: modules that were come upon, by path.
+        hidden: modules that were found outside of the model, by path.
     """
 
     def __init__(self, roots: Iterable[Root] = (), scope: Scope = _EVERYTHING) -> None:
@@ -189,26 +183,25 @@ class Walk:
         self._begin()
 
     def _begin(self) -> None:
-        self._seen: dict[int, Any] = {}  # keeps them alive, so that no number comes twice
+        self._seen: dict[int, Any] = {}  # by id; holds the objects, so that no id is reused
         self._nodes: list[Node] = []
         self._owners: dict[int, Any] = {}
         self._picked: list[Node] = []
         self._tensors: list[Node] = []
-        # What the step can have read comes first, so that it is known as such by whatever path.
+        # Objects that the step can have read come first, so that any path to them marks them as read.
         self._queue: deque[Root] = deque()
         self._unread: deque[Root] = deque()
         self.hidden: dict[str, nn.Module] = {}
         self.add(*self._roots)
 
     def add(self, *roots: Root) -> None:
-        """Look at more."""
+        """Walk on from more roots."""
         self._enqueue(roots)
         while (queue := self._queue or self._unread) and len(self._seen) < _MAX_OBJECTS:
             root = queue.popleft()
             if id(root.value) not in self._seen and (root.is_entered or self._enters(root)):
                 self._seen[id(root.value)] = root.value
-                self._look_into(root)
-        self.is_whole = not self._queue and not self._unread
+                self._enter(root)
         self._queue.clear()
         self._unread.clear()
 
@@ -220,18 +213,18 @@ class Walk:
             self._enqueue_one(root)
 
     def watches(self, holder: Any) -> bool:
-        """Whether this very object is one of those that are compared."""
+        """True if this very object is compared."""
         return self._owners.get(id(holder), self) is holder
 
     def changes(self, everything: bool = True) -> list[Moved]:
-        """The parts that are not what they were.
+        """The parts that differ from the record.
 
         Args:
-            everything: look at large objects and buffers too.
+            everything: compare large objects and buffers too.
         """
-        return [moved for node in self._nodes_to_look_at(everything) for moved in self._of(node)]
+        return [moved for node in self._compared_nodes(everything) for moved in self._of(node)]
 
-    def _nodes_to_look_at(self, everything: bool) -> list[Node]:
+    def _compared_nodes(self, everything: bool) -> list[Node]:
         nodes = (*self._nodes, *self._picked, *self._tensors)
         return [node for node in nodes if everything or not node.is_large]
 
@@ -240,21 +233,21 @@ class Walk:
         return (moved for moved in node.changes() if (moved.of, moved.path) not in ignored)
 
     def put_back(self) -> None:
-        """Bring everything back to what it was."""
-        for node in self._nodes_to_look_at(everything=True):
+        """Restore all recorded parts."""
+        for node in self._compared_nodes(everything=True):
             node.put_back(node.parts)
 
     def release(self) -> None:
-        """Put the iterators back in their places."""
+        """Put the iterators back."""
         for node in (*self._nodes, *self._picked):
             self._exchange(node, lambda v: type(v) is HeldIterator, lambda v, _: v.give_back())
 
-    # ---- before each replay: in C, all in one go
+    # ---- the comparison before each replay, in C over all objects at once
 
     def quick_changes(self, everything: bool = False) -> list[Moved]:
-        """The same as `changes`, quickly where nothing has changed, once `be_quick` was called.
+        """The same as `changes`, fast if nothing has changed. Needs `be_quick` first.
 
-        Objects that are others and say the same are taken for those that were there.
+        Equal objects that replaced recorded ones are recorded instead of them.
         """
         suspects = self._suspects()
         nodes = [*suspects, *self._read, *(self._large if everything else ())]
@@ -262,14 +255,14 @@ class Walk:
         if suspects and not found:
             ignored = self._scope.ignored
             if any((node.of, path) not in ignored for node in suspects for path in node.others()):
-                self._begin()  # which can change by themselves
+                self._begin()  # enter the new objects, which can change by themselves
                 self.be_quick()
             else:
                 self._remember()
         return found
 
     def be_quick(self) -> None:
-        """Have the parts compared in C, all in one go, from now on."""
+        """Prepare `quick_changes`: compare all parts at once in C from now on."""
         held = [node for node in self._nodes if node.holder is not None and not node.is_large]
         self._of_dicts = [node for node in held if type(node.holder) is dict]
         self._held = [node for node in held if type(node.holder) is not dict]
@@ -297,7 +290,7 @@ class Walk:
         self._sizes = [*map(len, self._spaces)]
 
     def _referents(self) -> list[Any]:
-        # The collector does not show keys that are texts.
+        # The garbage collector does not show keys that are strings.
         return [*gc.get_referents(*self._holders), *chain.from_iterable(self._ordered)]
 
     def _suspects(self) -> list[Node]:
@@ -307,8 +300,8 @@ class Walk:
         if len(now) != len(self._were):
             suspects += self._held
         elif not all(map(operator.is_, now, self._were)):
-            places = [i for i, one in enumerate(map(operator.is_, now, self._were)) if not one]
-            suspects += self._at(places)
+            positions = [i for i, one in enumerate(map(operator.is_, now, self._were)) if not one]
+            suspects += self._at(positions)
         if self._picks_moved():
             suspects += self._picked
         if self._tensors and self._layouts.changed([node.owner for node in self._tensors]):
@@ -324,13 +317,15 @@ class Walk:
             return True
         return [*map(len, self._spaces)] != self._sizes
 
-    def _at(self, places: list[int]) -> list[Node]:
-        """The objects that hold the parts at some places of the comparison."""
-        if places[-1] >= self._ends[-1]:
-            return self._held  # a key
-        return [self._held[index] for index in sorted({bisect_right(self._ends, at) for at in places})]
+    def _at(self, positions: list[int]) -> list[Node]:
+        """The nodes of the parts at some positions of the list of referents."""
+        if positions[-1] >= self._ends[-1]:
+            return self._held  # a key differs, of any node
+        return [
+            self._held[index] for index in sorted({bisect_right(self._ends, at) for at in positions})
+        ]
 
-    # ---- what is looked at
+    # ---- entering objects
 
     def _enters(self, root: Root) -> bool:
         value = root.value
@@ -347,7 +342,7 @@ class Walk:
             return is_users(value.__code__, value.__globals__)
         if kind is BuiltinFunctionType:
             return not isinstance(value.__self__, (ModuleType, type, type(None)))
-        if issubclass(kind, ModuleType):  # others are looked at by the names that the step mentions
+        if issubclass(kind, ModuleType):  # imported modules are compared by the names that are mentioned
             return getattr(value, "__spec__", None) is None and value.__name__ != "__main__"
         if issubclass(kind, (Tensor, nn.Module)):
             return True
@@ -359,7 +354,7 @@ class Walk:
         module = str(namespace_of(kind).get("__module__", ""))
         return not module.startswith(("torch._", "lightning_cudagraph."))
 
-    def _look_into(self, root: Root) -> None:
+    def _enter(self, root: Root) -> None:
         value = root.value
         kind = type(value)
         if kind is Namespace:
@@ -370,30 +365,30 @@ class Walk:
         elif kind in (MethodType, BuiltinFunctionType):
             self._enqueue_one(replace(root, value=value.__self__, in_tuple=False))
         elif issubclass(kind, nn.Module) and not root.is_entered:
-            self._come_upon(root)
+            self._enter_hidden_module(root)
         elif issubclass(kind, (nn.Module, Tensor)):
-            self._look_at_attributes(root)
+            self._add_attributes(root)
             if issubclass(kind, nn.Module):
-                self._look_at_classes(root)
+                self._add_classes(root)
             elif root.is_read and root.path:
-                self._look_at_layout(root)
+                self._add_layout(root)
         else:
-            self._look_at_attributes(root)
+            self._add_attributes(root)
             if root.by_name and not issubclass(kind, _CONTAINERS):
-                self._look_at_slots(root)
+                self._add_slots(root)
             elif not (issubclass(kind, dict) and _is_globals(value)):
                 self._add(root)
             if kind not in PROXIES:
-                self._look_at_classes(root)
+                self._add_classes(root)
 
-    def _come_upon(self, root: Root) -> None:
-        """A module in a place where the model does not know it as its own."""
+    def _enter_hidden_module(self, root: Root) -> None:
+        """Enter a module that is none of the model's submodules."""
         del self._seen[id(root.value)]
         self.hidden[root.path or type(root.value).__qualname__] = root.value
         found = self._scope.modules(root.value, root.path, root.of)
         self._enqueue(replace(r, is_read=r.is_read and root.is_read) for r in found)
 
-    def _look_at_attributes(self, root: Root) -> None:
+    def _add_attributes(self, root: Root) -> None:
         attributes = attributes_of(root.value)
         if attributes is None:
             return
@@ -403,8 +398,8 @@ class Walk:
         else:
             self._add(root, attributes)
 
-    def _look_at_classes(self, root: Root) -> None:
-        """A class attribute stands for the object's own, until somebody sets that."""
+    def _add_classes(self, root: Root) -> None:
+        """Enter the classes of an object: their attributes are read where it has none of its own."""
         kind = type(root.value)
         attributes = attributes_of(root.value) or {}
         for base in lineage(kind):
@@ -418,14 +413,15 @@ class Walk:
                 of = f"the class `{base.__qualname__}`"
                 self._pick(namespace, base, replace(root, path="", of=of, reads=reads))
 
-    def _look_at_slots(self, root: Root) -> None:
+    def _add_slots(self, root: Root) -> None:
         value = root.value
         slots = {n: s for n, s in slots_of(type(value)).items() if n in self._names_of(root)}
         if slots:
             read = lambda: {name: slot_value(slot, value) for name, slot in slots.items()}  # noqa: E731
             self._take(Node(None, value, root.path, root.of, read, **self._reading(root)), root)
 
-    def _look_at_layout(self, root: Root) -> None:
+    def _add_layout(self, root: Root) -> None:
+        """Compare the layout of a tensor that the step can have read."""
         value = root.value
         if value.layout is not torch.strided or self._scope.in_capture:
             return
@@ -436,12 +432,12 @@ class Walk:
         return self._scope.reads if root.reads is None else root.reads
 
     def _reading(self, root: Root) -> dict[str, Any]:
-        # Of a generator the graph reads the state, in which the seed is.
+        # The graph reads the state of a generator, and the seed with it.
         is_read = root.is_read and not issubclass(type(root.value), torch.Generator)
         return {"reads": self._names_of(root), "is_read": is_read}
 
     def _pick(self, space: Any, owner: Any, root: Root, by_name: bool = True) -> None:
-        """Look at the names that the step mentions, in a dictionary of names."""
+        """Record the parts of a dictionary of names that the step mentions."""
         names = frozenset(n for n in self._names_of(root) if n not in root.left_out)
         if not names:
             return
@@ -507,7 +503,7 @@ class Walk:
         return value if path in self._scope.harmless else HeldIterator(value, path, of)
 
     def _exchange(self, node: Node, old: Callable[[Any], bool], new: Callable[[Any, str], Any]) -> None:
-        """Write `new` in the place of every part that is `old`."""
+        """Replace every part for which `old` is true with `new` of it and its path."""
         parts = node.read() if node.write is not None and not node.draws else {}
         if any(map(old, parts.values())):
             assert node.write is not None

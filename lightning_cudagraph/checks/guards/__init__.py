@@ -1,1 +1,1 @@
-"""Guards: what a graph has baked in, compared before each replay."""
+"""Guards: compare what a graph bakes in with the present, before each replay."""

@@ -1,7 +1,7 @@
-"""The classes of some objects, and the functions in them, as they were at a capture.
+"""Guard on classes and their methods.
 
-A step that is captured has called the methods that its objects had then. Later an object can be given
-another class, and a class another method, by assignment.
+A captured step has called the methods that its objects had then. Assignments can later give an object
+another class, and a class another method.
 """
 
 from __future__ import annotations
@@ -14,18 +14,14 @@ from lightning_cudagraph.checks.guards.members import Members
 
 __all__ = ["Classes"]
 
-# Flags of a type in C: made by a statement, so that it has a dictionary that can be written to.
-_IS_OF_PYTHON, _IS_IMMUTABLE = 1 << 9, 1 << 8
+# Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE: only mutable heap types can be given other methods.
+_IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8
 
 _Functions = dict[tuple[type, str], Any]
 
 
 class Classes:
-    """Classes as they were, with the functions in all of their bases.
-
-    Args:
-        objects: the objects that have them.
-    """
+    """The classes of some objects, with the functions in all of their bases, to compare later."""
 
     def __init__(self, objects: Iterable[object]) -> None:
         self._objects = [*objects]
@@ -34,7 +30,7 @@ class Classes:
         self._bases = [
             base
             for base in bases
-            if base.__flags__ & _IS_OF_PYTHON and not base.__flags__ & _IS_IMMUTABLE
+            if base.__flags__ & _IS_HEAP_TYPE and not base.__flags__ & _IS_IMMUTABLE
         ]
         self._functions = self._functions_now()
         self._members = self._members_now()
@@ -51,18 +47,19 @@ class Classes:
         }
 
     def changed(self) -> bool:
-        """Whether an object has another class, or a class another function."""
+        """True if an object has another class, or a class another function."""
         if not all(map(operator.is_, map(type, self._objects), self._types)):
             return True
         if not self._members.changed():
             return False
         if self.in_words():
             return True
-        self._members = self._members_now()  # what changed is no function: reads of it are guarded apart
+        # No function changed; reads of other attributes are guarded by themselves.
+        self._members = self._members_now()
         return False
 
     def in_words(self) -> str:
-        """The first function that is another one now; nothing if none is."""
+        """The first function that was replaced, in words; empty if none was."""
         now = self._functions_now()
         for key in {**self._functions, **now}:
             if self._functions.get(key) is not now.get(key):

@@ -1,13 +1,13 @@
-"""What a graph has baked in besides the batch, and whether it still holds.
+"""Guards: compare what a graph bakes in, besides the batch, with the present.
 
-Parameters, buffers, their addresses and layouts, optimizer state, submodules and their modes, classes
-and the functions in them, hyperparameters, Python values that the step mentions, hooks and a few global
-switches are frozen by a capture. Before every replay all of them but the switches are compared. The
-switches and the words for all else are compared at the start of an epoch, after validation, after a
-checkpoint, and after a hook was registered anywhere; a loaded optimizer state says so itself.
+A capture bakes in parameters, buffers, their addresses and layouts, optimizer state, submodules and
+their modes, classes and their functions, hyperparameters, Python values that the step mentions, hooks
+and a few global switches. All but the switches are compared before every replay. The switches, and all
+else in its labelled form, are compared at the start of an epoch, after validation, after a checkpoint,
+and after a hook was registered anywhere. Loading an optimizer state invalidates the graph by a hook.
 
-What is compared before every replay is prepared at the capture and says no more than yes or no; the
-words for a change are made only when there is one. `benchmarks/guards.py` measures the price.
+The comparison before every replay is prepared at the capture and gives a bool; the words for a change
+are made only when there is one. `benchmarks/guards.py` measures the price.
 """
 
 from __future__ import annotations
@@ -33,36 +33,35 @@ __all__ = ["Guards"]
 
 _State = dict[str, Any]
 
-# A part that has changed so often, with checks that found the step the same, is not compared any more.
+# After so many changes that checks found to have no effect, a part is not compared any more.
 _CHECKS_TO_CLEAR = 3
 
 
 class Guards:
-    """Compares what a graph has baked in with what is there now.
+    """Guards on everything that the graphs of one run bake in.
 
     Args:
-        model: the model that is trained.
-        cheap: values by name that are compared before every replay (hyperparameters, settings).
-        thorough: more of them, compared only when something can have changed.
-        unwatched: names of attributes that are not compared: those that torch and Lightning keep for
-            themselves in every module, and those that the user says are harmless.
-        quick: the values of `cheap`, and whatever else, without names: what is compared in its place
-            before every replay. Words come from `cheap` and `thorough`. None: `cheap` itself.
-        stays_on_host: whether a module is only called on the host, such as a metric.
-        others: lists, and views of dictionaries, whose members have to stay the same objects, such as
-            an optimizer's state. Asked at a capture.
-        around: objects of a framework, by name, whose attributes are compared under the names that the
-            user's code mentions, if it mentions the object's own.
-        host_names: attributes of a module that are not compared, because the host keeps them.
-        stepped: the parameters of optimizers by name, some of which no module may know. Asked anew.
-        callees: other objects with methods that the steps call. Asked at a capture.
-        stops: classes of objects that a framework changes in every step, and that are not looked into.
-        outside: objects of the user's outside of the model, in which a step may leave something.
+        cheap: values by label, compared before every replay (hyperparameters, settings).
+        thorough: values by label, compared only when something can have changed.
+        unwatched: names of attributes that are not compared: those that torch and Lightning keep in
+            every module for themselves, and those that the user declares harmless.
+        quick: an unlabelled form of `cheap`, with anything more, compared before every replay instead of
+            it. The words for a change come from `cheap` and `thorough`. None for `cheap` itself.
+        stays_on_host: True for a module that is only called on the host, such as a metric.
+        others: lists and dictionary views with members that must stay the same objects, such as
+            optimizer state. Called at a capture.
+        around: framework objects by name. If the user's code mentions the name, the attributes that it
+            mentions are compared.
+        host_names: names of a module's attributes that are not compared, because the host keeps them.
+        stepped: the parameters of optimizers by name, which may belong to no module. Called each time.
+        callees: other objects with methods that the steps call. Called at a capture.
+        stops: classes that are not entered, because a framework changes their objects in every step.
+        outside: the user's objects outside of the model that a step may change.
 
     Attributes:
-        mentioned: what the captured steps mention; each adds its own before `take`.
-        effects: what warm-up steps change on the host.
-        doubt: a change, in words, of which only a check can say whether the step depends on it.
+        mentioned: names that the captured steps mention; each adds its own before `take`.
+        effects: effects of warm-up steps on host objects.
+        doubt: a suspicion: a change, in words, that only a check against an eager step can judge.
     """
 
     def __init__(
@@ -115,22 +114,22 @@ class Guards:
         self._moves: list[str | None] = []
 
     def watch(self) -> None:
-        """Note what moves from one warm-up step to the next."""
+        """Record the values that move from one warm-up step to the next."""
         now = self._cheap_now()
         if self._watched is not None:
             self._moves.append(_first_difference(self._watched, now))
         self._watched = now
 
     def moving(self) -> str | None:
-        """What has moved in every step since `watch` was first called, in words, or None."""
+        """A value that has moved in every warm-up step, in words; None if there is none."""
         return self._moves[-1] if self._moves and all(self._moves) else None
 
     def all_mentioned(self) -> MentionedNames:
-        """What the captured steps mention together."""
+        """The names that any captured step mentions."""
         return MentionedNames.union(self.mentioned)
 
     def take(self) -> None:
-        """Remember what is there now, at a capture."""
+        """Record the present state, at a capture."""
         self._take_walk()
         self._reads = [(label, read, read()) for label, read in self.all_mentioned().reads.items()]
         self._structure = Structure(
@@ -152,7 +151,7 @@ class Guards:
         self._moved, self.doubt = [], ""
 
     def clear_doubt(self) -> None:
-        """A check has found that the step is what was captured, in spite of the change."""
+        """Drop the suspicion: a check has found the step unchanged by it."""
         if self.doubt:
             self._cleared.update({(moved.of, moved.path) for moved in self._moved})
             self._take_walk()
@@ -160,7 +159,7 @@ class Guards:
     def _walk_of(
         self, mentioned: MentionedNames, outside: list[Root], ignored: Collection[tuple[str, str]] = ()
     ) -> Walk:
-        """A walk over what the steps can reach: the user's modules, globals, closures and others."""
+        """A walk over the objects that the steps can reach: modules, globals, closures and others."""
         users = self._named(mentioned.of_users_objects())
         known = users | self._named(mentioned.names)
 
@@ -186,18 +185,17 @@ class Guards:
         return Walk(roots, scope)
 
     def _named(self, names: set[str]) -> frozenset[str]:
-        """Without those that are not compared, and those like `__doc__`, which no one sets."""
+        """The names that are compared: without unwatched ones and dunder names."""
         dunder = {name for name in names if name.startswith("__") and name.endswith("__")}
         return frozenset(names - dunder - self._unwatched)
 
     def _roots_of_modules(
         self, model: nn.Module, before: str, users: frozenset[str], known: frozenset[str]
     ) -> Iterator[Root]:
-        """All modules of a model, and its parameters.
+        """Roots for all modules of a model, and for its parameters.
 
         Args:
-            model: the model.
-            before: what stands before the names of its parts.
+            before: the prefix of their names.
             users: names that the user's code mentions.
             known: names that any code mentions.
         """
@@ -205,11 +203,11 @@ class Guards:
             kind = type(module)
             of = f"`{name}`" if name else f"the `{kind.__qualname__}`"
             left_out = self._unwatched | recomputed_names(module) | self._host_names(module)
-            if self._stays_on_host(module):  # what it keeps for itself, its states too, is its own
+            if self._stays_on_host(module):  # its private attributes and its states are its own affair
                 left_out |= {PRIVATE, *getattr(module, "_defaults", ())}
                 yield Root(module, "", of, left_out, True, reads=frozenset(), is_read=False)
             elif is_users_class(kind):
-                # The code of a framework does not read what a class of the user's own calls by a name.
+                # Framework code does not read attributes that only the user's class defines.
                 yield Root(module, "", of, left_out, True, users if _is_users_alone(kind) else known)
             else:
                 yield Root(module, "", of, left_out, True, known, by_name=True)
@@ -217,7 +215,7 @@ class Guards:
             yield Root(parameter, "", f"parameter `{name}`")
 
     def _roots_of_names(self, mentioned: MentionedNames) -> Iterator[Root]:
-        """Globals, variables of closures, and attributes that were read of what the host keeps."""
+        """Roots for globals, closure variables, and attributes that were read of host objects."""
         spaces: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         found = [(space, name, f"`{_name_of(space)}`") for space, name in mentioned.user_globals]
         for space, name, of in (*found, *mentioned.attributes):
@@ -229,7 +227,7 @@ class Guards:
                 yield Root(cell, name, f"the closure of `{function}`")
 
     def drop(self) -> None:
-        """Forget it, with the graph."""
+        """Forget the record, when the graph is released."""
         self._cheap = None
         self._structure = None
         self._reads, self._thorough, self._hidden = [], {}, {}
@@ -240,11 +238,11 @@ class Guards:
         self.mentioned.clear()
 
     def suspect(self) -> None:
-        """Look at everything before the next replay, because something can have changed."""
+        """Compare everything before the next replay, because something can have changed."""
         self._suspect = True
 
     def changed(self) -> str | None:
-        """The first thing that is not as at the capture, in words, or None."""
+        """The first change since the capture, in words; None if there is none."""
         if self._cheap is None or self._structure is None or self._walk is None:
             return None
         if self._quick_now() != self._quick:
@@ -256,7 +254,7 @@ class Guards:
             )
         changes = self._walk.quick_changes(everything=self._suspect)
         moved = [part for part in changes if not part.is_under(self._unwatched)]
-        # The step reads what lies under names that it mentions. Of all else a check has to tell.
+        # The step reads what lies under names that it mentions; a check has to judge all other changes.
         if (known := next((part for part in moved if part.is_read), None)) is not None:
             return known.words
         for label, read, was in self._reads:
@@ -285,7 +283,7 @@ class Guards:
         }
 
     def _loose(self) -> dict[str, nn.Parameter]:
-        """The parameters of optimizers that no module knows as its own."""
+        """The parameters of optimizers that belong to no module."""
         models = (self._model, *self._hidden.values())
         own = {id(parameter) for model in models for parameter in model.parameters()}
         return {name: p for name, p in self._stepped_now().items() if id(p) not in own}
@@ -304,7 +302,7 @@ def _name_of(namespace: Mapping[str, Any]) -> str:
 
 
 def _is_users_alone(kind: type) -> bool:
-    """Whether a class of modules has its attributes from the user alone, from no layer of torch."""
+    """True if a module class gets its attributes from user code alone, and from no layer of torch."""
     roots = [nn.Module, *(base for base in lineage(kind) if base.__name__ == "LightningModule")]
     allowed = {above for root in roots for above in lineage(root)}
     return all(is_users_class(base) or base in allowed for base in lineage(kind))
@@ -313,7 +311,7 @@ def _is_users_alone(kind: type) -> bool:
 def _rates_unless_mentioned(
     mentioned: MentionedNames, users: frozenset[str]
 ) -> Callable[[dict[Any, Any]], frozenset[str]]:
-    """Leave the learning rate out of a param group of which the step wants the parameters alone."""
+    """Omit the learning rate from a param group if the step mentions only its parameters."""
     texts = mentioned.all_texts()
     wants_all = "lr" in texts or "params" not in texts or not users.isdisjoint(("items", "values"))
 

@@ -1,4 +1,4 @@
-"""The objects in lists and dictionaries, compared by identity alone."""
+"""Guard on the members of lists and dictionaries, by identity."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _VIEW: Any = type({}.values())
 
 
 class Members:
-    """The objects in lists and in views of dictionaries: the same ones, in the same order, and no more.
+    """The members of live lists and dictionary views, to compare later: identity, order and number.
 
-    Args:
-        parts: live views or lists. Equality is never asked for, because tensors would compute it.
+    Equality is not used: tensors would compute it.
     """
 
     def __init__(self, parts: Iterable[Collection[Any]]) -> None:
@@ -32,6 +31,7 @@ class Members:
         self._were = [*chain.from_iterable(self._filled)]
 
     def changed(self) -> bool:
+        """True if a member was added, removed or replaced."""
         if self._dicts.changed():
             return True
         now = chain.from_iterable(self._filled)

@@ -1,9 +1,9 @@
-"""The objects of a captured step as they were, in a form that is quick to compare.
+"""Guard on modules, parameters, buffers, hooks and optimizer state, in a form that is fast to compare.
 
-Parameters, buffers, submodules and the optimizer's state are held by the dictionaries in which they are,
-and not only as objects: another one in the same place is as stale as another address. All of it is
-compared before every replay, in loops that run in C and say yes or no; `described` finds the words, when
-there is a change.
+Parameters, buffers, submodules and optimizer state are compared through the dictionaries that hold them:
+another object under the same name invalidates the graph as much as another address. Everything is
+compared before each replay, in loops that run in C and give a bool; `described` finds the words when
+something has changed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Identity:
-    """An object as a value that equals itself alone. Holds it, so that no other comes at its address."""
+    """An object compared by identity. Holds it, so that its address is not reused."""
 
     def __init__(self, held: object) -> None:
         self._held = held
@@ -54,7 +54,7 @@ class Identity:
 
 
 class _Tensors:
-    """Parameters, and buffers: these by name, because code outside the step may bind another one."""
+    """Guard on parameters, and on buffers by name, because code outside the step may rebind one."""
 
     def __init__(self, parameters: list[nn.Parameter], modules: list[nn.Module]) -> None:
         buffers = [(module._buffers, name) for module in modules for name in module._buffers]
@@ -79,7 +79,7 @@ class _Tensors:
 
 
 class _Modes:
-    """`training` of modules as it was."""
+    """Guard on `training` of modules."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         # An ordinary module has its mode in its dictionary, where it is found in half the time.
@@ -95,10 +95,10 @@ class _Modes:
 
 
 class _Hooks:
-    """Hooks of modules, parameters and optimizers.
+    """Guard on hooks of modules, parameters and optimizers.
 
-    torch numbers all of them in one sequence, so that a new one is known by the number of the next; what
-    is looked at are those that were there.
+    torch numbers all hooks in one sequence, so a new one shows in the next number. Removal is found by
+    comparing the tables that had hooks.
     """
 
     def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
@@ -112,18 +112,18 @@ class _Hooks:
         return self._there.changed()
 
     def registered(self) -> bool:
-        """Whether any was registered anywhere since the last call."""
+        """True if a hook was registered anywhere since the last call."""
         was, self._next = self._next, RemovableHandle.next_id
         return was != self._next
 
 
 class Structure:
-    """The objects of some models, and of what works on them, as they were.
+    """Guard on the structure of models and of the objects that work on them.
 
     Args:
-        models: the model, and modules that it does not know as its own.
-        others: views and lists of other objects that have to stay, such as an optimizer's state.
-        loose: parameters that none of the models knows as its own.
+        models: the model, and modules that are none of its submodules.
+        others: views and lists of other objects that must stay the same, such as optimizer state.
+        loose: parameters that belong to none of the models.
         callees: other objects with methods that the steps call.
     """
 
@@ -145,7 +145,7 @@ class Structure:
         self.classes = Classes([*modules, *one_of_each.values(), *callees])
 
     def changed(self) -> bool:
-        """Whether anything did."""
+        """True if anything changed."""
         return (
             self.modes.changed()
             or self.hooks.removed()
@@ -157,7 +157,7 @@ class Structure:
 
 
 def _hooks_of_all() -> dict[str, Any]:
-    """The tables of hooks that torch calls for all modules, and for all optimizers, by name."""
+    """The tables of global hooks for modules and for optimizers, by name."""
     spaces = (torch.nn.modules.module, sys.modules[Optimizer.__module__])
     return {
         name: table
@@ -170,11 +170,11 @@ def _hooks_of_all() -> dict[str, Any]:
 def described(
     models: dict[str, nn.Module], loose: Mapping[str, nn.Parameter] | None = None
 ) -> dict[str, Any]:
-    """What `Structure` compares, by the user's words.
+    """The values that `Structure` compares, labelled for the user.
 
     Args:
-        models: the models, with what stands before the names of their parts.
-        loose: parameters that none of them knows as its own.
+        models: the models by the prefix of their parts' names.
+        loose: parameters that belong to none of the models, by label.
     """
     state: dict[str, Any] = {}
     for name, parameter in (loose or {}).items():
@@ -219,9 +219,9 @@ def _described(name: str, parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def _hooks_of_node(parameter: nn.Parameter) -> str:
-    """The hooks of the node that accumulates a gradient. Only the garbage collector tells them.
+    """The hooks of the node that accumulates a gradient, but for the tensor's own, in words.
 
-    The tensor's own hooks are among them. Where nothing holds the node there are none.
+    Only the garbage collector shows them. A node that nothing holds has none.
     """
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -233,7 +233,7 @@ def _hooks_of_node(parameter: nn.Parameter) -> str:
 
 
 def names_of_hooks(hooks: dict[int, Any] | None) -> str:
-    """The hooks in words; the number that torch gives each hook tells two of one name apart."""
+    """The hooks in words, with torch's number of each, which tells two hooks of one name apart."""
     if not hooks:
         return "none"
     return ", ".join(

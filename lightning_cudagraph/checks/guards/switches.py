@@ -1,4 +1,4 @@
-"""Global switches of torch that choose which kernels a step runs, and that a capture bakes in."""
+"""Guard on global switches of torch, which choose kernels and are baked in by a capture."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["global_switches"]
 
 _VALUES = (
     # The `fp32_precision` of each backend, and never `allow_tf32` or
-    # `torch.get_float32_matmul_precision()`: those raise once somebody has used the newer names, while
-    # these follow the old ones too.
+    # `torch.get_float32_matmul_precision()`: those raise once code has set the newer names, while these
+    # follow the old ones too.
     "torch.backends.fp32_precision",
     "torch.backends.cuda.matmul.fp32_precision",
     "torch.backends.cudnn.conv.fp32_precision",
@@ -42,7 +42,7 @@ def _named(path: str) -> Any:
 
 
 def global_switches() -> dict[str, Any]:
-    """The switches as they are now, by the names that a user knows them by."""
+    """The present values of the switches, by their public names."""
     switches = {name: _named(name) for name in _VALUES}
     switches |= {f"{name}()": _named(name)() for name in _GETTERS}
     for device_type in ("cuda", "cpu"):

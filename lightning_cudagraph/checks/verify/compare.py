@@ -1,4 +1,4 @@
-"""Two ways of doing a step, compared tensor by tensor, and what a difference means."""
+"""Comparison of a replay with an eager step, tensor by tensor, and the likely cause of a difference."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _CHUNK_BYTES = 64 * 2**20
 _DENSE_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 # Another algorithm for the same sum moves an element by a few units in the last place of the largest
-# summands; in 16 bits that is never more than a hundredth of it.
+# summands; in 16 bits by at most a hundredth of them.
 _ROUNDING_UNITS = 16.0
 _ROUNDING_AT_MOST = 1e-2
-# Nor does it move what a step adds to a tensor by more than this part. Without this, a learning rate of
-# 1e-6 could be wrong altogether and be lost in the rounding of the weights.
+# Rounding moves an update by at most this part. Without this bound, a wrong learning rate of 1e-6 would
+# be lost in the rounding of the weights.
 _PART_OF_UPDATE = 1e-2
 
 
 def _same(one: Tensor, other: Tensor) -> Tensor:
-    """Elementwise, whether they are the same; a NaN is like a NaN."""
+    """Elementwise equality; NaN equals NaN."""
     return (one == other) | ((one != one) & (other != other))
 
 
 def _chunks(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Pairs that one launch can compare."""
+    """Group pairs by dtype and device, for one launch each."""
     waiting: dict[Any, list[_Pair]] = {}
     sizes_bytes: dict[Any, int] = {}
     for pair in pairs:
@@ -50,11 +50,11 @@ def _chunks(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 
 
 def names_that_differ(one: _Values, other: _Values) -> list[str]:
-    """Names of what is not the same bit for bit, in the order of `one`.
+    """The names of the tensors that differ in any bit, in the order of `one`.
 
     Args:
         one: values by name, on the device.
-        other: the same names; may be parked on the host.
+        other: the same names; on the device or on the host.
     """
     differing: set[str] = set()
     several: list[_Pair] = []
@@ -63,14 +63,14 @@ def names_that_differ(one: _Values, other: _Values) -> list[str]:
         if value.shape != other[name].shape or value.dtype != other[name].dtype:
             differing.add(name)
         elif value.numel():
-            by_the_dozen = value.dtype in _DENSE_FLOATS and value.nbytes < _CHUNK_BYTES
-            (several if by_the_dozen else alone).append((name, value.detach(), other[name]))
+            is_batched = value.dtype in _DENSE_FLOATS and value.nbytes < _CHUNK_BYTES
+            (several if is_batched else alone).append((name, value.detach(), other[name]))
     with torch.no_grad():
         for chunk in _chunks(several):
             values = [value for _, value, _ in chunk]
             others = [parked.to(value.device) for _, value, parked in chunk]
             largest = torch._foreach_norm(torch._foreach_sub(values, others), float("inf"))
-            # Whatever is not nought (a difference, or a NaN or an infinity on both sides) gets a look.
+            # What is not zero (a difference, or a NaN or an infinity on both sides) is compared alone.
             sizes = torch.stack(list(largest)).tolist()
             alone += [pair for pair, size in zip(chunk, sizes, strict=True) if size != 0]
         flags = [_same(value, parked.to(value.device)).all() for _, value, parked in alone]
@@ -81,13 +81,13 @@ def names_that_differ(one: _Values, other: _Values) -> list[str]:
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference of two elements; NaN if one side alone is not a number."""
+    """The largest difference of two elements; NaN if only one side is NaN."""
     if not one.numel():
         return 0.0
     wide, wide_other = _wide(one), _wide(other).to(one.device)
     largest = float((wide - wide_other).abs().masked_fill(_same(wide, wide_other), 0.0).max())
     if not (one.is_floating_point() or one.is_complex()) and not torch.equal(one, other.to(one.device)):
-        return max(largest, 1.0)  # great integers that are one float
+        return max(largest, 1.0)  # large integers that round to the same float
     return largest
 
 
@@ -96,11 +96,11 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def rounding(expected: Tensor, before: Tensor | None = None) -> float:
-    """How far an element may be off if only another kernel or algorithm was chosen.
+    """The largest difference that another kernel or algorithm can explain.
 
     Args:
-        expected: what an eager step came to.
-        before: what it was before the step, if the step changes it in place.
+        expected: the value after an eager step.
+        before: the value before the step, if the step changes it in place.
     """
     if not (expected.is_floating_point() or expected.is_complex()) or not expected.numel():
         return 0.0
@@ -108,7 +108,7 @@ def rounding(expected: Tensor, before: Tensor | None = None) -> float:
     size = float(_wide(expected).abs().max())
     allowed = min(_ROUNDING_UNITS * epsilon, _ROUNDING_AT_MOST) * size
     if before is not None:
-        # At least one unit, on the grid of which the result lies.
+        # At least one unit in the last place: the result is a multiple of it.
         allowed = min(allowed, max(epsilon * size, _PART_OF_UPDATE * distance(expected, before)))
     return allowed
 
@@ -118,7 +118,7 @@ _FORWARD_AGREES = "What `training_step` returned and logged is the same"
 
 @dataclass(frozen=True)
 class _Cause:
-    """What is likely to be wrong, and one remedy."""
+    """A likely cause of a difference, and one remedy."""
 
     text: str
     remedy: str
@@ -157,7 +157,7 @@ _IN_RANDOM_STATE = _Cause(
 
 
 def _cause(differing: list[str], outputs: set[str], names: Iterable[str]) -> _Cause:
-    """What is likely to be wrong, from the names of what differs among all `names`."""
+    """The likely cause, by which of all `names` differ."""
 
     def all_named(start: str) -> bool:
         return all(name.startswith(start) for name in differing)
@@ -177,13 +177,13 @@ def _cause(differing: list[str], outputs: set[str], names: Iterable[str]) -> _Ca
 def verification_error(
     differing: list[str], expected: _Values, found: _Values, outputs: set[str]
 ) -> VerificationError:
-    """The error that says where a replay went another way than an eager step, and likely why.
+    """The error for a replay that differs from an eager step, with the likely cause.
 
     Args:
-        differing: names of what differs, in the order of the step; none if only random state does.
+        differing: the names that differ, in the order of the step; none if only random state does.
         expected: values after an eager step.
         found: values after a replay.
-        outputs: names of those values that are no state.
+        outputs: names of the values that are not state.
     """
     cause = _cause(differing, outputs, expected)
     if not differing:

@@ -1,4 +1,4 @@
-"""How much host memory is free."""
+"""Free host memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["host_free_bytes"]
 
-# Limit and use of the control group of a container, in its second and its first version.
+# Limit and usage files of a container's control group, for cgroup v2 and v1.
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -20,7 +20,7 @@ def _of_machine() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
-        # Not Linux. What the page cache could give back is not in this.
+        # Not Linux. The fallback below does not count memory that the page cache could give back.
         pass
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -29,7 +29,7 @@ def _of_machine() -> int:
 
 
 def host_free_bytes() -> int:
-    """Host memory that this process can still take, in bytes; 0 if that cannot be known."""
+    """Host memory that this process can still take, in bytes; 0 if unknown."""
     free_bytes = _of_machine()
     for limit, used in _CGROUP_FILES:
         try:

@@ -1,8 +1,7 @@
-"""The ops of a step with their Python arguments, compared with those of the same step later.
+"""Op tape: the ops of a step with their Python arguments, compared with the same step later.
 
-A number that a graph has frozen matters only where it comes to an op, a shape or a branch. There it
-shows, wherever the number is kept: the first op that has another number than before, or is another op,
-names the culprit with the line of the user's code that called it.
+A frozen number matters only where it reaches an op, a shape or a branch. There it shows, wherever it is
+kept: the first op that differs, or that has another argument, names it with the user's line.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from lightning_cudagraph.tensors.writes import storage_id
 
 __all__ = ["OpTape", "TapeDifference"]
 
-# Of lists in arguments; what is behind is compared by its length.
+# Of lists in arguments; of longer ones, the rest is compared by its length.
 _MAX_ITEMS = 4096
-# Ops that differ and are looked at.
+# Differing ops that are recorded.
 _MAX_DIFFERENCES = 64
 _PLAIN = (int, float, complex, bool, str, type(None))
 
@@ -32,10 +31,7 @@ class _TensorForm:
     """A tensor among the arguments of an op.
 
     Attributes:
-        name: that of a tensor that outlives the step; nothing for others.
-        shape: in elements.
-        stride: in elements.
-        dtype: its type.
+        name: the name of a tensor that outlives the step; empty for others.
         value: the number in it, if it was made from a Python number on the host.
     """
 
@@ -46,18 +42,18 @@ class _TensorForm:
     value: Any = None
 
 
-_Entry = tuple[str, tuple[Any, ...]]  # the op, and its arguments as values that can be compared
+_Entry = tuple[str, tuple[Any, ...]]  # the op, and its arguments in a comparable form
 
 
 @dataclass(frozen=True)
 class TapeDifference:
-    """The first op that is not as it was.
+    """An op that differs from the recorded one.
 
     Attributes:
-        was: the op as it was recorded, in words.
-        now: as it is.
+        was: the recorded op, in words.
+        now: the present op, in words.
         where: the user's line that called it.
-        is_value: the op is the same, and has other numbers or shapes.
+        is_value: the op is the same, with other numbers or shapes.
     """
 
     was: str
@@ -73,10 +69,7 @@ class TapeDifference:
 
 
 class OpTape:
-    """The ops of a step, recorded when it first runs beside a graph.
-
-    Attributes:
-    """
+    """The ops of a step, recorded when a check first runs it eagerly."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] | None = None
@@ -84,16 +77,16 @@ class OpTape:
 
     @property
     def difference(self) -> TapeDifference | None:
-        """The first op of the latest run that is not as it was recorded, or None.
+        """The first differing op of the latest run; None if there is none.
 
-        First are those with a line of the user's: an optimizer is handed its learning rate by this
-        package, as another number than before, and the graph reads that from the device.
+        Ops with a line of the user's come first: the optimizer gets its learning rate from this package,
+        as another number than before, and the graph reads that from the device.
         """
         with_line = (difference for difference in self._differences if difference.where is not None)
         return next(with_line, next(iter(self._differences), None))
 
     def beside(self, named: Mapping[str, Tensor]) -> OwnDispatchMode:
-        """A mode to run the step in: the first time it records, later it compares.
+        """Dispatch mode around the step, which records the first time and compares later.
 
         Args:
             named: tensors that outlive the step, by name.
@@ -122,7 +115,7 @@ class _TapeMode(OwnDispatchMode):
             self._note(TapeDifference(missing, "its end", None, is_value=False))
 
     def _note(self, difference: TapeDifference) -> None:
-        # Behind an op that is another one, all are others.
+        # After a different op, positions no longer match.
         self._is_aligned = self._is_aligned and difference.is_value
         self._tape._differences.append(difference)
 
@@ -143,7 +136,7 @@ class _TapeMode(OwnDispatchMode):
     def _form(self, value: Any, made_on_host: bool) -> Any:
         kind = type(value)
         if kind in _PLAIN:
-            # A NaN is like a NaN; 1, 1.0 and True are not alike.
+            # NaN equals NaN; 1, 1.0 and True are different.
             return (kind.__name__, "nan" if value != value else value)
         if issubclass(kind, Tensor):
             return self._tensor_form(value, made_on_host)
@@ -179,7 +172,7 @@ def _op_in_words(entry: _Entry) -> str:
 
 
 def _first_leaves(was: Any, now: Any) -> tuple[str, str]:
-    """Where two forms differ first, in words."""
+    """The first difference of two forms, in words."""
     both = isinstance(was, tuple) and isinstance(now, tuple)
     if both and len(was) == len(now) and not _is_number(was):
         for one, other in zip(was, now, strict=True):

@@ -1,19 +1,20 @@
-"""A replay held against an eager step from the same state, on the same batch.
+"""Verification: compare a replay with an eager step from the same state, on the same batch.
 
-What a capture freezes without anybody noticing shows here: the eager step runs the user's Python again,
-and if it comes to other numbers than the replay, the graph is not the step any more. The first replay
-checks the capture itself. Later ones, on another batch and with another learning rate than those of the
-capture, catch what was baked in.
+The eager step runs the user's Python again. If it gives other numbers than the replay, the capture has
+frozen something. The check of the first replay tests the capture itself; later checks, on another batch
+and with another learning rate, find what was baked in.
 
-What counts as the same: every bit; or, if two replays from one state differ from one another (kernels
-with atomics do, some of them seldom, so that up to 16 replays are compared), being about as far from
-them. Two eager steps would be no measure: host code that counts its calls makes them differ too. Or,
-rarely, rounding: the kernels of a graph can be others than those of an eager step (a library that
-chooses an algorithm by the memory it is given), but they are the same in every replay. So a difference
-in the last places is taken for rounding only if the first check of the graph showed one too, which is
-that of the first replay, when nothing on the host had had the time to change; or if torch.compile has
-compiled something since, which an eager step may call. A frozen value that drifts slowly from there on
-is no rounding.
+Replay and eager step agree if
+
+- every bit is equal; or
+- replays from one state differ from each other (kernels with atomics do, some of them seldom, so up to
+  16 replays are compared), and the eager step is about as far from them. Two eager steps would be no
+  measure: host code that counts its calls makes them differ too; or
+- the difference is rounding: a graph can have other kernels than an eager step (a library that chooses
+  an algorithm by the memory it is given), but they are the same in every replay. A difference in the
+  last places counts as rounding only if the first check of the graph showed one too, before anything on
+  the host had the time to change, or if torch.compile has compiled something since, which an eager step
+  may call. A frozen value that drifts slowly is thus not taken for rounding.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ __all__ = ["Verifier"]
 _Values = dict[str, Tensor]
 Trace = Callable[[], TapeDifference | None]
 
-# Kernels with atomics differ from run to run. A replay passes then if it is no further from an eager
-# step than this many times the distance between two replays.
+# Kernels with atomics differ from run to run. A replay then passes if its distance from an eager step is
+# at most this many times the distance between two replays.
 _SPREAD = 10.0
-# Atomics that seldom meet come to the same sums in most replays: so many are made to see whether they
-# are what moved an eager step in the last places. In a DLRM that torch.compile had compiled (26 tables
-# of 1000 rows, batch 128, H200) two replays were the same, and an eager step was not.
+# Atomics that seldom collide give the same sums in most replays, so it takes many replays to see that
+# they moved an eager step in the last places. In a compiled DLRM (26 tables of 1000 rows, batch 128,
+# H200) two replays were equal, and an eager step was not.
 _REPLAYS_TO_COMPARE = 16
-# Before the step, after it eagerly, and, if that differs, after a first replay.
+# Copies of the state: before the step, after the eager step, and, if that differs, after a first replay.
 _COPIES = 3
-# Pauses after which a replay is checked, whatever that costs; later ones within the budget.
+# Pauses after which a replay is always checked; after later ones, within the budget.
 _PAUSES = 3
-# Without a pause, replays are checked at distances that grow by this factor, from the first one on.
+# Without a pause, replays are checked at distances that start with the first and grow by the second.
 _FIRST_DISTANCE = 64
 _GROWTH = 4
 
@@ -69,18 +70,18 @@ def _no_rates() -> tuple[Any, ...]:
 
 @dataclass
 class _History:
-    """What the checks of one graph have seen.
+    """The checks of one graph so far.
 
     Attributes:
         captured_rates: the learning rates at the capture.
-        checks: how many there have been.
-        had_other_rates: one of them was with other learning rates than those of the capture.
-        rounds_differently: the first of them found differences in the last places.
-        pauses: of the run, before the last check.
-        latest_replay: the one that was asked about last.
-        next_replay: the one that is checked next where there is no pause.
-        compilations: how often torch.compile had compiled something before them. What was compiled since
-            (for another size, say) may be what an eager step calls now, and differ in the last places.
+        compilations: torch.compile's compilations before the first check. Code that was compiled since
+            (for another size, say) may run in an eager step now, and differ in the last places.
+        checks: their number.
+        had_other_rates: one check had other learning rates than the capture.
+        rounds_differently: the first check found differences in the last places.
+        pauses: the run's pauses before the last check.
+        latest_replay: index of the replay that `due` was last called for.
+        next_replay: index of the replay that is checked next without a pause.
     """
 
     captured_rates: tuple[Any, ...]
@@ -95,7 +96,7 @@ class _History:
 
 @dataclass
 class _Outcome:
-    """What one way of doing the step came to."""
+    """The state after one way of doing the step."""
 
     values: _Values
     rng_state: Tensor
@@ -103,19 +104,18 @@ class _Outcome:
 
 @dataclass
 class Verifier:
-    """Decides which replays are checked, and checks them.
+    """Selection of the replays to check, and the checks.
 
     Attributes:
-        backend: where steps run.
-        replays: how many of the first replays of a graph are checked. The first one has the batch of
-            the capture; a single check is therefore that of the second one.
-        every_n_steps: beyond those, check one replay in so many; None for none.
-        rates: the learning rates. If none of the checks of a graph has been with others than those of
-            its capture, the first replay that is gets one more check.
-        agreement: with the other processes of the run, which check the same replays.
-        checked: replays that were checked.
-        budget: the share of the run's time that checks may take that come later than the first ones.
-        notes: what the user should know of the checks.
+        replays: number of first replays of a graph that are checked. The first replay has the batch of
+            the capture, so a single check is that of the second one.
+        every_n_steps: check one replay in this many beyond those; None for none.
+        rates: the present learning rates. The first replay with other rates than the capture's gets one
+            more check, unless a check had other rates already.
+        agreement: vote with the other processes of the run, which check the same replays.
+        budget: share of the run's time for the checks after the first ones.
+        checked: number of replays that were checked.
+        notes: remarks on the checks for the report.
     """
 
     backend: Backend
@@ -134,17 +134,17 @@ class Verifier:
     _spent_s: float = 0.0
 
     def pause(self) -> None:
-        """Code of the user's may have run: check the next replay of each graph, within the budget."""
+        """Check the next replay of each graph, within the budget: user code may have run."""
         self._pauses += 1
 
     def due(self, graph: object, replay_idx: int, is_unproved: bool = False) -> bool:
-        """Whether a replay is to be checked.
+        """True if a replay must be checked. To be called for each replay of a graph.
 
         Args:
-            graph: which graph is replayed. To be asked about each of its replays, from the first on.
-            replay_idx: how many replays of it came before this one.
-            is_unproved: it is the first of one of several captures, which may come later than the
-                first replays.
+            graph: the graph, as a key.
+            replay_idx: its index among the replays of this graph.
+            is_unproved: it is the first replay of one of several capture instances, which may come later
+                than the first replays.
         """
         if self._ran_out:
             return False
@@ -166,7 +166,7 @@ class Verifier:
         return replay_idx >= history.next_replay and self._is_affordable()
 
     def _is_affordable(self) -> bool:
-        """Whether one more check stays within the budget."""
+        """True if one more check stays within the budget."""
         elapsed_s = perf_counter() - self._started_s
         return self._spent_s + self._longest_s <= self.budget * elapsed_s
 
@@ -180,28 +180,28 @@ class Verifier:
         trace: Trace | None = None,
         doubt: str = "",
     ) -> Any:
-        """Do a step both ways from the same state, and keep what the replay came to.
+        """Do a step eagerly and by replay from the same state, and keep the result of the replay.
 
-        Where there is no memory for it, only the replay is done, and a note says so.
+        Without enough memory only the replay is done, and a note says so.
 
         Args:
-            graph: which graph is replayed.
+            graph: the graph, as a key.
             live: all tensors that the step changes, by name, in the order of the step.
-            eagerly: the step without a graph and without a trace on the host; returns its outputs.
-            replay: the step by replay; returns what the caller wants back, and its outputs.
-            keep: False: go back to the state before the step, for who takes the step afterwards.
-            trace: does the step eagerly to look at its ops, in the first check, in doubt, and if a
-                replay differs. Returns the first op that is not as in the first check.
-            doubt: a change, in words, of which is not known whether the step depends on it. It does if
-                an op of the user's has another number or shape, also where that shows on other batches.
+            eagerly: does the step without a graph and without effects on the host; returns its outputs.
+            replay: does the step by replay; returns the caller's result, and its outputs.
+            keep: False to go back to the state before the step, for a caller that takes the step itself.
+            trace: does the step eagerly on the op tape, in the first check, on suspicion, and if a
+                replay differs. Returns the first op that differs from the first check.
+            doubt: a suspicion: a change, in words, on which the step may depend. It does if an op with a
+                line of the user's has another number or shape, even if the results on this batch agree.
 
         Returns:
-            The first of what `replay` returned. The state is that after the replay, or before it.
+            The caller's result. The state is that after the replay, or, without `keep`, before it.
 
         Raises:
-            StaleGraphError: if the replay differs, and it is known why. The state is that before the
+            StaleGraphError: the replay differs, and the cause is known. The state is that before the
                 step.
-            VerificationError: if the replay differs otherwise.
+            VerificationError: the replay differs otherwise. The state is that before the step.
         """
         history = self._history(graph)
         history.pauses = self._pauses
@@ -216,13 +216,13 @@ class Verifier:
             return self._checked(history, live, copy, eagerly, replay, keep, trace, doubt)
         except torch.OutOfMemoryError as error:
             if self.agreement is not None:
-                raise  # the others are in the middle of the check
+                raise  # the other processes are in the middle of the check
             ran_out = str(error).splitlines()[0] if str(error) else "no details"
         finally:
             self._longest_s = perf_counter() - started_s
             if history.checks > self.replays:
                 self._spent_s += self._longest_s
-        # Out of the handler, whose error holds the memory. Each try would cost as much as this one.
+        # After the handler: its error holds the memory. Checks end here, as each would cost the same.
         self._ran_out = True
         self._note(f"not verified: a check ran out of memory ({ran_out})")
         return replay()[0] if keep else None
@@ -257,7 +257,7 @@ class Verifier:
                 seen = _Replays(before.values, expected.values, {*outputs}, _copied(found, copy))
                 for _ in range(1, _REPLAYS_TO_COMPARE):
                     self._put(live, before)
-                    result, outputs = replay()  # the last word: what it leaves behind is what stays
+                    result, outputs = replay()  # the state after the last replay stays
                     found = {**outputs, **live}
                     again = names_that_differ(found, expected.values) if same_names else []
                     if same_names:
@@ -292,7 +292,7 @@ class Verifier:
         return result
 
     def _traced(self, trace: Trace, live: _Values, before: _Outcome) -> TapeDifference | None:
-        """Look at the ops of the step, from the state before it, and go back to that."""
+        """Run the step on the op tape from the state before it, and restore that state."""
         failed = False
         try:
             return trace()
@@ -304,12 +304,12 @@ class Verifier:
         finally:
             self._put(live, before)
         if failed:
-            # Generators of torch's that the error has left (of checkpointing) hold hooks until they go.
+            # Suspended generators of torch (of checkpointing) hold hooks until they are collected.
             gc.collect()
         return None
 
     def _somewhere(self, is_here: bool) -> bool:
-        """Whether something is so in any process of the run."""
+        """True if any process of the run says so."""
         return is_here if self.agreement is None else any(self.agreement.gather(is_here))
 
     def _raise_together(self, failure: VerificationError | None, stale: str) -> None:
@@ -329,7 +329,7 @@ class Verifier:
 
     @staticmethod
     def _is_lenient(history: _History) -> bool:
-        """Whether an eager step may differ in the last places, because it runs other kernels."""
+        """True if an eager step may differ in the last places, because it may run other kernels."""
         is_first = history.checks == 0 or compilations() != history.compilations
         return is_first or history.rounds_differently
 
@@ -339,19 +339,19 @@ class Verifier:
         return history
 
     def _rates(self) -> tuple[Any, ...]:
-        # A learning rate that is a tensor is read by the graph itself, and by the host at a high price.
+        # The graph itself reads a learning rate that is a tensor; reading it on the host would wait.
         return tuple(rate for rate in self.rates() if not isinstance(rate, Tensor))
 
     def _copier(self, live: _Values) -> Callable[[Tensor], Tensor] | None:
-        """How to keep copies of the state: on the device, on the host if there is no room, or not."""
+        """A function that copies to the device, or without room there to the host; None for no room."""
         sizes_bytes = [tensor.nbytes for tensor in live.values()]
         copies_bytes = _COPIES * sum(sizes_bytes)
-        # The eager step needs about what a capture of it has taken.
+        # The eager step needs about as much as its capture has taken.
         step_bytes = self.backend.largest_graph_bytes()
         free_bytes = self.backend.free_bytes()
         if copies_bytes + step_bytes < free_bytes:
             return lambda tensor: tensor.detach().clone()
-        # Parked, they are brought back and compared one by one, or a few small ones together.
+        # Copies on the host are brought back and compared one by one, or a few small ones together.
         if (
             step_bytes + 3 * max(sizes_bytes, default=0) < free_bytes
             and copies_bytes < host_free_bytes()
@@ -369,7 +369,8 @@ class Verifier:
     def _put(self, live: _Values, outcome: _Outcome) -> None:
         with torch.no_grad():
             for name, tensor in live.items():
-                # By `data`, so that no version is counted: a step around this one may have saved it.
+                # By `data`, so that the version counter stays: autograd of an enclosing step may have
+                # saved the tensor.
                 tensor.data.copy_(outcome.values[name])
         self.backend.set_rng_state(outcome.rng_state)
 
@@ -380,14 +381,14 @@ class Verifier:
 
 @dataclass
 class _Replays:
-    """Some replays of a step from one state, held against an eager step from it.
+    """Replays of a step from one state, compared with an eager step from it.
 
     Attributes:
-        before: the state.
-        expected: what the eager step came to.
-        outputs: the names of what the step returned and logged.
-        first: what the first replay came to.
-        spread: of all that came out otherwise in another replay, how far apart it was at most.
+        before: the state before the step.
+        expected: values after the eager step.
+        outputs: names of the values that the step returned and logged.
+        first: values after the first replay.
+        spread: the largest distance between replays, of each value that differed between any.
     """
 
     before: _Values
@@ -397,16 +398,16 @@ class _Replays:
     spread: dict[str, float] = field(default_factory=dict)
 
     def add(self, found: _Values) -> None:
-        """Take what one more of them came to."""
+        """Add the values after one more replay."""
         for name in names_that_differ(found, self.first):
             apart = distance(self.first[name], found[name])
             self.spread[name] = max(self.spread.get(name, 0.0), apart)
 
     def are_unsteady(self, differing: list[str]) -> bool:
-        """Whether replays differ as well, and in all outputs in which the eager step does.
+        """True if replays differ from each other in all outputs in which the eager step does.
 
-        What these lead to (gradients, weights) may have come out the same in all replays nevertheless,
-        where other atomics met in them than in the eager step.
+        Gradients and weights that follow from these may still be equal in all replays, if other atomics
+        collided there than in the eager step.
         """
         return bool(self.spread) and all(
             name in self.spread
@@ -415,18 +416,18 @@ class _Replays:
         )
 
     def _is_decided(self, name: str) -> bool:
-        """Whether it is an output that a tensor's last place may turn over: a class, a mask, a count."""
+        """True for a discrete output (class, mask, count), which a change in a last place can flip."""
         value = self.expected[name]
         is_exact = not (value.is_floating_point() or value.is_complex())
         return is_exact and name in self.outputs and not name.endswith(OF_THE_HOST)
 
     def may_be_unsteady(self, differing: list[str], found: _Values) -> bool:
-        """Whether more replays could still show that they are."""
+        """True if more replays could still show that the step is unsteady."""
         return bool(differing) and not self.are_unsteady(differing) and self.allow(differing, found)
 
     def allow(self, differing: list[str], found: _Values) -> bool:
-        """Whether all differences are in the last places, or like those between replays."""
-        # What is decided by numbers that differ may differ with them, and not by itself.
+        """True if all differences are in the last places, or like those between replays."""
+        # A discrete output may differ together with numbers that decide it, and not alone.
         measured = [name for name in differing if not self._is_decided(name)]
         if differing and not measured:
             return False
@@ -439,7 +440,7 @@ class _Replays:
             allowed = rounding(one, self.before.get(name))
             if name in self.spread:
                 allowed = max(allowed, _SPREAD * self.spread[name])
-            if not distance(one, other) <= allowed:  # not so for a NaN either
+            if not distance(one, other) <= allowed:  # also if the distance is NaN
                 return False
         return True
 
@@ -447,7 +448,7 @@ class _Replays:
 def _excuse(
     history: _History, is_lenient: bool, differing: list[str], seen: _Replays, found: _Values
 ) -> str | None:
-    """Why the last replay may differ where it does, for the report; None if it may not."""
+    """The reason why the last replay may differ, for the report; None if it may not."""
     if not (is_lenient or seen.are_unsteady(differing)) or not seen.allow(differing, found):
         return None
     if seen.spread:

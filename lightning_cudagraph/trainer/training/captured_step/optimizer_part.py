@@ -59,12 +59,9 @@ class OptimizerPart:
     @property
     def notes(self) -> list[str]:
         """What was changed for the capture, in words."""
-        behind = (
-            [f"forward and backward are captured, and the optimizer steps eagerly: {self.behind}"]
-            if self.behind
-            else []
-        )
-        return [*behind, *self.optimizer.notes]
+        if not self.behind:
+            return []
+        return [f"forward and backward are captured, and the optimizer steps eagerly: {self.behind}"]
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Make an optimizer fit for capture, as far as it is in the graph.
@@ -117,9 +114,7 @@ class OptimizerPart:
     def let_go(self) -> None:
         """Give the optimizer back as the user made it; it steps eagerly from now on."""
         self.optimizer.restore()
-        notes = [f"until then, {note}" for note in self.optimizer.notes]
         self.optimizer = EagerOptimizer(self.optimizer.optimizer)
-        self.optimizer.notes = notes
 
     def adopt(self, optimizer: Optimizer, has_graphs: bool) -> None:
         """Take over an optimizer, or a scaler, that somebody has put in the place of the one before.
