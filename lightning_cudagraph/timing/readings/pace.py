@@ -1,4 +1,4 @@
-"""The time of replayed steps from end to end, as the host sees them."""
+"""Step time of replays on the host's clock, from the end of one step to the end of the next."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ __all__ = ["StepPace"]
 
 
 class StepPace:
-    """The time of steps that are replays and follow a replay.
+    """Mean time of replays that follow a replay.
 
-    Steps without a graph have no pace here: the callback watches them, and they take longer than in a
-    run without it.
+    Eager steps are not measured: the callback watches them, so they take longer than without it.
     """
 
     def __init__(self) -> None:
@@ -23,7 +22,7 @@ class StepPace:
         self._replays = 0
 
     def tick(self, phase: Phase) -> None:
-        """A step of `phase` has ended."""
+        """Note the end of a step of `phase`."""
         now_s = perf_counter()
         if self._last_s is not None and phase is self._last_phase is Phase.CAPTURED:
             self._replay_total_ms += (now_s - self._last_s) * 1e3
@@ -31,10 +30,10 @@ class StepPace:
         self._last_s, self._last_phase = now_s, phase
 
     def pause(self) -> None:
-        """Something that is not a training step comes now (validation, a checkpoint)."""
+        """Note that something else than a training step follows (validation, a checkpoint)."""
         self._last_s = None
 
     @property
     def replayed_ms(self) -> float | None:
-        """Milliseconds of a replayed step: the mean, in which running ahead evens out."""
+        """Mean milliseconds of a replayed step. The host may run ahead, which evens out in a mean."""
         return self._replay_total_ms / self._replays if self._replays else None
