@@ -189,7 +189,7 @@ class Profiler(Generic[Context]):
                 why = f"{still_open[0]} has been entered and not left: blocks that waited for its end"
             else:
                 why = "Another thread has captured, or is still in a block: blocks that waited for that"
-            texts.append(f"{why} are not reported. Close the profiler behind them.")
+            texts.append(f"{why} are not reported. Close the profiler after them.")
         return texts
 
     def __enter__(self) -> Self:

@@ -132,7 +132,7 @@ def read_ms(timings: Sequence[Timing], last: Timing) -> list[float]:
     if timings and is_captured_here():
         raise TimerError(
             f"{timings[0]} was read during a capture, in which nothing runs and no time passes.",
-            "Read it behind the capture, after a replay.",
+            "Read it after the capture and a replay.",
         )
     try:
         if timings:

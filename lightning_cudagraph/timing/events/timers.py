@@ -67,7 +67,7 @@ class EventTimer(TimedBlock):
         if still_open:
             raise TimerError(
                 f"{still_open[-1]} has been entered and not left, so that it has no end.",
-                "Read the timer behind the block.",
+                "Read the timer after the block.",
             )
         if self._last is None:
             raise TimerError(

@@ -19,7 +19,7 @@ _WHERE = {
     "forward": "in its forward pass",
     "backward": "in its backward pass",
     "host": "in hooks in the middle of its steps",
-    "optimizer": "behind its backward pass",
+    "optimizer": "after its backward pass",
     "gap": "between its steps, where the device waits for the host (batches, hooks, loggers)",
     "copy": "in the copy of its batches",
 }
@@ -56,9 +56,9 @@ def ranks_text(ranks: RankTable) -> str:
             *ranks_lines(ranks),
             "",
             *text,
-            "Work: what a process would take for a step without the others. Wait: what of a step it",
-            "does nothing but wait for them, in collectives or before it launches the step. Who has the",
-            "most work waits least.",
+            "Work: the time that a step would take without the other processes. Wait: the part of a",
+            "step in which a process only waits for others, in collectives or before it launches the",
+            "step. The process with the most work waits least.",
         ]
     )
 
