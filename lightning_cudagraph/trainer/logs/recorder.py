@@ -3,8 +3,7 @@
 The values that a step logs in its capture are static tensors of the graph. They are recorded, and not
 reduced on the host: the graph adds them up (`sums.py`), and after a replay one copy takes them all out.
 If Lightning would do more than add (in the first batch of an epoch, for metrics, across processes), its
-own code is called with the copies. Means, sums, progress bar and loggers get the values of an eager
-step.
+own code is called with the copies. Means, sums, progress bar and loggers are as in an eager step.
 """
 
 from __future__ import annotations
@@ -94,8 +93,7 @@ class Logs:
         self._replays = 0
         # A thread that reads metrics passes the values on too; others that read or replay wait for it.
         self._lock = RLock()
-        # The sums of the capture under way, which is the first capture instance of a step or a later
-        # one.
+        # Sums of the capture under way, and whether it is the first capture instance of its step.
         self._slots: dict[str, Slot] = {}
         self._is_first_instance = True
 

@@ -96,9 +96,8 @@ class StepMetrics:
             note: called with the host part of each call, in order.
 
         Raises:
-            CaptureError: if a metric is computed or reset, or if the state or the result of a metric
-            with
-                deferred calls is read. The message names the metric and the user's line.
+            CaptureError: if a metric is computed or reset, or if the state or the result of a deferred
+                metric is read. The message names the metric and the user's line.
         """
         found = found_metrics(self._model)
         known = {id(inner): inner for _, metric in found for _, inner in metrics_of(metric)}
