@@ -98,10 +98,13 @@ WORDS = {
 class FamilyNet(pl.LightningModule):
     """Small, with dropout; in fp16 some batches make gradients overflow."""
 
-    def __init__(self, make_optimizer: Callable[[Any], O.Optimizer], schedule: str) -> None:
+    def __init__(
+        self, make_optimizer: Callable[[Any], O.Optimizer], schedule: str, steps: int = STEPS
+    ) -> None:
         super().__init__()
         self.make_optimizer = make_optimizer
         self.schedule = schedule
+        self.steps = steps
         self.net = nn.Sequential(
             nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16, bias=False), nn.Linear(16, 3)
         )
@@ -115,16 +118,18 @@ class FamilyNet(pl.LightningModule):
         if self.schedule == "constant":
             return optimizer
         scheduler: Any = (
-            O.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
+            O.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.steps)
             if self.schedule == "cosine"
-            else O.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=2 * STEPS)
+            else O.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=2 * self.steps)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class _Watcher(Callback):
-    def __init__(self) -> None:
+    def __init__(self, saved: Path | None = None, save_at: int = 0) -> None:
         self.seen: dict[str, Any] = {"losses": [], "scales": []}
+        self.saved = saved
+        self.save_at = save_at
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -133,6 +138,8 @@ class _Watcher(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             self.seen["scales"].append(scaler._scale.clone())
+        if self.saved is not None and batch_idx + 1 == self.save_at:
+            trainer.save_checkpoint(self.saved)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.seen |= copy.deepcopy(
@@ -148,14 +155,14 @@ class _Watcher(Callback):
         )
 
 
-def _loader(overflowing: bool) -> DataLoader[Any]:
+def _loader(overflowing: bool, steps: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
-    boost = torch.ones(STEPS, 4)
+    boost = torch.ones(steps, 4)
     if overflowing:
         boost[[1, 6, 8]] = 1e7
     data = TensorDataset(
-        torch.randn(STEPS * 4, 6, generator=generator),
-        torch.randint(0, 3, (STEPS * 4,), generator=generator),
+        torch.randn(steps * 4, 6, generator=generator),
+        torch.randint(0, 3, (steps * 4,), generator=generator),
         boost.flatten(),
     )
     return DataLoader(data, batch_size=4)
@@ -166,11 +173,28 @@ def run(
     cell: tuple[str, str, str],
     accelerator: str,
     callback: CUDAGraphCallback | None,
+    steps: int = STEPS,
+    saved: Path | None = None,
+    ckpt_path: Path | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """One fit of a cell; returns all that must not depend on the callback."""
+    """One fit of a cell.
+
+    Args:
+        form: of the optimizer.
+        cell: precision, clipping and schedule.
+        accelerator: ``"cpu"`` or ``"gpu"``.
+        callback: the callback under test, or None.
+        steps: how many steps it has.
+        saved: a checkpoint that is written in its middle.
+        ckpt_path: a checkpoint that it begins with.
+        kwargs: for the `Trainer`.
+
+    Returns:
+        All that must not depend on the callback.
+    """
     precision, clip, schedule = cell
-    watcher = _Watcher()
+    watcher = _Watcher(saved, steps // 2)
     plugins = []
     if precision == "16-mixed":
         device = "cuda" if accelerator == "gpu" else "cpu"
@@ -191,9 +215,9 @@ def run(
         **kwargs,
     )
     pl.seed_everything(5, verbose=False)
-    module = FamilyNet(FORMS[form], schedule)
-    trainer.fit(module, _loader(precision == "16-mixed"))
-    if precision == "16-mixed" and form != "LBFGS":
+    module = FamilyNet(FORMS[form], schedule, steps)
+    trainer.fit(module, _loader(precision == "16-mixed", steps), ckpt_path=ckpt_path, weights_only=False)
+    if precision == "16-mixed" and form != "LBFGS" and ckpt_path is None:
         scales = torch.stack(watcher.seen["scales"])
         assert (scales[1:] < scales[:-1]).sum() >= 2, f"nothing overflowed: {scales}"
     return watcher.seen

@@ -104,7 +104,10 @@ def test_no_file_is_out_of_proportion() -> None:
 
 
 def test_importing_touches_no_gpu_and_needs_no_drawing_and_no_tensorboard() -> None:
-    """These are loaded when something is shown. (Lightning's metrics load matplotlib themselves.)"""
+    """These are loaded when something is shown, and compilers when a step is captured.
+
+    (Lightning's metrics load matplotlib themselves.)
+    """
     code = (
         "import sys, torch\n"
         "def fail(*args, **kwargs): raise SystemExit('touched CUDA')\n"
@@ -114,7 +117,10 @@ def test_importing_touches_no_gpu_and_needs_no_drawing_and_no_tensorboard() -> N
         "    for module in [m for m in sys.modules if m.partition('.')[0] == name]:\n"
         "        del sys.modules[module]\n"
         "    sys.modules[name] = None\n"  # an import of it fails
+        "before = set(sys.modules)\n"
         "import lightning_cudagraph\n"
+        "late = ('networkx', 'torch._inductor', 'torch._dynamo.backends')  # 0.3 s\n"
+        "assert not [m for m in set(sys.modules) - before if m.startswith(late)]\n"
         "lightning_cudagraph.CUDAGraphCallback()\n"
         "lightning_cudagraph.CUDAGraphCallback(timings=lightning_cudagraph.LayerTimings())\n"
     )

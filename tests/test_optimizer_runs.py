@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.optim.host_program import HostProgram, HostScalar
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
-from lightning_cudagraph.optim.scalar_ops import with_tensors
+from lightning_cudagraph.optim.scalar_ops import _LISTS, with_tensors
 from tests.optimizer_runs import BEHIND, CELLS, FORMS, PLAIN_FAILS, SAME, Run, outcome, replayed
 
 O = torch.optim  # noqa: E741
@@ -156,6 +157,28 @@ def test_an_op_with_its_number_in_a_tensor_comes_to_the_same_bits(
         assert mode.replaced == 1
         pairs = zip([*lists[0], *_listed(expected)], [*others[0], *_listed(found)], strict=True)
         assert all(torch.equal(one, other) for one, other in pairs), (op, dtype, number)
+
+
+class _Overloads(TorchDispatchMode):
+    """Notes the overloads that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("mul", [6.0, 15.0]), ("plus", [5.0, 8.0])])
+def test_a_number_in_a_tensor_is_not_read(name: str, expected: list[float]) -> None:
+    """On a GPU that would wait for the device; torch's parser prefers some overloads that read it."""
+    ones = [torch.tensor([2.0]), torch.tensor([5.0])]
+    with _Overloads() as overloads:
+        _LISTS[name](ones, torch.tensor(3.0))
+    assert [one.item() for one in ones] == expected
+    assert not [each for each in overloads.seen if "_local_scalar_dense" in each]
 
 
 def _listed(result: Any) -> list[Tensor]:

@@ -103,7 +103,8 @@ def _fused_step(targets: _Tensors, others: _Tensors, alpha: Tensor) -> None:
 # In place on lists of float32 on a GPU, in a launch or two.
 _LISTS: dict[str, Callable[..., None]] = {
     "mul": lambda ones, number: torch._foreach_mul_(ones, number),
-    "plus": lambda ones, number: torch._foreach_add_(ones, number),
+    # `alpha` tells the overloads apart: without it torch takes the tensor for a number, and reads it.
+    "plus": lambda ones, number: torch._foreach_add_(ones, number, alpha=1),
     "add": _fused_step,
     "addcmul": lambda ones, a, b, value: _fused_step(ones, torch._foreach_mul(a, b), value),
     "addcdiv": lambda ones, a, b, value: _fused_step(ones, torch._foreach_div(a, b), value),

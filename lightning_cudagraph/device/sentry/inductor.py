@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from lightning_cudagraph.compat.names.torch_names import cudagraphs, debugging
+from lightning_cudagraph.compat.names import torch_names
 from lightning_cudagraph.device.sentry.sentry import Location, user_location
 from lightning_cudagraph.errors import CaptureError
 
 __all__ = ["refused_on_cpu", "wants_graphs", "without_its_graphs"]
 
 _GRAPHS = "triton.cudagraphs"
+_CUDAGRAPHS = "torch._dynamo.backends.cudagraphs"
 _SAID = (
     "torch.compile runs without the CUDA graphs of its own that its `mode=`, `options=` or backend asks"
     " for, because the whole step is in one graph; its kernels are the same"
@@ -33,10 +34,10 @@ _SAID = (
 
 def wants_graphs(backend: Any) -> bool:
     """Whether a backend of `torch.compile` captures what it compiles in CUDA graphs of its own."""
-    if isinstance(backend, cudagraphs.CudagraphsBackend):
-        return True
     if not isinstance(backend, torch._TorchCompileInductorWrapper):
-        return False
+        return _CUDAGRAPHS in sys.modules and isinstance(
+            backend, torch_names.cudagraphs.CudagraphsBackend
+        )
     wanted = backend.config.get(_GRAPHS)
     if wanted is None and "torch._inductor.config" in sys.modules:
         wanted = torch._inductor.config.triton.cudagraphs
@@ -83,7 +84,8 @@ class _WithoutGraphs:
 
     def _patch(self) -> None:
         kind: Any = torch._TorchCompileInductorWrapper
-        other_kind: Any = cudagraphs.CudagraphsBackend
+        # Imported here, because that takes 0.2 s, and imports networkx.
+        other_kind: Any = torch_names.cudagraphs.CudagraphsBackend
         by_inductor, by_cudagraphs = kind.__call__, other_kind.__call__
 
         def compile_by_inductor(backend: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +96,7 @@ class _WithoutGraphs:
 
         def compile_by_cudagraphs(model: Any, inputs: Any, **kwargs: Any) -> Any:
             if self._turn():  # without the graphs, what is left of this backend is the other one
-                return debugging.aot_eager(model, inputs)
+                return torch_names.debugging.aot_eager(model, inputs)
             return by_cudagraphs(model, inputs, **kwargs)
 
         self._replace(kind, "__call__", compile_by_inductor)

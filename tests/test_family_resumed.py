@@ -1,0 +1,76 @@
+"""Optimizers over many steps, with a checkpoint in the middle that the other kind of run goes on from.
+
+`tests/gpu/test_family_resumed.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_cudagraph import CUDAGraphCallback
+from tests.family import CLIPS, FORMS, SCHEDULES, quiet, run
+from tests.harness import differences
+
+STEPS = 200
+# Those that step in the graph in the form in which people make them, and one that is fused.
+IN_GRAPH = (
+    *(
+        "Adam",
+        "AdamW",
+        "Adam(foreach, amsgrad)",
+        "AdamW(foreach=False, maximize)",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+    ),
+    *(
+        "RMSprop",
+        "RMSprop(momentum, centered)",
+        "Adadelta",
+        "Rprop",
+        "SGD(momentum, dampening)",
+        "Adagrad",
+    ),
+    *("Muon", "AdamW(fused)"),
+)
+
+
+@pytest.mark.spread(5)
+@pytest.mark.parametrize("form", IN_GRAPH)
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "64-true"])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about each of many small runs
+def test_resumed_in_both_directions(
+    tmp_path: Path, accelerator: str, form: str, precision: str, clip: str, schedule: str
+) -> None:
+    assert form in FORMS
+    if form == "AdamW(fused)" and clip != "no clip" and precision == "16-mixed":
+        pytest.skip("Lightning itself does not clip for fused optimizers in mixed precision")
+    if form == "AdamW(fused)" and (schedule == "OneCycle" or precision == "64-true"):
+        pytest.skip("its kernel takes momentum as a number, and steps behind the graph")
+    quiet()
+    cell = (precision, clip, schedule)
+    of_plain, of_graph = tmp_path / "plain.ckpt", tmp_path / "graph.ckpt"
+    callback = CUDAGraphCallback()
+    try:
+        plain = run(form, cell, accelerator, None, STEPS, of_plain)
+    except ValueError as error:
+        assert "must support momentum" in str(error)
+        pytest.skip("OneCycleLR cycles a momentum that it does not have")
+    graph = run(form, cell, accelerator, callback, STEPS, of_graph)
+    assert differences(plain, graph) == []
+    counts = callback.counts
+    assert counts is not None
+    assert counts.replayed > STEPS / 2
+    assert "optimizer steps eagerly" not in str(callback.report)
+    ends = [
+        run(form, cell, accelerator, maker and maker(), STEPS, ckpt_path=path)
+        for maker in (None, CUDAGraphCallback)
+        for path in (of_plain, of_graph)
+    ]
+    assert len(ends[0]["losses"]) == STEPS / 2
+    for end in ends[1:]:
+        assert differences(ends[0], end) == []
