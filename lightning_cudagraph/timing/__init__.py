@@ -1,1 +1,1 @@
-"""The clock inside a graph, and where its times are shown."""
+"""The clock inside a graph, and the destinations of its times."""

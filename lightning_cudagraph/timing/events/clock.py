@@ -1,4 +1,4 @@
-"""The clock of a fit: which steps are timed, and when their events are read."""
+"""The clock of a fit: selection of the steps that are timed, and reads of their events."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ class _Unread(NamedTuple):
     """A timed step whose events have not been read yet.
 
     Attributes:
-        marks: its events.
-        lead_in: those before it.
+        lead_in: the events before the step.
         step: its number as the trainer's loggers count it.
-        ended: an event of its own behind it. Of one that a graph sets, nothing can be asked before its
-            first replay has come to it.
-        owned: events that are free when it has been read.
-        batch: its place among the batches of a step of the optimizer.
-        is_last: it is the last of these.
-        waited_ms: how long the host has waited for other processes before it.
+        ended: an ordinary event after the step. An event in a graph cannot be queried before the first
+            replay has reached it.
+        owned: events to reuse once the step has been read.
+        batch: index of the micro-batch in its accumulation window.
+        is_last: the last micro-batch of the window.
+        waited_ms: the host's wait for other processes before the step.
     """
 
     marks: StepMarks
@@ -44,18 +43,15 @@ class _Unread(NamedTuple):
 
 
 class FitClock:
-    """Decides which steps are timed, reads their events, and passes the readings on.
+    """Selects the steps to time, reads their events, and passes the readings to the sinks.
 
-    The host does not wait for the device: events are read when their step is known to have ended, which
-    is looked at after later steps. At the latest they are read before a replay that would set them
-    again; with two graphs that alternate, another one is queued then, so that the device never waits.
+    The host does not wait for the device. After each step, the events of earlier steps that have ended
+    are read; at the latest, events are read before a replay that would set them again. With two graphs
+    in turn, the other graph is queued at that moment, so that the device does not wait either.
 
     Args:
-        backend: where the steps run.
-        sinks: destinations of the readings.
-        every_n_steps: the last of so many steps of the optimizer is timed, with all batches whose
-            gradients they take; 0 for none.
-        waited_s: tells how long the host has waited for other processes so far, in seconds.
+        every_n_steps: one in so many optimizer steps is timed, with all its micro-batches; 0 for none.
+        waited_s: the host's wait for other processes so far, in seconds.
     """
 
     def __init__(
@@ -69,31 +65,31 @@ class FitClock:
         self._sinks = Sinks(sinks)
         self._every_n_steps = every_n_steps
         self._waited_s = waited_s
-        self._waited_before_s = 0.0  # the step that comes next
+        self._waited_before_s = 0.0  # before the next step
         self._layout_of = lru_cache(MAX_LAYOUTS)(with_lead_in)
-        # Preparing to read some events takes longer than reading them, and they come again.
+        # Preparing a read takes longer than the read, and the same events are read again and again.
         self._event_times = lru_cache(MAX_LAYOUTS)(backend.event_times)
         self._unread: deque[_Unread] = deque()
-        # Events that have been read, to be used again: making one takes longer than marking it.
+        # Events to reuse: creating one takes longer than recording it.
         self._free: list[Event] = []
-        # What lies before the step that comes next, if that one is to be timed.
+        # The events before the next step, if that one is to be timed.
         self._lead_in: LeadIn | None = None
 
     def is_due(self, optimizer_step: int) -> bool:
-        """True if the step of the optimizer after so many others is timed."""
+        """True if an optimizer step is timed, by the number of those before it."""
         n = self._every_n_steps
-        # The step that Lightning logs, if it logs as often, and not the one behind it: reading the
-        # values waits for the device, which then has nothing to do while a timed step is launched.
+        # The step that Lightning logs, if it logs as often, and not the one after it: Lightning's read
+        # of the logged values waits for the device, so that the next step is launched on an idle one.
         return n == 1 or (n > 1 and (optimizer_step + 1) % n == 0)
 
     def copying(self) -> AbstractContextManager[None]:
-        """A context for the copy of the batch of a step that is due."""
+        """Context for the copy of the batch of a step that is due."""
         if self._lead_in is None:
             self._lead_in = LeadIn(self._passed, None)
         return self._lead_in
 
     def upcoming(self, marks: StepMarks | None) -> None:
-        """Read the events of a graph: it is to be replayed now, which sets them again."""
+        """Read the events of a graph before its replay, which sets them again."""
         while any(unread.marks is marks for unread in self._unread):
             self._await_first()
 
@@ -105,14 +101,14 @@ class FitClock:
         batch: int = 0,
         is_last: bool = True,
     ) -> None:
-        """A step that can be timed has been launched.
+        """Note that a step has been launched, and read the steps that have ended.
 
         Args:
             marks: its events, or None if it was not timed.
             step: its number as the trainer's loggers count it.
-            is_next_due: the step that comes next is to be timed.
-            batch: its place among the batches whose gradients one step of the optimizer takes.
-            is_last: it is the last of these.
+            is_next_due: the next step is to be timed.
+            batch: index of the micro-batch in its accumulation window.
+            is_last: the last micro-batch of the window.
         """
         while self._unread and self._unread[0].ended.query():
             self._read_first()
@@ -130,21 +126,21 @@ class FitClock:
         self._lead_in = LeadIn(self._passed, end) if is_next_due else None
 
     def interrupted(self) -> None:
-        """Something else than a step that can be timed comes before the next one, which has no gap."""
+        """Drop the gap before the next step: something else than a replay comes before it."""
         self._lead_in = None
 
     def pause(self) -> None:
-        """Something that is not a training step comes now (validation, a checkpoint)."""
+        """Note that something else than a training step follows (validation, a checkpoint)."""
         self.interrupted()
         self._sinks.pause()
 
     def finish(self) -> None:
-        """No more steps come: read what is left to read, waiting for it."""
+        """Wait for the steps that are left, and read them."""
         while self._unread:
             self._await_first()
 
     def close(self) -> None:
-        """Close the sinks; events that have not been read are left alone."""
+        """Close the sinks. Unread events are dropped."""
         self._unread.clear()
         self.interrupted()
         self._sinks.close()
@@ -155,7 +151,7 @@ class FitClock:
         return event
 
     def _await_first(self) -> None:
-        # Of the step as a whole: marks may lie on several streams.
+        # The event after the whole step: marks may lie on several streams.
         self._unread[0].ended.synchronize()
         self._read_first()
 
@@ -168,7 +164,7 @@ class FitClock:
         self._sinks.add(reading)
 
     def _before_ms(self, lead_in: LeadIn, start: Event) -> list[float]:
-        """The times of the events before a step, in milliseconds after its start: negative ones."""
+        """Times of the events before a step, in milliseconds after its start, thus negative."""
         if not lead_in.events:
             return []
         *times_ms, start_ms = self._event_times((*lead_in.events, start))()

@@ -1,4 +1,4 @@
-"""The collectives of a step among its marks."""
+"""Marks of the collectives in a step."""
 
 from __future__ import annotations
 
@@ -13,66 +13,66 @@ _ALL_REDUCE = "all_reduce"
 
 
 class Collectives:
-    """Those of one step, by the numbers of the marks when they can begin, and when they are done.
+    """The collectives of one step, each by the numbers of two marks: ready to begin, and done.
 
-    One that runs beside the stream of the step waits for what it works on, and for the one before it.
-    Which comes later is known once the step has run: so its beginning is no event, but a number that
-    follows from two, and comes behind the events.
+    A collective on a stream of its own begins when its inputs are ready and the collective before it is
+    done. The later of the two is known once the step has run. So its beginning has no event: it is
+    computed from two marks, and numbered after all events.
 
     Attributes:
-        ends: the marks at the ends of those that run beside the step.
-        n_begins: how many of these there are.
+        ends: end marks of the collectives on streams of their own.
+        n_begins: the number of these collectives.
     """
 
     def __init__(self) -> None:
         self.ends: list[int] = []
         self.n_begins = 0
-        # Ready and end of those that run beside the step, in the order in which they are issued.
-        self._beside: list[tuple[str, int, int]] = []
+        # Name, ready and end mark of those on streams of their own, in the order of issue.
+        self._overlapping: list[tuple[str, int, int]] = []
         self._waited_for: list[tuple[str, int, int]] = []
-        # Tensors of collectives under way: a collective that is waited for at once lets go of its own.
-        self._kept: list[Any] = []
+        # Tensors of collectives under way. Torch releases its own references at `Work.wait`, which
+        # `mark_end` calls while the collective may still run.
+        self._held: list[Any] = []
 
     def add(self, name: str, ready: int, end: int, tensors: Any) -> None:
-        """Take one that runs beside the stream of the step.
+        """Add a collective that runs on a stream of its own.
 
         Args:
-            name: what it is.
-            ready: the mark of what is before it on that stream.
-            end: the mark behind it.
+            ready: the mark on the step's stream at which its inputs are ready.
+            end: the mark after it.
             tensors: its tensors, held until it is done.
         """
-        self._beside.append((name, ready, end))
-        self._kept.append(tensors)
+        self._overlapping.append((name, ready, end))
+        self._held.append(tensors)
         self.ends.append(end)
         self.n_begins += 1
 
     def add_waited_for(self, name: str, begin: int, end: int) -> None:
-        """Take one that runs between the kernels of the step."""
+        """Add a collective that runs between the kernels of the step."""
         self._waited_for.append((name, begin, end))
 
     def let_go(self) -> None:
-        """Let go of their tensors: they are done."""
-        self._kept.clear()
+        """Release the tensors of collectives that are done."""
+        self._held.clear()
 
     def begins_ms(self, offsets_ms: Sequence[float]) -> list[float]:
-        """The begins of those beside the step."""
+        """Beginnings of the collectives on streams of their own, in milliseconds."""
         begins_ms: list[float] = []
         done_ms = 0.0
-        for _, ready, end in self._beside:
-            # Stamps of one point in time on two streams can be in either order.
+        for _, ready, end in self._overlapping:
+            # Two streams may report one point in time in either order.
             begins_ms.append(min(max(offsets_ms[ready], done_ms), offsets_ms[end]))
             done_ms = offsets_ms[end]
         return begins_ms
 
     def spans(self, n_events: int) -> list[Span]:
-        """The spans of the marks, in the order in which they are shown.
+        """The spans of the collectives, in display order.
 
         Args:
-            n_events: how many events there are, which those of `begins_ms` come behind.
+            n_events: the number of events; the marks of `begins_ms` are numbered from there on.
         """
         calls: dict[str, list[tuple[int, int]]] = {}
-        for number, (name, _, end) in enumerate(self._beside, n_events):
+        for number, (name, _, end) in enumerate(self._overlapping, n_events):
             calls.setdefault(name, []).append((number, end))
         for name, begin, end in self._waited_for:
             calls.setdefault(name, []).append((begin, end))
@@ -85,7 +85,7 @@ class Collectives:
         return found
 
     def _exposed(self) -> tuple[tuple[int, int], ...]:
-        """The begins and ends of waits of the step for all-reduces."""
+        """Begin and end marks of the step's waits for all-reduces."""
         waited_for = [(begin, end) for name, begin, end in self._waited_for if name == _ALL_REDUCE]
-        beside = [(ready, end) for name, ready, end in self._beside if name == _ALL_REDUCE]
-        return (*waited_for, *beside[-1:])
+        overlapping = [(ready, end) for name, ready, end in self._overlapping if name == _ALL_REDUCE]
+        return (*waited_for, *overlapping[-1:])

@@ -1,9 +1,8 @@
-"""What marks time where the code now runs: a stream of the GPU, an emulated capture, the host's clock.
+"""Timing events for the calling thread: of a CUDA stream, an emulated capture, or the host's clock.
 
-Events know by themselves whether they are recorded in a capture. Outside, torch takes an external event
-for an ordinary one (c10/cuda/CUDAEvent.h); inside, it becomes a node of the graph.
-
-CUDA is not initialised for the sake of a timer: while nobody has done so, nothing runs on a GPU.
+An external event becomes a node of the graph if it is recorded in a capture; outside, torch treats it as
+an ordinary one (c10/cuda/CUDAEvent.h). A timer does not initialise CUDA: before other code has done so,
+nothing runs on a GPU.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ __all__ = ["event_here", "is_captured_here"]
 
 
 def is_captured_here() -> bool:
-    """Whether what the calling thread issues now becomes part of a graph."""
+    """True if the calling thread issues into a capture."""
     if EmulatedGraph.recording() is not None:
         return True
-    # It asks the current stream, so that autograd's threads and forked streams are known too.
+    # A query of the current stream, which includes autograd's threads and forked streams.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def event_here() -> Any:
-    """A new timing event, to be recorded here."""
+    """A new timing event, for the calling thread to record."""
     if torch.cuda.is_initialized() and EmulatedGraph.recording() is None:
         return torch.cuda.Event(enable_timing=True, external=True)
     return HostEvent()

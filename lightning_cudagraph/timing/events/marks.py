@@ -1,8 +1,8 @@
-"""Events inside a captured step: what they mark, and when they were passed.
+"""Marks of a step: events at its changes of stage and layer.
 
-A step goes from stage to stage (forward, backward, optimizer), and inside of these from layer to layer.
-Each change is marked by an event. Where nothing has been issued since the last one, that one is taken:
-neighbouring layers, and a container and its first member, have a mark in common.
+An event marks each change from stage to stage (forward, backward, optimizer) and from layer to layer. If
+nothing has been issued since the last event, the change shares it: neighbouring layers, and a container
+and its first member, have one mark.
 """
 
 from __future__ import annotations
@@ -45,49 +45,46 @@ _TRACKS: dict[Stage, Track] = {
 
 _Calls = list[tuple[int, int]]
 
-# Captures that mark the same share their layout, as an object.
+# Captures with equal marks share one layout object.
 _layouts: WeakValueDictionary[tuple[Any, ...], SpanLayout] = WeakValueDictionary()
 
 
 class StepMarks:
     """The events of one captured step.
 
-    The stages tile the step, so that their times add up to the whole. What is in them:
+    The stages tile the step, so that their times add up to the whole:
 
-    - forward: what `training_step` does.
-    - backward: from there to the end of the backward pass, with what is recomputed for it.
-    - host: hooks on the host in the middle of the step, during which the device waits.
+    - forward: `training_step`.
+    - backward: from there to the end of the backward pass, with recomputation for it.
+    - host: graph breaks, in which hooks run on the host while the device waits.
     - clipping: `configure_gradient_clipping`. scaler: unscaling, and the update of the scale.
     - optimizer: all else that comes after the backward pass.
 
-    A layer's backward pass is the time in which nodes run that its calls have made, be they for the
-    gradients of its inputs or of its weights, and in which what it computed is recomputed. A gradient
-    that several layers add to is added up in the one whose part comes last. Layers that are called
-    several times have the sum of their calls; a layer called inside itself counts once.
+    A layer's backward pass is the time of the autograd nodes that its calls have made, for gradients of
+    inputs and of weights, and of the recomputation of its outputs. The sum of a gradient of several
+    layers counts for the layer that adds the last part. The time of a layer is the sum of its calls; a
+    layer called inside itself counts once.
 
     With several processes there are parts beside the stages, in a track of their own:
 
-    - all_reduce: the all-reduces of the step, which are those of the gradients under
-      `DistributedDataParallel`, one for each of its buckets. Each lasts from when it can begin (what it
-      reduces is there, and the collective before it is done) until it is done, so it has in it how
-      long this process waits for others to come to it too. They run beside the backward pass.
-    - all_reduce_exposed: how long the step waits for them: from when the last gradients are there
-      until the last all-reduce is done. Those that run between the kernels of the step, as the
-      ones of `SyncBatchNorm` do, are waited for from their beginning to their end.
+    - all_reduce: the all-reduces of the step: under `DistributedDataParallel` one for each bucket of
+      gradients, beside the backward pass. Each lasts from when it can begin (its inputs are ready, and
+      the collective before it is done) until it is done, which includes this process's wait for the
+      others.
+    - all_reduce_exposed: the step's wait for them, from the last gradients until the last all-reduce is
+      done. Those between the kernels of the step, such as `SyncBatchNorm`'s, are waited for from
+      beginning to end.
     - broadcast, all_gather, and so on: other collectives of the step, likewise.
 
     Args:
-        backend: where the step runs.
-        layers: the modules to time, by name.
-        has_optimizer: the step ends with that of the optimizer, and not with the backward pass.
-        placement: ``"serial"`` to have the events between the kernels, and not beside them.
-        with_collectives: time the collectives too.
+        has_optimizer: the step ends with the optimizer's, and not with the backward pass.
+        placement: ``"serial"`` for events between the kernels, and not on a branch beside them.
 
     Attributes:
-        layout: what is timed, after `recording`: ``step_ms/`` and a stage or a part,
-            ``step_ms/total`` if there is an optimizer, ``layer_forward_ms/{module}`` and
-            ``layer_backward_ms/{module}``. Marks are numbered in the order of the step.
-        untimed: what is not timed, in words, and why.
+        layout: the spans, after `recording`: ``step_ms/`` and a stage or a part, ``step_ms/total`` if
+            there is an optimizer, ``layer_forward_ms/{module}`` and ``layer_backward_ms/{module}``.
+            Marks are numbered in the order of the step.
+        untimed: reasons why layers are not timed, by their names in words.
     """
 
     layout: SpanLayout
@@ -109,21 +106,21 @@ class StepMarks:
         self._names = list(layers)
         self._layers = LayerMarks(layers, self._turn_to)
         self._events: list[Event] = []
-        # What reads them, once all have been recorded.
+        # Reads the events; made once all have been recorded.
         self._times: Callable[[], list[float]] | None = None
         self._position: object | None = None
         self._here = -1  # the mark at this position
         self._stage: Stage | None = None
         self._stage_begin = 0
         self._stages: dict[Stage, _Calls] = {}
-        # What is under way, by tag, and the marks at which it began.
+        # Marks at which the layers' passes under way began, by tag.
         self._open: dict[str, int] = {}
         self._calls: dict[str, _Calls] = {}
         self._is_recording = False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the step: mark its beginning and its end, and its layers in between."""
+        """Context around the step: mark its beginning, its layers, and its end."""
         with ExitStack() as stack:
             stack.enter_context(self._layers.followed(captured=is_capturing()))
             if self._with_collectives:
@@ -136,12 +133,12 @@ class StepMarks:
                 self._enter(None)
             finally:
                 self._is_recording = False
-        if is_capturing():  # all of it waits for all that is captured
+        if is_capturing():  # the end of the graph waits for all of its branches
             self._collectives.let_go()
         self._lay_out()
 
     def forward_began(self) -> None:
-        """Say that the forward pass begins, if it is not with the step."""
+        """Mark the beginning of the forward pass, if it does not begin with the step."""
         self._layers.begin_forward()
         if self._stage != "forward":
             self._enter("forward")
@@ -150,21 +147,21 @@ class StepMarks:
         """Mark the end of the forward pass, which is the beginning of the backward pass.
 
         Args:
-            output: what the backward pass begins from; layers whose outputs it comes from are known
-                without it, but not when what comes after them in the step ends.
+            output: the tensors from which the backward pass begins. The backward passes of layers are
+                found without them, but not the end of the nodes between these tensors and the layers.
         """
         self._layers.end_forward(output)
         self._enter("backward")
 
     def backward_ended(self) -> None:
-        """Mark the end of the backward pass, if it has not ended, and the beginning of what follows."""
+        """Mark the end of the backward pass, if it is under way, and the beginning of the next stage."""
         if self._stage == "backward":
             self._layers.end_backward()
             self._enter("optimizer" if self._has_optimizer else None)
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:
-        """Time what is done inside as a stage of its own, and not as that around it."""
+        """Time the block as a stage of its own, and not as part of the stage around it."""
         around = self._stage
         self._enter(name)
         yield
@@ -172,11 +169,11 @@ class StepMarks:
 
     @property
     def start(self) -> Event:
-        """The first of the events."""
+        """The first event."""
         return self._events[0]
 
     def read(self) -> list[float]:
-        """The times at which the last replay passed its marks, with a wait for its end if need be.
+        """Read the times of the marks in the last replay, and wait for its end if need be.
 
         Returns:
             Milliseconds after the first mark, one for each of the layout's.
@@ -191,7 +188,7 @@ class StepMarks:
         events = self._events
         try:
             events[self._here].synchronize()
-            for end in self._collectives.ends:  # on streams of their own, or told by threads of gloo's
+            for end in self._collectives.ends:  # on streams of their own, or recorded by gloo's threads
                 events[end].synchronize()
             if self._times is None:
                 self._times = self._backend.event_times(events)
@@ -204,7 +201,7 @@ class StepMarks:
         return times_ms + self._collectives.begins_ms(times_ms)
 
     def _mark(self) -> int:
-        """Mark this point; returns the number of the mark."""
+        """Mark this point, and return the number of the mark."""
         if not self._is_recording:
             raise CUDAGraphError("A step was to be marked that is not being recorded.")
         position = self._backend.position()
@@ -220,7 +217,7 @@ class StepMarks:
         return len(self._events) - 1
 
     def _collective(self, name: str, tensors: Any) -> Callable[[Any], None]:
-        """Mark when a collective can begin; returns what marks its end."""
+        """Mark the point where a collective can begin; return a function that marks its end."""
         ready = self._mark()
 
         def issued(work: Any) -> None:
@@ -243,7 +240,7 @@ class StepMarks:
         self._stage, self._stage_begin = stage, number
 
     def _turn_to(self, tags: frozenset[str]) -> None:
-        """From here on the time belongs to the layers' passes of these tags."""
+        """Attribute the time from here on to the layers' passes with these tags."""
         if self._open.keys() == tags:
             return
         number = self._mark()
@@ -253,7 +250,7 @@ class StepMarks:
             self._open[tag] = number
 
     def _lay_out(self) -> None:
-        """Say what the marks mean."""
+        """Build the layout from the marks."""
         last = self._here
         spans = [
             Span(STEP_TAG + stage, track, tuple(self._stages[stage]))

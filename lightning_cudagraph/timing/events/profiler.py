@@ -1,8 +1,7 @@
-"""A profiler of all CUDA graphs of the process.
+"""Profiler of all CUDA graphs of the process.
 
-Blocks that are timed during a capture belong to the graph that is being captured, and are reported
-after each of its replays. For that, methods of `torch.cuda.CUDAGraph` are replaced, and those of the
-emulator's graphs, which have the same names.
+Blocks that are timed during a capture belong to its graph, and are reported after each replay. For that,
+methods of `torch.cuda.CUDAGraph`, and of the emulator's graphs, are patched.
 """
 
 from __future__ import annotations
@@ -31,61 +30,62 @@ __all__ = ["Profiler"]
 Context = TypeVar("Context")
 
 _GRAPHS: tuple[type, ...] = (torch.cuda.CUDAGraph, EmulatedGraph)
-# The events in each graph, which must outlive it, and the profiler too. Nothing else: the context of a
-# block may refer to the graph.
+# The events in each graph, which must live as long as the graph does, even after the profiler. Events
+# only: the context of a block may refer to the graph, and would keep it alive.
 _events_in: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-# The attribute of a graph with its blocks: with it they are one cycle that Python finds, if they refer
-# to the graph.
+# The attribute of a graph that holds its blocks. If a block refers to the graph, they are a cycle, which
+# Python's collector finds.
 _BLOCKS = "_lightning_cudagraph_blocks"
 _lock = threading.RLock()
-# Outside of graphs each block has events of its own until it is reported.
+# A bound on memory: outside of graphs, each block has events of its own until it is reported.
 _MOST_UNREPORTED = 4096
-# Nor should they wait for a block around them that lasts long, or that is never left. Reading them then
-# takes next to nothing beside the time of that block.
+# Blocks inside of one that lasts long, or is never left, are reported before its end: to read them takes
+# next to nothing beside the time of that block.
 _LONGEST_UNREPORTED_S = 5.0
 
 
 class _Outside(threading.local):
-    """The blocks outside of graphs that one thread has timed, and that have not been reported."""
+    """Unreported blocks outside of graphs, of one thread."""
 
     def __init__(self) -> None:
         self.blocks = Timings()
-        self.unreported_since_s = 0.0  # the outermost one was entered, or some were reported
+        self.unreported_since_s = 0.0  # since the outermost was entered, or the last report
         self.is_reporting = False
 
 
 class Profiler(Generic[Context]):
-    """Times blocks of code in every CUDA graph of the process, and outside of graphs.
+    """Profiler of blocks of code in every CUDA graph of the process, and outside of graphs.
 
-    After each replay of a graph `dump_fn` is called for each block in it, in the order in which they
-    were entered at its capture; for that the host waits until the replay has passed the last of them.
-    Blocks outside of graphs are reported in the same way when the outermost one is left, so that no
-    waiting comes into the times of others, but into that of a block around a replay; and while it stays
-    open, when some thousands have come together or some seconds have passed. It does not matter who
-    captures: `torch.cuda.graph`, `make_graphed_callables`, `CUDAGraphCallback`, or any library through
-    `torch.cuda.CUDAGraph`.
+    After each replay of a graph, `dump_fn` is called for each block in it, in the order in which they
+    were entered at the capture. For that the host waits until the replay has passed the last block. The
+    graph may be captured by `torch.cuda.graph`, `make_graphed_callables`, `CUDAGraphCallback`, or any
+    library that uses `torch.cuda.CUDAGraph`.
 
-    There is one at a time. Making it again with the same function gives the same object. `close`, or
-    the end of its outermost ``with`` block, switches it off: then nothing of torch is replaced any more,
-    and blocks that stay in the code cost next to nothing.
+    Blocks outside of graphs are reported when the outermost one is left, so that the wait is in no time
+    but that of a block around a replay. While the outermost stays open, they are reported after some
+    thousands of blocks or some seconds.
+
+    There is one profiler at a time: making it again with the same function returns the same object.
+    `close`, or the end of its outermost ``with`` block, switches it off. Then no method of torch is
+    patched any more, and blocks that stay in the code cost next to nothing.
 
     A copy is the object itself. A pickle carries neither the function nor any times: it is loaded
-    as the one that is switched on in the process that loads it, or as one that is switched off.
+    as the active profiler of the process that loads it, or as one that is switched off.
 
-    Not timed: blocks in `dump_fn` itself. Not reported: replays, while a capture is under way in any
-    thread, which waiting could break; graphs whose capture has begun before the profiler was made;
-    replays by which `CUDAGraphCallback` and `GraphedStep` try on how many streams a step is fastest,
-    whose effects they undo.
+    Not timed: blocks in `dump_fn` itself. Not reported: replays while a capture is under way in any
+    thread, because a wait could break the capture; graphs whose capture began before the profiler was
+    made; trial replays of `CUDAGraphCallback` and `GraphedStep`, which find the fastest number of
+    streams and are undone.
 
     Args:
-        dump_fn: takes the context of a block and its time in milliseconds. It is called in the thread
-            that replays. An exception of it comes out of `replay`, when the replay is over.
+        dump_fn: called with the context of a block and its time in milliseconds, in the thread that
+            replays. Its exceptions come out of `replay`, after the replay.
 
     Attributes:
-        active: the one that is switched on, or None.
+        active: the profiler that is switched on, or None.
 
     Raises:
-        TimerError: if there is one already with another function, or if it is given none.
+        TimerError: if there is one with another function already, or if `dump_fn` is not callable.
 
     Example:
         profiler = Profiler(lambda name, elapsed_ms: print(f"{name} took {elapsed_ms:.2f} ms"))
@@ -99,7 +99,7 @@ class Profiler(Generic[Context]):
     _dump_fn: Callable[[Context, float], None]
     _patches: list[tuple[type, str, Any, Any]]  # class, name, hook, and the class's own method or None
     _graphs: WeakSet[Any]
-    _captures: list[tuple[ref[Any], int]]  # under way: graph and thread
+    _captures: list[tuple[ref[Any], int]]  # graph and thread of each capture under way
     _outside: _Outside
     _unreported: set[Timings]  # outside of graphs, of all threads
     _n_entered: int  # `with` blocks
@@ -129,20 +129,20 @@ class Profiler(Generic[Context]):
             )
 
     def __init__(self, dump_fn: Callable[[Context, float], None]) -> None:
-        """See the class; all is done by `__new__`, which may return the one that exists."""
+        """Do nothing: `__new__`, which may return the existing profiler, does all."""
 
     def time(self, context: Context) -> TimedBlock:
-        """A block to be entered by ``with``, or put on a function: each call is a block of its own.
+        """Return a block for ``with``, or to decorate a function; each call returns a block of its own.
 
         Args:
-            context: any object; `dump_fn` is given it.
+            context: any object, which is passed to `dump_fn`.
         """
         return TimedBlock(self, context)
 
     def reset(self) -> None:
-        """Forget all blocks of all graphs, and those of this thread that wait for the outermost one.
+        """Forget all blocks of all graphs, and the unreported blocks of this thread.
 
-        Graphs that have been captured are reported no longer; those to come are.
+        Graphs that have been captured are no longer reported; later ones are.
         """
         with _lock:
             for graph in self._graphs:
@@ -151,9 +151,9 @@ class Profiler(Generic[Context]):
         self._settle()
 
     def close(self) -> None:
-        """Switch it off, and put back the methods of torch. A second time does nothing.
+        """Switch the profiler off, and restore the methods of torch. A second call does nothing.
 
-        Blocks of this thread that could not be reported, because another one captured, are reported.
+        Blocks of this thread whose report had to wait for a capture of another thread are reported.
         """
         is_capturing = self._is_capturing()
         with _lock:
@@ -174,10 +174,10 @@ class Profiler(Generic[Context]):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _forget_outside(self) -> list[str]:
-        """Forget the blocks outside of graphs; returns a text for each thread with unreported ones."""
+        """Forget blocks outside of graphs; return a warning for each thread with unreported ones."""
         with _lock:
             unreported = self._unreported
-            # New ones: other threads may be using the old.
+            # New objects: other threads may be using the old.
             self._unreported, self._outside = set(), _Outside()
         texts = []
         for blocks in unreported:
@@ -189,7 +189,7 @@ class Profiler(Generic[Context]):
                 why = f"{still_open[0]} has been entered and not left: blocks that waited for its end"
             else:
                 why = "Another thread has captured, or is still in a block: blocks that waited for that"
-            texts.append(f"{why} are not reported. Close the profiler behind them.")
+            texts.append(f"{why} are not reported. Close the profiler after them.")
         return texts
 
     def __enter__(self) -> Self:
@@ -213,7 +213,7 @@ class Profiler(Generic[Context]):
         return self
 
     def __deepcopy__(self, memo: Any) -> Self:
-        return self  # copies of modules that hold it go on using it
+        return self  # shared by copies of a module that holds it
 
     def __reduce__(self) -> Any:
         return type(self)._loaded, ()
@@ -232,22 +232,22 @@ class Profiler(Generic[Context]):
         return new
 
     def _patch(self) -> None:
-        """Replace the methods of graphs by hooks, which call them first."""
-        told: dict[str, Callable[[Any], None]] = {
+        """Patch the methods of graphs: each hook calls the method, then reports the call."""
+        reports: dict[str, Callable[[Any], None]] = {
             "capture_begin": self._begun,
             "capture_end": self._ended,
             "replay": self._replayed,
             "reset": self._emptied,
         }
         for owner in _GRAPHS:
-            for name, tell in told.items():
+            for name, report in reports.items():
                 method = getattr(owner, name)
-                hook = functools.wraps(method)(self._hook(method, tell, name == "capture_end"))
+                hook = functools.wraps(method)(self._hook(method, report, name == "capture_end"))
                 self._patches.append((owner, name, hook, vars(owner).get(name)))
                 setattr(owner, name, hook)
 
-    def _hook(self, method: Any, tell: Callable[[Any], None], ends_capture: bool) -> Any:
-        # Arguments are passed on as they are: they differ between versions of torch.
+    def _hook(self, method: Any, report: Callable[[Any], None], ends_capture: bool) -> Any:
+        # Arguments are passed on unchanged: they differ between versions of torch.
         def hook(graph: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 result = method(graph, *args, **kwargs)
@@ -256,13 +256,13 @@ class Profiler(Generic[Context]):
                     self._ended(graph, failed=True)
                 raise
             if Profiler.active is self:
-                tell(graph)
+                report(graph)
             return result
 
         return hook
 
     def _unpatch(self) -> list[str]:
-        """Put the methods back; returns a text where another patch calls a hook, which stays then."""
+        """Restore the methods; return a warning if a later patch calls a hook, which then stays."""
         left = []
         for owner, name, hook, own in reversed(self._patches):
             if vars(owner).get(name) is not hook:
@@ -279,12 +279,12 @@ class Profiler(Generic[Context]):
         return [text] if left else []
 
     def _graph_here(self) -> Any:
-        """The graph of the capture that the calling thread is in, or None if it is not known."""
+        """The graph that the calling thread captures into, or None if it is not known."""
         with _lock:
             under_way = [(graph(), thread) for graph, thread in self._captures if graph() is not None]
         own = [graph for graph, thread in under_way if thread == get_ident()]
         if not own and len(under_way) == 1:
-            own = [under_way[0][0]]  # the backward pass runs in a thread of autograd's
+            own = [under_way[0][0]]  # the backward pass runs in autograd's thread
         return own[-1] if own else None
 
     def _begun(self, graph: Any) -> None:
@@ -319,7 +319,7 @@ class Profiler(Generic[Context]):
         self._report(blocks)
 
     def _report(self, blocks: Timings) -> None:
-        times = blocks.read()  # all, before code of the user's runs
+        times = blocks.read()  # all of them before user code runs
         outside = self._outside
         was_reporting, outside.is_reporting = outside.is_reporting, True
         try:
@@ -329,7 +329,7 @@ class Profiler(Generic[Context]):
             outside.is_reporting = was_reporting
 
     def _settle(self) -> None:
-        """Some blocks of this thread outside of graphs have been reported or forgotten."""
+        """Note that blocks of this thread outside of graphs have been reported or forgotten."""
         self._outside.unreported_since_s = monotonic()
         if not len(self._outside.blocks):
             self._unreported.discard(self._outside.blocks)
@@ -338,7 +338,7 @@ class Profiler(Generic[Context]):
         with _lock:
             return any(graph() is not None for graph, _ in self._captures)
 
-    # For `TimedBlock`:
+    # Called by `TimedBlock`:
 
     def _entered(self, context: Context) -> Timing | None:
         outside = self._outside
@@ -365,17 +365,17 @@ class Profiler(Generic[Context]):
 
     def _left(self, timing: Timing, failed: bool) -> None:
         blocks = timing.home
-        if blocks is None:  # `reset` has forgotten it
+        if blocks is None:  # forgotten by `reset`
             return
         if failed or Profiler.active is not self:
             blocks.discard(timing)
             if not timing.captured and not blocks.n_open:
-                blocks.clear()  # of a block that failed as a whole, nothing is reported
-                self._unreported.discard(blocks)  # of another thread, if that has ended
+                blocks.clear()  # an outermost block that failed is not reported, nor are blocks in it
+                self._unreported.discard(blocks)  # also for the finalizer of another thread's block
         elif timing.captured:
             graph = self._graph_here()
             if graph is not None and (here := getattr(graph, _BLOCKS)) is not blocks:
-                # A step is captured in parts, of which a later one holds the end.
+                # The step is captured in parts, and the block ends in a later one.
                 _events_in[graph].extend(timing.events)
                 blocks = here
             blocks.leave(timing)

@@ -1,7 +1,7 @@
-"""Blocks of code that are timed by two events each: context managers and decorators.
+"""Timed blocks of code, with two events each: context managers and decorators.
 
-In a capture the events are external ones: nodes of the graph, whose times each replay sets again and the
-host can read. Until CUDA is initialised, the host's clock replaces the events.
+In a capture the events are external ones, nodes of the graph: each replay sets their times, and the host
+can read them. Until CUDA is initialised, the host's clock replaces the events.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["TimedBlock", "Timing", "Timings", "has_no_time", "name_of", "read_ms
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Messages of torch, CUDA and the emulator for an event without a time.
+# Parts of the messages of torch, CUDA and the emulator for an event without a time.
 _NO_TIME_YET = ("invalid resource handle", "invalid argument", "must have been recorded")
 # Results of functions that return before their work begins.
 _NOT_BEGUN: tuple[type, ...] = (
@@ -47,10 +47,10 @@ class Timing:
     Attributes:
         context: the name that the user gave it.
         captured: it is part of a graph.
-        events: the one at the start and the one at the end.
-        is_left: both have been recorded.
-        home: the list that holds it.
-        is_told: the user has been warned that it was never left.
+        events: start and end.
+        is_left: both events have been recorded.
+        home: the list that holds the timing.
+        is_told: the user has been warned that the block was never left.
     """
 
     __slots__ = ("_code", "_line", "captured", "context", "events", "home", "is_left", "is_told")
@@ -68,7 +68,7 @@ class Timing:
         self._line = frame.f_lineno if frame is not None else 0
 
     def end(self) -> None:
-        """Record the second event; an error if only one of the two is in a capture."""
+        """Record the second event; raise if only one of the two is in a capture."""
         end = self.events[1]
         if is_captured_here() is not self.captured:
             inside, outside = "inside of a capture", "outside of it"
@@ -84,7 +84,7 @@ class Timing:
         self.is_left = True
 
     def elapsed_ms(self) -> float:
-        """Milliseconds between the events, which must have been reached."""
+        """Milliseconds between the events, both of which have been reached."""
         start, end = self.events
         return start.elapsed_time(end)  # type: ignore[no-any-return]
 
@@ -103,10 +103,10 @@ class Timing:
             ) from error
 
     def ended_before(self, other: Timing) -> bool:
-        """Compare the ends of two that have been reached; True where they are equal."""
+        """True if the end of `other` is not earlier; both ends have been reached."""
         end, other_end = self.events[1], other.events[1]
         if type(end) is not type(other_end):
-            return True  # on the host's clock, before CUDA was initialised
+            return True  # this one is on the host's clock, from before CUDA was initialised
         return end.elapsed_time(other_end) >= 0  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
@@ -115,31 +115,31 @@ class Timing:
 
 
 def has_no_time(error: RuntimeError) -> bool:
-    """True for the error of an event that has not been reached yet, or never."""
+    """True for the error of an event that has not been reached."""
     return any(text in str(error) for text in _NO_TIME_YET)
 
 
 def _brief(context: Any) -> str:
     try:
         text = repr(context)
-    except Exception as error:  # of the user's code, while another error is being reported
+    except Exception as error:  # the user's `__repr__` must not hide the error that is being reported
         text = f"a `{type(context).__qualname__}` whose `repr` raised {type(error).__qualname__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def read_ms(timings: Sequence[Timing], last: Timing) -> list[float]:
-    """Read timings that have been left, with one wait for the one that was left last."""
+    """Read timings of blocks that have been left, with one wait for the block that was left last."""
     if timings and is_captured_here():
         raise TimerError(
             f"{timings[0]} was read during a capture, in which nothing runs and no time passes.",
-            "Read it behind the capture, after a replay.",
+            "Read it after the capture and a replay.",
         )
     try:
         if timings:
             last.events[1].synchronize()
         return [timing.elapsed_ms() for timing in timings]
     except RuntimeError:
-        # Another stream is behind the last one's, or one of them has never been replayed.
+        # Another stream has not come as far yet, or a graph has never been replayed.
         return [timing.read_ms() for timing in timings]
 
 
@@ -169,14 +169,14 @@ class Timings:
         return [timing for timing in self._all if not timing.is_left] if self.n_open else []
 
     def enter(self, timing: Timing) -> Timing:
-        """Take the timing of a block that is being entered."""
+        """Add the timing of a block that is being entered."""
         timing.home = self
         self._all.append(timing)
         self.n_open += 1
         return timing
 
     def leave(self, timing: Timing) -> None:
-        """Note that a block has been left, be it one of another list, entered before all here."""
+        """Note that a block has been left; one of another list was entered before all of this list."""
         if (home := timing.home) is not self:
             assert home is not None
             home.discard(timing)
@@ -198,7 +198,7 @@ class Timings:
             read_ms([self._last], self._last)
 
     def read(self) -> list[tuple[Any, float]]:
-        """Contexts and milliseconds of blocks that have been left; outside of graphs, each once."""
+        """Read contexts and milliseconds of the left blocks; those outside of graphs, once."""
         if self._last is None:
             return []
         left = [timing for timing in self._all if timing.is_left]
@@ -211,12 +211,12 @@ class Timings:
 
 
 class TimedBlock:
-    """A block of code: a context manager, which may be nested and used in any thread, and a decorator.
+    """A timed block: a context manager, which may be nested and used in any thread, and a decorator.
 
     A copy, or a pickle of it when loaded, is a block that has not been entered.
 
     Args:
-        owner: makes a `Timing`, or None, when the block is entered, and takes it when it is left.
+        owner: makes a `Timing`, or None, when the block is entered, and receives it when it is left.
         context: the name of the block.
     """
 
@@ -236,7 +236,7 @@ class TimedBlock:
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            return self  # compiled code has no blocks; with them, Dynamo would leave the function alone
+            return self  # empty in compiled code: with events, Dynamo would skip the function
         timing = self._entered()
         stack = self._open.setdefault(get_ident(), [])
         stack.append(timing)
@@ -273,7 +273,7 @@ class TimedBlock:
             self._left(timing, failed)
 
     def __del__(self) -> None:
-        # No code can leave it any more.
+        # Nothing can leave the block any more.
         stacks = getattr(self, "_open", {}).values()  # Dynamo makes objects without `__init__`
         for timing in (timing for stack in stacks for timing in stack if timing is not None):
             self._left(timing, True)
@@ -291,11 +291,11 @@ class TimedBlock:
         """Time all calls of a function; without one, return the block itself.
 
         Args:
-            function: returns when its work has been issued: no generator, no coroutine. Calls of one
-                that does not, and hides it behind a decorator, raise.
+            function: a function that returns after its work has been issued, so no generator and no
+                coroutine. If a decorator hides one, its calls raise.
 
         Raises:
-            TimerError: if it is given anything else.
+            TimerError: if the argument is anything else.
         """
         if function is None:
             return self
@@ -308,7 +308,7 @@ class TimedBlock:
             )
         if _returns_early(_without_partials(function)):
             raise _no_time(function)
-        # A decorator below this one may run the coroutine or generator to its end, or pass it on.
+        # A decorator in between may run the coroutine or generator to its end, or return it.
         may_return_early = _returns_early(_innermost(function))
 
         @functools.wraps(function)
@@ -331,19 +331,19 @@ def _without_partials(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that decorators and `functools.partial` wrap."""
+    """The function inside of decorators and `functools.partial`."""
     inside: Callable[..., Any] = inspect.unwrap(_without_partials(function))
     return function if inside is function else _innermost(inside)
 
 
 def _returns_early(function: Callable[..., Any]) -> bool:
     kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    # Of an object that can be called, the method of its class decides.
+    # For a callable object, `__call__` of its class decides.
     return any(is_kind(code) for is_kind in kinds for code in (function, type(function).__call__))
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function in a message; other objects that can be called have that of their class."""
+    """The name of a function in a message; for other callable objects, the name of their class."""
     called = _without_partials(function)
     return getattr(called, "__qualname__", type(called).__qualname__)
 

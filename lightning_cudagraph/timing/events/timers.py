@@ -1,4 +1,4 @@
-"""Timers for any code, inside a CUDA graph and outside."""
+"""Timers for any code, inside CUDA graphs and outside."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = ["EventTimer", "TimerRegistry"]
 
 Context = TypeVar("Context")
 
-# A node of a graph does not keep its event alive, and nothing tells when a graph is gone. Events that
-# were recorded in a capture are therefore kept for good, unless the profiler knows the graph.
+# A graph's node does not keep its event alive, and torch does not report the end of a graph. So events
+# of a capture live as long as the process; `Profiler`, which knows the graphs, releases its own.
 _in_graphs: list[Any] = []
 
 
 class EventTimer(TimedBlock):
-    """Measures a block of work on the device, in a CUDA graph too.
+    """Timer of a block of work on the device, inside a CUDA graph or outside.
 
-    ``with timer:``, ``with timer():`` and ``@timer`` are all right. It may be entered again, nested, and
-    in several threads; it tells the time of the block that ended last. In a capture the block becomes
-    part of the graph, and has a new time after each replay; of several graphs, the one counts that was
-    replayed last, even if it is gone by now: `clear` forgets all timings before another capture.
-    A block that ends with an exception is not timed. Until CUDA is initialised, the clock of the host is
-    read. Tasks of asyncio that run by turns in a thread need a timer each, or the `Profiler`.
+    Use it as ``with timer:``, ``with timer():`` or ``@timer``, repeatedly, nested, and in several
+    threads; `elapsed_time` is that of the block that ended last. In a capture the block becomes part of
+    the graph, and has a new time after each replay. With several graphs, the one that was replayed last
+    counts, even if it is gone by now: call `clear` before another capture. A block that raises is not
+    timed. Until CUDA is initialised, the host's clock is read. Asyncio tasks that share a thread need a
+    timer each, or the `Profiler`.
 
     An event in a graph lies on its critical path, and costs 2 to 4 µs there (H200, docs/times.md).
     """
@@ -54,10 +54,10 @@ class EventTimer(TimedBlock):
         self.elapsed_time()
 
     def elapsed_time(self) -> float:
-        """The time of the block, waiting for its end if need be.
+        """Wait for the end of the block, and return its time.
 
         Returns:
-            Milliseconds on the device; for a block in graphs, those of the last replay.
+            Milliseconds on the device; for a block in a graph, of the last replay.
 
         Raises:
             TimerError: if no block has been left, if one is still open, if the graph has not been
@@ -67,7 +67,7 @@ class EventTimer(TimedBlock):
         if still_open:
             raise TimerError(
                 f"{still_open[-1]} has been entered and not left, so that it has no end.",
-                "Read the timer behind the block.",
+                "Read the timer after the block.",
             )
         if self._last is None:
             raise TimerError(
@@ -83,16 +83,16 @@ class EventTimer(TimedBlock):
         self._captured = []
 
     def _last_ended(self) -> Timing | None:
-        """The timing with the latest end, after a wait for all; None if no end has been reached."""
+        """Wait for all timings, and return the one with the latest end; None if no end is reached."""
         found: Timing | None = None
         if torch.cuda.is_initialized():
-            # `Event.synchronize` does not wait for an event that a graph sets for the first time.
+            # `Event.synchronize` does not wait for an event before its graph has set it once.
             torch.cuda.current_stream().synchronize()
         for timing in filter(None, [*self._captured, self._last]):
             try:
                 timing.events[1].synchronize()
                 timing.elapsed_ms()
-            except RuntimeError as error:  # not replayed yet, or never again
+            except RuntimeError as error:  # its graph was never replayed
                 if not has_no_time(error):
                     raise
                 continue
@@ -115,22 +115,22 @@ class EventTimer(TimedBlock):
 
 
 def _kept(timing: Timing) -> Timing:
-    """Keep the events of a timing alive, if it is in a graph that does not."""
+    """Keep the events of a timing alive if it is in a CUDA graph, which does not."""
     if timing.captured and EmulatedGraph.recording() is None:
         _in_graphs.extend(timing.events)
     return timing
 
 
 class TimerRegistry(Generic[Context]):
-    """Many timed blocks, whose times are read together.
+    """Many timed blocks, read together.
 
-    Blocks of a graph have new times after each replay. Those outside of graphs are returned once.
-    A registry serves one graph, and one thread at a time: before another capture, and when a capture has
-    failed, `clear` it. Otherwise it cannot tell which graph was replayed last, and returns old times
-    of the others too; and waits for the first replay of a graph that does not exist. `Profiler` keeps
-    all graphs and threads apart by itself.
+    Blocks in a graph have new times after each replay; those outside of graphs are returned once.
+    A registry serves one graph, and one thread at a time. Call `clear` before another capture, and after
+    a capture that failed: otherwise it also returns old times of graphs that were not replayed last, or
+    waits for the first replay of a graph that does not exist. `Profiler` keeps all graphs and threads
+    apart by itself.
 
-    A copy of it, or a pickle when loaded, is empty, and so are the blocks that are copied with it.
+    A copy, or a pickle when loaded, is empty, and so are the blocks that are copied with it.
 
     Example:
         with torch.cuda.graph(graph):
@@ -145,17 +145,18 @@ class TimerRegistry(Generic[Context]):
         self._timings = Timings()
 
     def time(self, context: Context) -> TimedBlock:
-        """A block to be entered by ``with``, or put on a function: each call is a block of its own.
+        """Return a block for ``with``, or to decorate a function; each call returns a block of its own.
 
         Args:
-            context: any object, which is returned with the time; the same one may be used again.
+            context: any object, which is returned with the time; it may be used again.
         """
         return TimedBlock(self, context)
 
     def elapsed_times(self) -> list[tuple[Context, float]]:
-        """Contexts and milliseconds of all blocks, in the order in which they were entered.
+        """Wait once, for the end of the last block, and read all.
 
-        Waits once, for the end of the last block.
+        Returns:
+            Context and milliseconds of each block, in the order in which they were entered.
 
         Raises:
             TimerError: if a block is still open, if the graph has not been replayed or its capture has
@@ -180,7 +181,7 @@ class TimerRegistry(Generic[Context]):
         return self._timings.enter(_kept(Timing(context)))
 
     def _left(self, timing: Timing, failed: bool) -> None:
-        if timing.home is not None:  # `clear` has not forgotten it
+        if timing.home is not None:  # not forgotten by `clear`
             (timing.home.discard if failed else timing.home.leave)(timing)
 
     def __reduce__(self) -> Any:

@@ -1,1 +1,1 @@
-"""Layers of a model: which are timed, and where in a step the time of each begins and ends."""
+"""Layers of a model: selection of those that are timed, and the begin and end of each in a step."""

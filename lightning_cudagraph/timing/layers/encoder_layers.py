@@ -1,8 +1,8 @@
-"""Torch's encoder layers, which take another path where they see hooks.
+"""Encoder layers of torch, which take another path if they see hooks.
 
-In evaluation mode `nn.TransformerEncoderLayer` is computed in one piece, unless there are hooks on it
-or on a member (torch/nn/modules/transformer.py): then in several, which differ in the last place.
-So hooks of ours are taken off while it looks, and the layer is timed as a whole.
+In evaluation mode `nn.TransformerEncoderLayer` is computed by one fused op. With hooks on it or on a
+member (torch/nn/modules/transformer.py) it is computed by several ops, with results that differ in the
+last place. So our hooks are removed during `forward`, and the layer is timed as a whole.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["unseen_by_encoder_layers"]
 def unseen_by_encoder_layers(
     is_ours: Callable[[Any], bool], unhooked: Callable[[nn.Module], None]
 ) -> Iterator[None]:
-    """Inside, torch's encoder layers in evaluation mode do not see hooks of ours.
+    """Hide our hooks from torch's encoder layers in evaluation mode.
 
     Args:
-        is_ours: whether a hook is.
-        unhooked: called with each member that has no hooks then.
+        is_ours: tests a hook.
+        unhooked: called with each member whose hooks are hidden, which is therefore not timed.
     """
     forward: Any = nn.TransformerEncoderLayer.forward
 
-    def taken_off(layer: nn.TransformerEncoderLayer) -> list[tuple[Any, dict[Any, Any]]]:
-        """Empty the tables of hooks, if all are ours; returns these, with what was in them."""
+    def remove_hooks(layer: nn.TransformerEncoderLayer) -> list[tuple[Any, dict[Any, Any]]]:
+        """Empty the tables of hooks, if all are ours; return the tables with their former contents."""
         members = list(layer.modules())
         tables: list[Any] = [
             table for member in members for table in (member._forward_pre_hooks, member._forward_hooks)
@@ -46,20 +46,20 @@ def unseen_by_encoder_layers(
             table.clear()
         return hooked
 
-    def unseen(layer: nn.TransformerEncoderLayer, *args: Any, **kwargs: Any) -> Any:
+    def without_hooks(layer: nn.TransformerEncoderLayer, *args: Any, **kwargs: Any) -> Any:
         if layer.training or torch.compiler.is_compiling():
             return forward(layer, *args, **kwargs)
-        hooked = taken_off(layer)
+        hooked = remove_hooks(layer)
         try:
             return forward(layer, *args, **kwargs)
         finally:
             for table, hooks in hooked:
                 table.update(hooks)
 
-    # As `forward`, which is torch's, is not.
-    not_compiled(taken_off, with_what_it_calls=True)
-    not_compiled(unseen)
-    nn.TransformerEncoderLayer.forward = unseen  # type: ignore[assignment, method-assign]
+    # Like torch's `forward` itself, which is not compiled either.
+    not_compiled(remove_hooks, with_what_it_calls=True)
+    not_compiled(without_hooks)
+    nn.TransformerEncoderLayer.forward = without_hooks  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

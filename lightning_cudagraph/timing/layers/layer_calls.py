@@ -1,6 +1,6 @@
-"""The calls of layers in a step, and which of autograd's nodes they have made.
+"""Calls of layers in a step, with the ranges of autograd nodes that they made.
 
-A thread numbers its nodes in the order in which it makes them: those of a call lie between two numbers.
+Each thread numbers its nodes in the order of their creation, so the nodes of a call are a range.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import torch
 
 __all__ = ["Call", "LayerCalls", "Layers"]
 
-# Names of layers.
-Layers = frozenset[str]
+Layers = frozenset[str]  # their names
 
 
 def _next_number() -> int:
-    """The number of the node that this thread makes next."""
+    """The sequence number of the next node of this thread."""
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
@@ -27,10 +26,10 @@ class Call:
     """A call of a layer.
 
     Attributes:
-        layers: the layer, and those in whose calls it is.
-        begins: the number of the first node that it can have made.
-        ends: that of the first one after it, or None as long as it runs.
-        around: the call of a layer that it is in.
+        layers: the layer, and the layers around it.
+        begins: sequence number of the first node that the call can make.
+        ends: sequence number of the first node after it; None while the call runs.
+        around: the enclosing call.
     """
 
     layers: Layers
@@ -39,29 +38,25 @@ class Call:
     around: Call | None
 
     def end(self) -> bool:
-        """It has ended; returns whether it has made nodes."""
+        """End the call; return True if it has made nodes."""
         self.ends = _next_number()
         return self.ends > self.begins
 
 
 class LayerCalls:
-    """The calls of one step, in each thread that makes nodes.
+    """The calls of one step, by thread.
 
     Attributes:
-        stack: those under way, the innermost last.
+        stack: calls under way, the innermost last.
     """
 
     def __init__(self) -> None:
         self.stack: list[Call] = []
-        # In the order in which they began, behind the numbers of their first nodes.
+        # By thread, in the order of their beginning: first nodes, and calls.
         self._made: dict[int, tuple[list[int], list[Call]]] = {}
 
     def begin(self, layers: Layers) -> Call:
-        """A layer is called.
-
-        Args:
-            layers: the layer, and those to whose calls this one belongs.
-        """
+        """Begin a call of a layer; `layers` are the layer and the layers around it."""
         call = Call(layers, _next_number(), None, self.stack[-1] if self.stack else None)
         self.stack.append(call)
         begins, calls = self._made.setdefault(get_ident(), ([], []))
@@ -70,7 +65,7 @@ class LayerCalls:
         return call
 
     def around(self, number: int, thread: int) -> Layers | None:
-        """The layers in whose calls a node was made, or None if it was in none."""
+        """The layers whose calls made a node; None if it was made outside of all calls."""
         begins, calls = self._made.get(thread, ([], []))
         index = bisect_right(begins, number)
         call = calls[index - 1] if index > 0 else None

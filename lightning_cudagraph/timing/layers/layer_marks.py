@@ -1,13 +1,13 @@
-"""To which layers the time of a step belongs, at each of its points.
+"""Attribution of each moment of a step to layers, by hooks on modules and on autograd nodes.
 
-The forward pass is followed by hooks on modules. The backward pass is followed on autograd's own nodes:
-every node has a number, those that a layer's call has made lie between two of them, and the engine runs
-the nodes of a thread in falling order (`CompareNodeTaskTime` in torch/csrc/autograd/engine.cpp). So a
-layer's backward pass begins with the first of its nodes that runs, and ends when one runs that is not
-its own. Full backward hooks would break models with in-place activations. And the nodes of a layer's
-inputs do not tell when the engine goes on to other nodes: three projections of one input have the same.
+The forward pass is tracked by hooks on modules, the backward pass by hooks on autograd nodes. The nodes
+of a layer's call are a range of sequence numbers, and the engine runs the nodes of a thread in falling
+order (`CompareNodeTaskTime` in torch/csrc/autograd/engine.cpp). So a layer's backward pass begins with
+the first of its nodes that runs, and ends when one runs that is not its own. Two simpler ways fail: full
+backward hooks break models with in-place activations, and the nodes of a layer's inputs do not show its
+end, because three projections of one input share them.
 
-The hooks are there for the time of a capture, or of a timed step, only.
+The hooks exist only during a capture, or a timed step.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _NONE: Layers = frozenset()
 
 _NOT_CALLED = "the step does not call it, or past its hooks only (`.forward()`, compiled code)"
 
-# The number of nodes that add a gradient to that of a parameter. They run as soon as it has been made,
-# and belong to the layer that has made it.
+# The sequence number of every `AccumulateGrad` node. It runs as soon as its gradient is there, and is
+# part of the layer that made the gradient.
 _OF_PARAMETERS = 2**64 - 1
 
 
@@ -46,9 +46,9 @@ def _engine() -> Any:
 
 
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors in what a layer returned, without calling code of the user's.
+    """The tensors in a layer's output, found without a call of user code.
 
-    A container of a kind that is not known is left alone: what is in it costs a mark, and not the run.
+    Containers of unknown types are skipped: a mark is lost then, and not the run.
     """
     pending, seen = [tree], set[int]()
     while pending:
@@ -67,7 +67,7 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
             members = tuple.__iter__(value)
         elif is_dataclass(value) and not isinstance(value, type):
             members = getattr(value, "__dict__", {}).values()  # properties may compute, or raise
-        if id(value) not in seen:  # a list may hold itself
+        if id(value) not in seen:  # a container may contain itself
             seen.add(id(value))
             pending += members
 
@@ -76,29 +76,29 @@ def _nodes_of(tree: Any) -> list[Any]:
     """The nodes that have made the tensors of a tree."""
     nodes = []
     for tensor in _tensors_in(tree):
-        # A view whose base has been written into may have no node any more. That is an error only of
-        # whoever uses it.
+        # A view whose base was written to may have no node any more. That is an error only if the step
+        # uses the view.
         with suppress(RuntimeError):
             nodes.append(tensor.grad_fn)
     return [node for node in nodes if node is not None]
 
 
 def _after(node: Any) -> list[Any]:
-    """The nodes that run after a node, with gradients that it makes."""
+    """The nodes that consume the gradients of a node."""
     return [after for after, _ in node.next_functions if after is not None]
 
 
 def _out_of_reach(layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The layers on which there can be no hooks, and why."""
+    """Reasons for layers that cannot have hooks, by name."""
     compiled: set[int] = set()
-    dynamo: Any = sys.modules.get("torch._dynamo")  # which takes long to import
+    dynamo: Any = sys.modules.get("torch._dynamo")  # not imported here: that takes long
     for layer in layers.values():
         if dynamo is not None and isinstance(layer, dynamo.OptimizedModule):
             compiled.update(map(id, layer._orig_mod.modules()))
         elif layer._compiled_call_impl is not None:
             compiled.update(map(id, layer.modules()))
     found = {
-        # A hook in compiled code would change what is compiled.
+        # A hook would change the compiled code.
         name: "it is compiled, or part of what is"
         for name, layer in layers.items()
         if id(layer) in compiled or "_orig_mod" in name.split(".")
@@ -114,10 +114,7 @@ def _ignore(tags: frozenset[str]) -> None:
 
 
 def _number(handle: RemovableHandle, number: int) -> None:
-    """Give a hook a number of ours, the same in each step.
-
-    torch.compile remembers the numbers of hooks, and would compile again for each step that is timed.
-    """
+    """Give a hook a fixed id: Dynamo guards on ids of hooks, and would recompile in each timed step."""
     tables = [ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
     ours = [table for table in tables if table is not None and handle.id in table]
     if any(number in table for table in ours):
@@ -128,10 +125,9 @@ def _number(handle: RemovableHandle, number: int) -> None:
 
 
 class _Hook:
-    """A hook of ours on a layer.
+    """A hook on a layer that does nothing in compiled code, and is not copied with the layer.
 
-    It does nothing where torch.compile comes upon it: what that compiles would break there, and kernels
-    that were one elsewhere would be two. Copies of the layer that are made in the step have none.
+    In code that torch.compile traces, it would cause a graph break, and split a fused kernel.
     """
 
     def __init__(self, layer: nn.Module, act: Callable[..., None]) -> None:
@@ -139,7 +135,7 @@ class _Hook:
         self._act = act
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        # A shallow copy of the layer has this very hook, for good.
+        # A shallow copy of the layer has this same hook, for good.
         if not torch.compiler.is_compiling() and module is self._layer:
             self._act(*args)
 
@@ -152,11 +148,12 @@ def _is_ours(hook: Any) -> bool:
 
 
 class LayerMarks:
-    """Follows a step through its layers.
+    """Tracker of a step through its layers.
 
     Args:
-        layers: those of interest, by name.
-        turn_to: called with the tags of the layers' passes that the time from now on belongs to.
+        layers: the layers to time, by name.
+        turn_to: called at each change, with the tags of the layers' passes that the time from then on
+            belongs to.
     """
 
     def __init__(
@@ -165,12 +162,12 @@ class LayerMarks:
         self._layers = layers
         self._out_of_reach = _out_of_reach(layers)
         self._tell = turn_to
-        # Which pass is under way; None after the backward pass.
+        # The pass under way; None after the backward pass.
         self._pass: str | None = FORWARD_TAG
         self._calls = LayerCalls()
         self._captured = True
         self._recomputation = Recomputation(lambda: self._here, self._recomputation_moved)
-        # Those that the node which runs now belongs to.
+        # The layers of the node that runs now.
         self._at_node: Layers = _NONE
         self._watched: set[tuple[int, int]] = set()
         self._runs: set[int] = set()
@@ -181,12 +178,11 @@ class LayerMarks:
 
     @contextmanager
     def followed(self, captured: bool) -> Iterator[None]:
-        """Have hooks on the layers.
+        """Context in which the layers have hooks.
 
         Args:
-            captured: the step is run once, to be replayed. Then every node is watched; in a step whose
-                time on the host counts, only those at which other layers begin or end, if the nodes run
-                in the order in which they should.
+            captured: the step is captured. Then every node is watched. In an eager step, whose host time
+                counts, only nodes at which the layer changes are, if they run in the expected order.
         """
         self._captured = captured
         with ExitStack() as stack:
@@ -200,22 +196,22 @@ class LayerMarks:
             yield
 
     def _leave(self) -> None:
-        """Call back no more: nodes that the user keeps may run again, and the step's events be gone.
+        """Stop all callbacks: nodes to which user code holds references may run after the step's end.
 
-        Nor may the events wait for Python's collector of cycles.
+        Without the callback, the events are freed at once, and not by Python's collector of cycles.
         """
         self._pass = None
         self._tell = _ignore
 
     def begin_forward(self) -> None:
-        """The forward pass begins, perhaps once more."""
+        """Note the beginning of a forward pass; a step may have several."""
         self._pass = FORWARD_TAG
         self._at_node = _NONE
 
     def end_forward(self, output: Any) -> None:
-        """The forward pass has ended, and the backward pass begins."""
+        """Note the end of the forward pass and the beginning of the backward pass."""
         self._turn_to(_NONE)
-        # What is called from now on is recomputed for the backward pass, and belongs to it.
+        # Calls of layers from here on are recomputation, and count for the backward pass.
         self._pass = BACKWARD_TAG
         self._has_ended_forward = True
         if self._captured:
@@ -224,7 +220,7 @@ class LayerMarks:
             self._watch_changes(output)
 
     def end_backward(self) -> None:
-        """The backward pass has ended, if it has not."""
+        """Note the end of the backward pass; a second call does nothing."""
         self._turn_to(_NONE)
         self._pass = None
 
@@ -262,12 +258,12 @@ class LayerMarks:
 
     @property
     def backward_is_known(self) -> bool:
-        """True if the nodes of the backward pass could be told apart."""
+        """True if the nodes of the backward pass could be attributed to layers."""
         return not self._differentiated_twice
 
     @property
     def _here(self) -> Layers:
-        """The layers in whose calls the step is, or for which it computes."""
+        """The layers whose calls, recomputation or nodes run now."""
         if self._calls.stack:
             return self._calls.stack[-1].layers
         recomputed = self._recomputation.layers
@@ -288,15 +284,15 @@ class LayerMarks:
 
         def after(args: Any, kwargs: Any, output: Any) -> None:
             if not self._calls.stack or name not in self._calls.stack[-1].layers:
-                return  # another's hook before ours has raised, so that the call has not begun
+                return  # a hook before ours has raised, so that the call has not begun
             if self._calls.stack.pop().end():
                 self._made_nodes.add(name)
             self._turn_to(self._here)
             self._watch_tensors(output)
 
-        # Before the user's hooks and after them: what they compute is part of the layer.
+        # First and last: the work of user hooks counts for the layer.
         first = layer.register_forward_pre_hook(_Hook(layer, before), with_kwargs=True, prepend=True)
-        # Also when the call fails: recomputation ends in the middle of a call, by an exception.
+        # Called on exceptions too, by one of which checkpointing ends recomputation inside a call.
         last = layer.register_forward_hook(_Hook(layer, after), with_kwargs=True, always_call=True)
         _number(first, -1)
         _number(last, -2)
@@ -309,7 +305,7 @@ class LayerMarks:
             self._watch(node, get_ident(), self._at_node)
 
     def _watch_changes(self, tree: Any) -> None:
-        """Watch those nodes behind tensors of the forward pass before which others' layers come."""
+        """Watch the nodes of the graph behind an output at which the layer changes."""
         thread = get_ident()
         nodes: dict[int, Any] = {}
         pending = _nodes_of(tree)
@@ -328,18 +324,18 @@ class LayerMarks:
         self._watched.update((thread, number) for number in nodes)
 
     def _watch(self, node: Any, thread: int, outside: Layers) -> None:
-        """Notice when a node runs, and then watch those that run after it.
+        """Have a node report its run, and then watch the nodes that run after it.
 
         Args:
             node: the node.
-            thread: the one that has made it.
-            outside: the layers that it belongs to if it was made in no layer's call.
+            thread: the thread that made it.
+            outside: the layers to attribute it to if it was made outside of all layers' calls.
         """
         number: int = node._sequence_nr()
         if number == _OF_PARAMETERS or (thread, number) in self._watched:
             return
         self._watched.add((thread, number))
-        # Let go of when the node runs, so that no chain of them is left to be taken down.
+        # Emptied when the node runs: a chain of closures would be freed recursively.
         following = _after(node)
 
         def about_to_run(gradients: Any) -> None:
@@ -355,7 +351,7 @@ class LayerMarks:
         node.register_prehook(about_to_run)
 
     def _notice_end(self, run: int) -> None:
-        """Notice when a run of autograd ends, be it inside a node of another."""
+        """Restore the current layers at the end of an autograd run, which may be nested in a node."""
         if run in self._runs:
             return
         self._runs.add(run)

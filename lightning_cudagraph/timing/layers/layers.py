@@ -1,4 +1,4 @@
-"""Which layers of a model are timed, and how."""
+"""Selection of the layers to time, by the arguments of `LayerTimings`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = [
 
 Placement = Literal["forked", "serial"]
 
-# Each layer has up to four events, and as many scalars for every step that is timed.
+# A layer has up to four events, and as many scalars per timed step.
 _MOST_LAYERS = 1000
 _NAMES_SHOWN = 12
-# Fewer than this share of what there is room for are few.
+# Layers that get no room are named in the report if the choice fills less than this share of the room.
 _FEW = 1 / 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimings:
-    """Which layers of a model are timed, and how often: in a graph or without one, with the same tags.
+    """The layers of a model that are timed, and how often, in a graph or without one.
 
     ``CUDAGraphCallback(timings=LayerTimings(...))`` times them by events in the graph,
     ``LayerTimingsMonitor(LayerTimings(...))`` in a run without graphs, to be compared with that.
@@ -61,7 +61,7 @@ class LayerTimings:
         trace_steps: how many of the last timed steps are written as a Chrome trace; 0 for none.
 
     Raises:
-        ConfigurationError: if one of them is not what it should be.
+        ConfigurationError: if one is invalid.
 
     Example::
 
@@ -80,7 +80,7 @@ class LayerTimings:
     def __post_init__(self) -> None:
         for name, example in (("modules", "blocks.*"), ("types", "Linear")):
             self._check_strings(name, getattr(self, name), example)
-            # A list could change, and has no hash.
+            # A list could change, and is not hashable.
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.depth is not None:
             self._check_whole("depth", 1)
@@ -123,13 +123,13 @@ class LayerTimings:
 
 
 def _is_a_layer(module: nn.Module) -> bool:
-    """True for a module without parameters that is worth timing; torchmetrics are modules too."""
+    """True for a module without parameters that is worth timing; metrics are modules too."""
     is_metric = any("torchmetrics" in base.__module__ for base in type(module).__mro__)
     return not isinstance(module, nn.Identity) and not is_metric
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """True if it can be called, as feature nets that are derived from `ModuleDict` can."""
+    """True if the module can be called; some subclasses of `ModuleDict` can."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -138,18 +138,18 @@ def _children(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(child):
-            found += _children(path, child)  # never called themselves
+            found += _children(path, child)  # these containers are never called themselves
         elif any(True for _ in child.parameters()) or _is_a_layer(child):
             found.append((path, child))
     return found
 
 
 def _levels(model: nn.Module) -> Iterator[list[str]]:
-    """The names of the layers, level by level from the outside in."""
+    """The names of the layers, level by level, from the outermost to the innermost."""
     level = _children("", model)
     seen: set[int] = set()
     while level:
-        # A module that is known under several names counts once, where it lies furthest outside.
+        # A module with several names counts once, at its outermost level.
         fresh: dict[int, tuple[str, nn.Module]] = {}
         for name, module in level:
             if id(module) not in seen:
@@ -161,7 +161,7 @@ def _levels(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _all_names(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules by all their names; one that is shared has several."""
+    """The modules by all their names; a shared module has several."""
     found: dict[str, nn.Module] = {}
     pending: list[tuple[str, nn.Module, frozenset[int]]] = [("", model, frozenset())]
     while pending:
@@ -172,7 +172,7 @@ def _all_names(model: nn.Module) -> dict[str, nn.Module]:
         members = [
             (f"{prefix}.{name}" if prefix else name, child, around)
             for name, child in module._modules.items()
-            if child is not None and id(child) not in around  # a module may hold itself
+            if child is not None and id(child) not in around  # a module may contain itself
         ]
         pending += reversed(members)
     return found
@@ -180,7 +180,8 @@ def _all_names(model: nn.Module) -> dict[str, nn.Module]:
 
 def _has_type(module: nn.Module, name: str) -> bool:
     outside, _, _ = name.rpartition(".")
-    # `torch.nn.Linear` is defined elsewhere, in `torch.nn.modules.linear`.
+    # Public names differ from those of the defining module: `torch.nn.Linear` is in
+    # `torch.nn.modules.linear`.
     public = getattr(sys.modules.get(outside), name[len(outside) + 1 :], None) if outside else None
     return any(
         base is public or name in (base.__name__, f"{base.__module__}.{base.__qualname__}")
@@ -201,7 +202,7 @@ def _matched(model: nn.Module, timings: LayerTimings, named: dict[str, nn.Module
     if timings.modules:
         by_pattern: set[str] = set()
         for pattern in timings.modules:
-            # A name may have brackets, which mean something else in a pattern.
+            # Compared as a name too: brackets in a name would be a set in a pattern.
             matched = {name for name in named if name == pattern or fnmatchcase(name, pattern)}
             if not matched:
                 raise ConfigurationError(
@@ -238,17 +239,17 @@ def _matched(model: nn.Module, timings: LayerTimings, named: dict[str, nn.Module
 
 
 def _chosen(model: nn.Module, max_layers: int) -> set[str]:
-    """Level by level, while the whole level still fits.
+    """The automatic choice: whole levels from the outside, as many as fit.
 
-    The model stays covered, and containers stay beside their members, so that sums can be checked by
-    eye.
+    So the whole model is covered, and containers are listed with all of their members, which makes sums
+    easy to check.
     """
     chosen, beyond = _levels_with_room(model, max_layers)
-    return chosen or set(beyond[:max_layers])  # wide and flat: the first ones
+    return chosen or set(beyond[:max_layers])  # the outermost level is too wide: its first layers
 
 
 def _levels_with_room(model: nn.Module, max_layers: int) -> tuple[set[str], list[str]]:
-    """The levels that are timed as a whole, and the next one, for which there is no room."""
+    """The layers of all whole levels that fit, and the next level, which does not."""
     chosen: set[str] = set()
     for level in _levels(model):
         if len(chosen) + len(level) > max_layers:
@@ -260,9 +261,7 @@ def _levels_with_room(model: nn.Module, max_layers: int) -> tuple[set[str], list
 def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Module]:
     """The modules to time, by name, in the order of `named_modules`.
 
-    Returns:
-        Name and module of each timed layer. A module known under several names is timed once, under the
-        first of those that were asked for.
+    A module with several names is timed once, under the first that was asked for.
 
     Raises:
         ConfigurationError: if a pattern or a type matches no module, or if they match too many.
@@ -288,12 +287,7 @@ def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Modul
 
 
 def layers_at(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules that are known under some names now; a hook may have put others in their places.
-
-    Args:
-        model: the model whose submodules they are.
-        names: their names; those under which there is none are left out.
-    """
+    """The current modules of some names, without names that have none; hooks may replace modules."""
     found = {}
     for name in names:
         module: Any = model
@@ -305,11 +299,11 @@ def layers_at(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def left_out(model: nn.Module, timings: LayerTimings) -> dict[str, str]:
-    """Names under which nothing is timed, each with the reason.
+    """Names that have no times, each with the reason.
 
-    These are further names of layers that are timed, and layers for which the automatic choice has no
-    room. The latter not of every model, whose innermost levels seldom fit: where few are timed because
-    many others lie side by side.
+    These are further names of timed layers, and layers for which the automatic choice has no room. The
+    innermost levels of most models do not fit; so the latter are named only if few layers are timed,
+    because the next level is wide.
     """
     others = _other_names(model, timings)
     if timings.modules or timings.types or timings.depth is not None:
@@ -326,7 +320,7 @@ def left_out(model: nn.Module, timings: LayerTimings) -> dict[str, str]:
 
 
 def _other_names(model: nn.Module, timings: LayerTimings) -> dict[str, str]:
-    """Further names of layers that are timed, without those of their members."""
+    """Further names of timed layers, without those of their members."""
     timed = {id(module): name for name, module in select_layers(model, timings).items()}
     names: list[str] = []
     found: dict[str, str] = {}
@@ -339,24 +333,17 @@ def _other_names(model: nn.Module, timings: LayerTimings) -> dict[str, str]:
 
 
 def never_timed(before: Mapping[str, str] | None, now: Mapping[str, str]) -> dict[str, str]:
-    """Reasons for layers that are timed in no step so far: a step may call some that others do not.
+    """Reasons for layers that no step so far has timed; steps may differ in the layers that they call.
 
     Args:
-        before: what was timed in none of the steps before; None if this is the first one.
-        now: what is not timed in this one.
+        before: untimed in all steps before; None if there are none.
+        now: untimed in this step.
     """
     return {what: why for what, why in now.items() if before is None or what in before}
 
 
 def untimed_notes(untimed: Mapping[str, str]) -> list[str]:
-    """Sentences for the user about layers that are not timed.
-
-    Args:
-        untimed: the reason for each thing that is not, in words.
-
-    Returns:
-        A sentence for each reason.
-    """
+    """Sentences for the report about what is not timed, one for each reason."""
     by_reason: dict[str, list[str]] = {}
     for what, reason in untimed.items():
         by_reason.setdefault(reason, []).append(what)

@@ -1,7 +1,7 @@
-"""Recomputation by activation checkpointing in the backward pass, and the layers that it belongs to.
+"""Recomputation by activation checkpointing in the backward pass, attributed to its layers.
 
-Without reentrance, torch recomputes all that is checkpointed when a node needs the first tensor of it.
-By the node alone, its layer would be charged with the others', and with what lies between them.
+Non-reentrant checkpointing recomputes a whole region when a node needs the first tensor of it. The layer
+of that node alone would be charged with the recomputation of all others in the region.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from torch.utils import checkpoint
 
 __all__ = ["Recomputation"]
 
-# Of `torch.utils.checkpoint`: entered around what is checkpointed, and around its recomputation.
+# Saved-tensor hooks of `torch.utils.checkpoint`: around a checkpointed region, and its recomputation.
 _HOOKS = ("_checkpoint_hook", "_recomputation_hook")
 
 _Layers = frozenset[str]
 
 
 class Recomputation:
-    """Follows checkpoints without reentrance through one step."""
+    """Tracker of non-reentrant checkpoints in one step.
+
+    Args:
+        here: the layers in whose calls the step is.
+        moved: called when a recomputation begins or ends.
+    """
 
     def __init__(self, here: Callable[[], _Layers], moved: Callable[[], None]) -> None:
         self._here = here
@@ -32,12 +37,12 @@ class Recomputation:
 
     @property
     def layers(self) -> _Layers | None:
-        """Those in whose calls lies what is being recomputed; None if nothing is."""
+        """The layers around the region that is being recomputed; None if there is none."""
         return self._under_way[-1] if self._under_way else None
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Notice checkpoints and their recomputation inside."""
+        """Track checkpoints and their recomputation inside the block."""
         enter, recompute = (getattr(checkpoint, name) for name in _HOOKS)
 
         def entered(frame: Any) -> Any:
@@ -51,7 +56,7 @@ class Recomputation:
             try:
                 with recompute(frame, *args):
                     yield
-            finally:  # an exception ends it, as soon as enough has been recomputed
+            finally:  # torch ends it by an exception, as soon as enough has been recomputed
                 self._under_way.pop()
                 self._moved()
 

@@ -1,4 +1,4 @@
-"""Tables and pictures of each window of a fit, for whatever can show texts and pictures."""
+"""Dashboard: tables and pictures of each window of a fit, for a writer of texts and pictures."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSum
 
 __all__ = ["Dashboard", "Writer"]
 
-# A picture takes some tenths of a second.
+# To draw one takes some tenths of a second.
 _SECONDS_BETWEEN_PICTURES = 60.0
 
 
 class Writer(Protocol):
-    """Writes texts and pictures."""
+    """Destination of texts and pictures."""
 
     @property
     def is_shown(self) -> bool:
-        """They go somewhere; if not, they need not be made."""
+        """True if texts and pictures are written; otherwise they need not be made."""
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Show a text in a fixed-width font."""
@@ -34,11 +34,10 @@ class Writer(Protocol):
 
 
 class Dashboard(Sink):
-    """Shows a table, ``cudagraph/layers``, and two pictures, ``cudagraph/slowest_layers`` and
-    ``cudagraph/timeline``.
+    """Table ``cudagraph/layers``, and pictures ``cudagraph/slowest_layers`` and ``cudagraph/timeline``.
 
-    They are made in pauses, if a window has come in since the last, pictures no more often than once a
-    minute; and at the end, of what has come in until then.
+    They are made in pauses, once a whole window of new readings is there (pictures once a minute at
+    most), and at the end.
     """
 
     def __init__(
@@ -55,55 +54,55 @@ class Dashboard(Sink):
         self._device = device
         self._now_s = now_s
         self.window = ReadingWindow(window_readings)
-        self._not_told = 0
-        self._not_drawn = 0
+        self._n_unwritten = 0
+        self._n_undrawn = 0
         self._drawn_at_s: float | None = None
         self._can_draw = True
 
     def add(self, reading: Reading) -> None:
         self.window.add(reading)
-        self._not_told += 1
+        self._n_unwritten += 1
 
     def pause(self) -> None:
         """Show the last window, if all of it is new."""
-        if self._not_told < self._window_readings or not self._writer.is_shown:
+        if self._n_unwritten < self._window_readings or not self._writer.is_shown:
             return
-        summary = self._tell()
+        summary = self._write_table()
         now_s = self._now_s()
         if self._drawn_at_s is None or now_s - self._drawn_at_s >= _SECONDS_BETWEEN_PICTURES:
             self._draw(summary)
 
     def close(self) -> None:
-        """Show what has not been shown."""
+        """Show the readings since the last window."""
         if not self._writer.is_shown:
             return
-        if self._not_told:
-            self._tell()
-        if self._not_drawn:
+        if self._n_unwritten:
+            self._write_table()
+        if self._n_undrawn:
             self._draw(self.window.summary())
 
-    def _tell(self) -> WindowSummary:
+    def _write_table(self) -> WindowSummary:
         summary = self.window.summary()
-        self._not_drawn += self._not_told
-        self._not_told = 0
+        self._n_undrawn += self._n_unwritten
+        self._n_unwritten = 0
         self._writer.add_text("cudagraph/layers", window_text(summary), summary.last_step)
         return summary
 
     def _draw(self, summary: WindowSummary) -> None:
-        self._not_drawn = 0
+        self._n_undrawn = 0
         self._drawn_at_s = self._now_s()
         if not self._can_draw:
             return
         try:
             with warnings.catch_warnings():
-                # A layer may be called in letters that the font lacks: nothing that a run must hear of.
+                # The font may lack letters of a layer's name, which is not worth a warning.
                 warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
                 for tag, draw in (("slowest_layers", layer_bars), ("timeline", step_timeline)):
                     figure = draw(summary, self._model, self._device)
                     if figure is not None:
                         self._writer.add_figure(f"cudagraph/{tag}", figure, summary.last_step)
         except Exception as error:
-            # Fonts, a package that does not fit, another writer: no picture is worth a run.
+            # Fonts, package versions, the user's writer: no failed picture may end a run.
             self._can_draw = False
             warnings.warn(
                 f"Pictures of the times of layers were not drawn: {type(error).__name__}: {error}."

@@ -1,7 +1,7 @@
 """Pictures of a window: the slowest layers, and the step as a timeline.
 
-Only matplotlib's objects are used, and never pyplot: that has a state of its own, which belongs to the
-user. It is imported when the first picture is drawn, because that takes longer than all the rest.
+Drawn with matplotlib's objects and not with pyplot, since its global state belongs to the user. The
+import of matplotlib waits for the first picture, because it takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["layer_bars", "step_timeline"]
 
-# Okabe and Ito's colours, which those who see fewer colours can tell apart.
+# Okabe and Ito's palette, which is safe for colour-blind readers.
 _COLOURS: dict[Track, str] = {
     "host": "#999999",
     "copy": "#56B4E9",
@@ -37,9 +37,9 @@ _DPI = 150  # so a thousand pixels wide
 _FONT_POINTS = 8.0
 _NAME_WIDTH = 34
 _LONGEST_WHISKER = 2.5  # of the longest bar
-# Members are lighter than what contains them, to as many levels.
+# Share of white by nesting level: members are lighter than their containers; deeper ones are not drawn.
 _WHITE_BY_DEPTH = (0.0, 0.3, 0.5, 0.65, 0.75)
-# A gap that is longer than this many steps is cut off, so that the step can still be seen.
+# A longer gap, in steps, is cut off, so that the step stays visible.
 _LONGEST_LEAD_STEPS = 0.5
 
 
@@ -77,12 +77,9 @@ def _entitle(axes: Axes, title: str, subtitle: str) -> None:
 
 
 def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int = 12) -> Figure | None:
-    """The slowest layers, with a bar for each pass.
+    """The slowest layers, with a bar for each pass; None if no layer was timed.
 
-    Containers are left out where most of their time is that of members that are timed.
-
-    Returns:
-        The picture; None if no layer was timed.
+    A container is left out if timed members take most of its time.
     """
     layers = [layer for layer in layers_of(summary) if not layer.is_sum]
     if not layers:
@@ -92,10 +89,10 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
     shown = [
         times for layer in slowest for times in (layer.forward, layer.backward) if times is not None
     ]
-    # Whiskers that reach far beyond all bars are cut off, so that the bars can still be compared.
+    # Whiskers far beyond all bars are cut off, so that the bars stay comparable.
     highest_ms = max(times.p95_ms for times in shown)
     farthest_ms = min(highest_ms, _LONGEST_WHISKER * max(times.p50_ms for times in shown))
-    # Their ends look like any others.
+    # The title says so: the ends of such whiskers look like others.
     cut = f", cut off at {farthest_ms:.3f} ms" if farthest_ms < highest_ms else ""
     for track, shift in (("forward", -0.19), ("backward", 0.19)):
         places: list[float] = []
@@ -153,11 +150,7 @@ def _about(summary: WindowSummary, device: str) -> str:
 
 
 def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | None:
-    """The step as a timeline: what lies before it, both passes with their layers, and the optimizer.
-
-    Returns:
-        The picture; None if no step was timed.
-    """
+    """The step as a timeline of gap, copy, passes, layers and optimizer; None if no step was timed."""
     typical = summary.typical()
     slices = (
         []
@@ -226,7 +219,7 @@ def _mixed(colour: str, white: float) -> tuple[float, float, float]:
 def _draw(
     figure: Figure, axes: Axes, slices: list[Slice], places: dict[tuple[Track, int, int], int]
 ) -> None:
-    # How wide things are is known when they have been laid out.
+    # Widths are known after the layout.
     figure.draw_without_rendering()
     to_px, to_ms = axes.transData.transform, axes.transData.inverted().transform
     px_ms = to_ms((1.0, 0.0))[0] - to_ms((0.0, 0.0))[0]
@@ -234,7 +227,7 @@ def _draw(
     for one in slices:
         begin_ms, width_ms = one.begin / TICKS_PER_MS, (one.end - one.begin) / TICKS_PER_MS
         place = places[one.track, one.row, one.depth]
-        # What is narrow has no edge, which would hide it, and can be seen however narrow it is.
+        # Narrow slices have no edge, which would hide them, and a minimum width.
         has_edge = width_ms > 4 * px_ms
         kind = one.track, one.depth, has_edge
         rectangles.setdefault(kind, []).append((begin_ms, max(width_ms, 1.2 * px_ms), place))
@@ -264,7 +257,7 @@ def _draw(
         axes.text(
             middle_ms,
             places[one.track, one.row, one.depth],
-            shortest[one.name],  # a layer is called the same in both passes
+            shortest[one.name],  # the same label of a layer in both passes
             ha="center",
             va="center_baseline",
             fontsize=_FONT_POINTS - 1.5,
@@ -275,11 +268,11 @@ def _draw(
 
 
 def _fitting(name: str, room_px: float, axes: Axes, renderer: Any, widths_px: dict[str, float]) -> str:
-    """As much of the end of a dotted name as there is room for; nothing if that is too little."""
+    """The longest end of a dotted name that fits; empty if its last part does not."""
     path = name.split(".")
     for first in range(len(path)):
         end = ".".join(path[first:])
-        if room_px < 4 * len(end):  # no letter is narrower on average: spares measuring
+        if room_px < 4 * len(end):  # certainly too wide: no need to measure
             continue
         if end not in widths_px:
             text = axes.text(0, 0, end, fontsize=_FONT_POINTS - 1.5, parse_math=False)

@@ -1,4 +1,4 @@
-"""Times for loggers that take numbers only, such as those of MLflow and Weights & Biases."""
+"""Medians for loggers of plain numbers, such as MLflow's and Weights & Biases'."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ _SECONDS_WITHOUT_PAUSE = 60.0
 
 
 class TakesMetrics(Protocol):
-    """The part of a logger that is used."""
+    """Logger interface that is used here."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Log the metrics of a step."""
 
 
 class MetricNames:
-    """Names of spans that trackers of experiments allow.
+    """Names of spans in the characters that experiment trackers allow.
 
     MLflow allows letters, digits, spaces and ``_/.-``. Weights & Biases sorts and filters only by names
-    of letters, digits and ``_``, and makes no difference between upper and lower case; it shows what
-    stands before a slash as a section.
+    of letters, digits and ``_``, is not case-sensitive, and shows the part before a slash as a section.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,7 @@ class MetricNames:
         self._taken: set[str] = set()
 
     def of(self, tag: str) -> str:
-        """The name of a span, the same each time, and that of no other."""
+        """The unique name of a span, the same on each call."""
         if (known := self._names.get(tag)) is not None:
             return known
         name = first = re.sub(r"[^a-zA-Z0-9_/]", "_", tag)
@@ -52,11 +51,10 @@ class MetricNames:
 
 
 class MetricsWriter(Sink):
-    """Hands medians over a window to loggers: few numbers, since theirs may go through a network.
+    """Sink that logs the medians of a window: few numbers, because loggers may send them over a network.
 
-    That is done in pauses, off the step's path. Where none comes, it is done in between, no more often
-    than once a minute. What is handed over is the last window, at the step that the loggers are at:
-    there are some that want no step twice, or none that is over.
+    It logs in pauses, off the critical path, and without pauses once a minute at most. It logs the last
+    window, at the loggers' current step, because some loggers reject a repeated or an earlier step.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class MetricsWriter(Sink):
         self._names = MetricNames()
         self._readings: deque[Reading] = deque(maxlen=window_steps)
         self._n_new = 0
-        # What comes with the next window, and does not follow from readings.
+        # Values for the next window that do not come from readings.
         self._beside: dict[str, float] = {}
         self._written_at_s = now_s()
 
@@ -87,16 +85,16 @@ class MetricsWriter(Sink):
             self._write()
 
     def add_beside(self, values: Mapping[str, float]) -> None:
-        """Take numbers that are handed over with the next window, by tag."""
+        """Add values, by tag, that are logged with the next window."""
         self._beside.update(values)
 
     def pause(self) -> None:
-        """Hand over the last window, if all of it is new."""
+        """Log the last window, if all of it is new."""
         if self._n_new >= self._window_steps:
             self._write()
 
     def close(self) -> None:
-        """Hand over what is left."""
+        """Log the readings since the last window."""
         if self._n_new or self._beside:
             self._write()
 
@@ -110,13 +108,13 @@ class MetricsWriter(Sink):
         values_ms |= {self._names.of(tag): value for tag, value in self._beside.items()}
         self._beside = {}
         step = self._step_now()
-        self._loggers = [logger for logger in self._loggers if self._hand(logger, values_ms, step)]
+        self._loggers = [logger for logger in self._loggers if self._log(logger, values_ms, step)]
 
-    def _hand(self, logger: TakesMetrics, values_ms: dict[str, float], step: int) -> bool:
+    def _log(self, logger: TakesMetrics, values_ms: dict[str, float], step: int) -> bool:
         """Log the values; False, with a warning, if the logger raised."""
         try:
             logger.log_metrics(dict(values_ms), step=step)
-        except Exception as error:  # whatever the client of a tracker raises
+        except Exception as error:  # of any kind, depending on the tracker's client
             warnings.warn(
                 f"lightning_cudagraph: `{type(logger).__qualname__}` could not take times:"
                 f" {type(error).__name__}: {error}. It is given no more; training goes on.",

@@ -1,4 +1,4 @@
-"""The times of all processes of a run in words: a table, and who the others wait for."""
+"""Text about the times of all processes: a table, and sentences about the slowest process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["ranks_lines", "ranks_text"]
 _MOST_ROWS = 32
 _FASTEST_SHOWN = 4
 _COLUMNS = ("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce")
-# The share of a step by which a process that the others wait for has to be behind the usual one.
+# A process counts as the slowest if it is behind the fastest by this share of a step.
 _BEHIND = 0.02
 _WHERE = {
     "forward": "in its forward pass",
     "backward": "in its backward pass",
     "host": "in hooks in the middle of its steps",
-    "optimizer": "behind its backward pass",
+    "optimizer": "after its backward pass",
     "gap": "between its steps, where the device waits for the host (batches, hooks, loggers)",
     "copy": "in the copy of its batches",
 }
 
 
 def ranks_text(ranks: RankTable) -> str:
-    """A table with a row for each process, the one with the most work of its own first."""
+    """A table with a row for each process, sorted by its own work, the slowest first."""
     rows = sorted(ranks.rows, key=lambda row: -row.p50_ms("work"))
     shown = rows
     if len(rows) > _MOST_ROWS:
@@ -56,9 +56,9 @@ def ranks_text(ranks: RankTable) -> str:
             *ranks_lines(ranks),
             "",
             *text,
-            "Work: what a process would take for a step without the others. Wait: what of a step it",
-            "does nothing but wait for them, in collectives or before it launches the step. Who has the",
-            "most work waits least.",
+            "Work: the time that a step would take without the other processes. Wait: the part of a",
+            "step in which a process only waits for others, in collectives or before it launches the",
+            "step. The process with the most work waits least.",
         ]
     )
 
@@ -71,7 +71,7 @@ def _line(row: RankRow, columns: Sequence[str], with_host: bool) -> list[str | f
 
 
 def ranks_lines(table: RankTable) -> list[str]:
-    """In sentences, which process the others wait for, and where it loses its time."""
+    """Sentences that name the process that the others wait for, and the part in which it loses time."""
     slowest, fastest = table.slowest, table.fastest
     work_ms, step_ms = slowest.p50_ms("work"), table.median_ms("step")
     waits_ms = sorted(row.p50_ms("wait") for row in table.rows)
@@ -92,7 +92,7 @@ def ranks_lines(table: RankTable) -> list[str]:
 
 
 def _others(table: RankTable, part: str) -> str:
-    """The median rank, or the other one of two, to compare the slowest with."""
+    """The median rank, or the other one of two, for comparison with the slowest."""
     if len(table.rows) == 2:
         return f"rank {table.fastest.rank} {table.fastest.p50_ms(part):.3f} ms"
     return f"median rank {table.median_ms(part):.3f} ms"
@@ -103,7 +103,7 @@ def _on_host(table: RankTable, row: RankRow) -> str:
 
 
 def _where(table: RankTable, slowest: RankRow) -> list[str]:
-    """The part of a step in which the slowest loses most against the fastest, if it is one."""
+    """The part of a step in which the slowest loses most of its time, if there is one such part."""
     fastest = table.fastest
     behind_ms = slowest.p50_ms("work") - fastest.p50_ms("work")
     part = max(_WHERE, key=lambda part: slowest.p50_ms(part) - fastest.p50_ms(part))

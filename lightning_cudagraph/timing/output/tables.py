@@ -1,4 +1,4 @@
-"""The times of a window as plain text: the parts of a step, and its layers as a tree."""
+"""Tables of a window in plain text: the parts of the step, and the layers as a tree."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
 
 _NAME_WIDTH = 40
 _BAR_WIDTH = 24
-# Members that take so many times as long as what they are members of are called elsewhere, too.
+# If its members take this many times a layer's own time, some are called outside of it.
 _MORE = 1.2
 _NAMES_SHOWN = 5
-# Gap and copy come before the step, so these are no part of its time, and collectives are part of the
-# others' or run beside them.
+# Parts that are not added to the step's time: gap and copy come before the step, and collectives are
+# contained in other parts or run beside them.
 _BESIDE = {
     "gap": "beside the copy",
     "copy": "of the batch",
@@ -50,13 +50,13 @@ class Layer:
     """A timed layer and its place among the others.
 
     Attributes:
-        name: as `named_modules` gives it.
-        parent: the timed layer whose member it is by its name, or None.
-        depth: how many timed layers it is a member of.
-        has_members: whether the time of other timed layers is contained in its own.
-        is_sum: whether most of its time is that of these.
-        forward: its times in the forward pass, or None if it has none.
-        backward: those in the backward pass.
+        name: as in `named_modules`.
+        parent: the innermost timed layer that contains it, by name.
+        depth: the number of timed layers that contain it.
+        has_members: it contains other timed layers.
+        is_sum: most of its time is that of its members.
+        forward: times of the forward pass; None if it has none.
+        backward: times of the backward pass; None if it has none.
     """
 
     name: str
@@ -74,22 +74,22 @@ class Layer:
 
     @property
     def median_ms(self) -> float:
-        """Milliseconds of both passes, as the sum of their medians: no outlier changes it."""
+        """Milliseconds of both passes: the sum of their medians, which is robust against outliers."""
         return _median_ms(self.forward, self.backward)
 
     @property
     def share(self) -> float:
-        """The part of the step that both passes take."""
+        """Share of both passes in the step."""
         return sum(times.share for times in (self.forward, self.backward) if times is not None)
 
     @property
     def own_name(self) -> str:
-        """Its name without that of its parent."""
+        """The name without the parent's."""
         return self.name if self.parent is None else self.name[len(self.parent) + 1 :]
 
 
 def _parent(name: str, names: Collection[str]) -> str | None:
-    """The innermost of some names that another one is a member of."""
+    """The innermost of `names` that contains `name`."""
     parent = name.rpartition(".")[0]
     while parent and parent not in names:
         parent = parent.rpartition(".")[0]
@@ -97,7 +97,7 @@ def _parent(name: str, names: Collection[str]) -> str | None:
 
 
 def mostly_members(times_ms: Mapping[str, float]) -> set[str]:
-    """The layers most of whose time is that of their members, so that it is shown with these."""
+    """The layers whose members take most of their time, which is shown at the members."""
     inside_ms: dict[str, float] = {}
     for name, time_ms in times_ms.items():
         if (parent := _parent(name, times_ms)) is not None:
@@ -122,7 +122,7 @@ def layers_of(summary: WindowSummary) -> list[Layer]:
     }
     sums = mostly_members({name: _median_ms(*times) for name, times in passes.items()})
     layers: list[Layer] = []
-    # A stack and not recursion: names may be as deep as they like.
+    # A stack instead of recursion: the depth of names has no bound.
     waiting = [(name, 0) for name in reversed(members.get(None, []))]
     while waiting:
         name, depth = waiting.pop()
@@ -141,7 +141,7 @@ def layers_of(summary: WindowSummary) -> list[Layer]:
 
 
 def timed_steps(number: int) -> str:
-    """So many timed steps, in words."""
+    """A number of timed steps, in words."""
     return f"{number} timed step" + ("" if number == 1 else "s")
 
 
@@ -150,7 +150,7 @@ def _percent(share: float) -> str:
 
 
 def _bar(forward: float, backward: float) -> str:
-    """Both passes behind one another; the whole width is the whole step."""
+    """Bar of both passes, one after the other; the whole width is the step."""
     end = min(forward + backward, 1.0)
     marks = round(end * _BAR_WIDTH)
     first = min(round(min(forward, 1.0) * _BAR_WIDTH), marks)
@@ -158,12 +158,9 @@ def _bar(forward: float, backward: float) -> str:
 
 
 def parts_table(summary: WindowSummary) -> list[str]:
-    """The parts of a step, which add up to it, and what is outside of it.
+    """Lines with the parts of a step, which add up to it, and parts outside of it; none if untimed.
 
-    Shares are of medians. Those of the gap and of the copy are of the time from step to step.
-
-    Returns:
-        Lines; none if no part of the step was timed.
+    Shares are ratios of medians: to the step, but for gap and copy to the time from step to step.
     """
     rows = [
         (f"  {part}", times)
@@ -195,22 +192,19 @@ def parts_table(summary: WindowSummary) -> list[str]:
 
 
 def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
-    """The layers as a tree, with their times.
+    """Lines with the layers as a tree, and their times; none if no layer was timed.
 
     Args:
         summary: the times.
-        max_layers: how many are shown; of more, the slowest, with what contains them.
-
-    Returns:
-        Lines; none if no layer was timed.
+        max_layers: the most layers that are shown; of more, the slowest and their containers.
     """
     layers = layers_of(summary)
     if not layers:
         return []
     by_name = {layer.name: layer for layer in layers}
     shown: set[str] = set()
-    # A container takes at least the time of its members, and comes first by itself; but one that a
-    # member is called outside of need not, and is wanted above it all the same.
+    # A container takes at least as long as its members, so it is sorted before them. If a member is also
+    # called elsewhere that may not hold, but the container is shown all the same.
     for layer in sorted(layers, key=lambda layer: (-layer.median_ms, layer.depth)):
         lineage = [layer.name]
         while (parent := by_name[lineage[-1]].parent) is not None:
@@ -241,7 +235,7 @@ def _layer_row(layer: Layer) -> tuple[str | float | None, ...]:
 
 
 def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
-    """Layers whose members take longer than they do themselves, in one of the passes."""
+    """Layers whose members take longer than the layer itself, in one of the passes."""
     members: dict[str, list[str]] = {}
     for layer in layers:
         if layer.parent is not None:
@@ -249,7 +243,7 @@ def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
     found = []
     for name, inside in members.items():
         for prefix in (FORWARD_TAG, BACKWARD_TAG):
-            # Step by step: members can alternate.
+            # Step by step, because steps may call different members.
             inside_ms = summary.series_ms(*(prefix + member for member in inside))
             ratios = inside_ms / np.maximum(summary.series_ms(prefix + name), 1e-6)
             known = ratios[~np.isnan(ratios)]
@@ -260,7 +254,7 @@ def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
 
 
 def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
-    """Sentences about the sums of the table, and about times that are in it twice."""
+    """Sentences about the sums of the table, and about times that it contains twice."""
     lines = []
     if any(layer.has_members for layer in layers):
         text = "The time of an indented layer is contained in that of the one above it"
@@ -275,7 +269,7 @@ def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
         inside = summary.times_of(*(prefix + name for name in outermost))
         if whole is None or inside is None or inside.count != whole.count:
             continue
-        rest_ms = round(whole.mean_ms - inside.mean_ms, 3) + 0.0  # no minus before a zero
+        rest_ms = round(whole.mean_ms - inside.mean_ms, 3) + 0.0  # no negative zero
         text = f"Mean {part}: {inside.mean_ms:.3f} ms in the outermost layers"
         if rest_ms >= 0:
             text += f" + {rest_ms:.3f} ms outside of them = {whole.mean_ms:.3f} ms"
@@ -286,7 +280,7 @@ def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
 
 
 def window_text(summary: WindowSummary, max_layers: int = 40) -> str:
-    """All of a window: the parts of the step, then its layers."""
+    """The tables of a window: parts of the step, then layers."""
     if not summary.n_readings:
         return "No step was timed."
     steps = f"{summary.first_step} to {summary.last_step}"

@@ -1,4 +1,4 @@
-"""Tables of plain text. Some characters take two places in a line, some none."""
+"""Text tables with columns aligned by display width: some characters take two places, some none."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ __all__ = ["places", "shortened", "table"]
 
 
 def places(text: str) -> int:
-    """The number of places that a text takes in a line."""
+    """The display width of a text."""
     if text.isascii():
         return len(text)
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def _padded(text: str, width: int, to_the_right: bool = False) -> str:
-    """A text with blanks, so that it takes `width` places; behind it, or before it."""
+    """A text padded with blanks to `width` places."""
     blanks = " " * (width - places(text))
     return blanks + text if to_the_right else text + blanks
 
 
 def shortened(name: str, width: int) -> str:
-    """A name in at most `width` places; what is too much is left out in the middle."""
+    """A name in at most `width` places; a longer one loses its middle."""
     if places(name) <= width:
         return name
     if width <= 3:
         return "..."[:width]
     tail = (width - 3 + 1) // 2
     end = _first(reversed(name), tail)[::-1]
-    while end and combining(end[0]):  # an accent whose letter is left out
+    while end and combining(end[0]):  # an accent without its letter
         end = end[1:]
     return f"{_first(name, width - 3 - tail)}...{end}"
 
 
 def _first(characters: Iterable[str], width: int) -> str:
-    """The first of some characters, in at most `width` places."""
+    """The first characters that fit into `width` places."""
     found = ""
     for character in characters:
         if places(found + character) > width:
@@ -48,8 +48,8 @@ def table(rows: Sequence[Sequence[str | float | None]], left: Sequence[int]) -> 
     """Lines of a table with aligned columns.
 
     Args:
-        rows: cells, as many in each row: texts, milliseconds, or None for what was not timed.
-        left: the columns that are aligned to the left; others are aligned to the right.
+        rows: rows of equal length; a cell is a text, milliseconds, or None if it was not timed.
+        left: columns that are aligned to the left, and not to the right.
     """
     texts = [[_cell(cell) for cell in row] for row in rows]
     widths = [max(map(places, column)) for column in zip(*texts, strict=True)]

@@ -1,4 +1,4 @@
-"""Timed steps as a trace file, to be opened in Perfetto (https://ui.perfetto.dev) or Chrome."""
+"""Trace files of timed steps, for Perfetto (https://ui.perfetto.dev) or Chrome."""
 
 from __future__ import annotations
 
@@ -27,30 +27,26 @@ _TRACK_NAMES = {
     "optimizer": "optimizer",
     "communication": "communication",
 }
-# Threads of the file. Each track has room for rows of slices that overlap.
+# Thread numbers in the file. Each track has room for rows of overlapping slices.
 _STEPS_THREAD = 1
 _THREADS_PER_TRACK = 100
-# Perfetto tells threads apart by their numbers, whatever their process.
+# Perfetto identifies threads by their numbers alone, across processes.
 _THREADS_PER_RANK = 10_000
 
 
 def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int = 0) -> dict[str, Any]:
-    """A trace in the format of Chrome's trace viewer.
+    """A trace as a JSON object, in the format of Chrome's trace viewer.
 
-    Steps that follow one another directly are laid out by the gaps between them; others by the time at
-    which they were read.
+    Consecutive steps are placed by the gaps between them, others by the time at which they were read.
+    Times are in microseconds. Two slices of one thread are nested or disjoint.
 
     Args:
         readings: in the order of their steps.
         title: of the process that is shown.
-        rank: of the process, which tells traces apart that are opened together.
-
-    Returns:
-        What is written as JSON. Times are microseconds; slices of one thread contain one another or
-        are apart.
+        rank: distinguishes traces of several processes that are opened together.
     """
     base = rank * _THREADS_PER_RANK
-    # The number of its first thread, as that of a process is; 0 is the idle process of a machine.
+    # A process has the number of its first thread, as in Linux; 0 would be the idle process.
     process = steps_thread = base + _STEPS_THREAD
     events: list[dict[str, Any]] = []
     threads: dict[int, str] = {steps_thread: "steps"}
@@ -116,7 +112,7 @@ def _thread(one: Slice) -> int:
 
 
 def _origins(readings: Sequence[Reading]) -> list[int]:
-    """The beginning of each step, in ticks; nothing lies before 0."""
+    """The beginning of each step, in ticks, with the first gap or copy at 0."""
     origins: list[int] = []
     previous: Reading | None = None
     for reading in readings:
@@ -136,10 +132,10 @@ def _origins(readings: Sequence[Reading]) -> list[int]:
 def write_trace(
     path: str | Path, readings: Sequence[Reading], title: str = "CUDA graph", rank: int = 0
 ) -> None:
-    """Write a trace file; one that is there is replaced when the new one is complete.
+    """Write a trace file atomically: an existing file is replaced once the new one is complete.
 
     Raises:
-        OSError: if it cannot be written; nothing is left of it then.
+        OSError: if it cannot be written. No partial file is left.
     """
     path = Path(path)
     text = json.dumps(trace_of(readings, title, rank), separators=(",", ":"))
@@ -153,13 +149,11 @@ def write_trace(
 
 
 class TraceWriter(Sink):
-    """Keeps the last timed steps, and writes them as a trace file at the end.
+    """Sink that keeps the last timed steps, and writes them as a trace file at the end.
 
     Args:
-        where: tells the file, when it is to be written. Its folder is made if need be.
-        n_readings: the number of steps in the file, at most.
-        title: of the process that is shown.
-        rank: of the process.
+        where: the path, asked for when the file is written; its folder is created.
+        n_readings: the most steps in the file.
     """
 
     def __init__(
@@ -179,7 +173,7 @@ class TraceWriter(Sink):
         self._readings.append(reading)
 
     def close(self) -> None:
-        """Write the file. If that fails, it is said, and nothing else happens."""
+        """Write the file; warn if that fails."""
         readings = list(self._readings)
         self._readings.clear()
         if not readings:

@@ -1,1 +1,1 @@
-"""Readings of timed steps: spans, windows of them, and the same of several processes."""
+"""Readings of timed steps: spans, statistics of windows, and comparisons of several processes."""

@@ -1,4 +1,4 @@
-"""The time between a timed step and the one before it: the copy of its batch, and the gap.
+"""Copy and gap: the time between the previous step's end and a timed step's beginning.
 
 Timed by ordinary events on the stream of the replays, which are recorded only around timed steps.
 """
@@ -17,14 +17,11 @@ GAP_TAG = f"{STEP_TAG}gap"
 
 
 class LeadIn:
-    """The events before one timed step. Entered around each copy of its batch.
+    """The events before one timed step, in order; a context around each copy of its batch.
 
     Args:
-        passed: a new event, which marks this point.
-        previous_end: the end of the step before, or None if something else than a replay came before.
-
-    Attributes:
-        events: all of them, in their order.
+        passed: returns a new event, recorded at this point.
+        previous_end: the previous step's end; None if something else than a replay came before.
     """
 
     def __init__(self, passed: Callable[[], Event], previous_end: Event | None) -> None:
@@ -40,17 +37,17 @@ class LeadIn:
 
     @property
     def kind(self) -> tuple[bool, int]:
-        """True if there is a step before, and the number of events."""
+        """The arguments of `with_lead_in`: True if there is a gap, and the number of events."""
         return self._has_gap, len(self.events)
 
 
 def with_lead_in(step: SpanLayout, has_gap: bool, n_events: int) -> SpanLayout:
-    """The layout of a step, followed by the marks before it.
+    """The layout of a step, extended by the marks before it.
 
     Args:
         step: the layout of the step itself.
-        has_gap: the first mark before it is the end of the step before.
-        n_events: the number of marks before it.
+        has_gap: the first of these marks is the end of the previous step.
+        n_events: the number of marks before the step.
     """
     numbers = list(range(step.n_marks, step.n_marks + n_events))
     copied = numbers[1:] if has_gap else numbers
@@ -59,7 +56,7 @@ def with_lead_in(step: SpanLayout, has_gap: bool, n_events: int) -> SpanLayout:
     if copies:
         spans.append(Span(COPY_TAG, "copy", copies))
     if has_gap:
-        # What is left between the step before and this one, whose first mark has number 0.
+        # The time between the two steps without the copies. The step's first mark has number 0.
         begins = (numbers[0], *(end for _, end in copies))
         ends = (*(begin for begin, _ in copies), 0)
         spans.append(Span(GAP_TAG, "host", tuple(zip(begins, ends, strict=True))))

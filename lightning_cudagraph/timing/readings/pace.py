@@ -1,4 +1,4 @@
-"""The time of steps from end to end, as the host sees them."""
+"""Step times on the host's clock, from the end of one step to the end of the next."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Plain(Enum):
 
 
 class StepPace:
-    """The time of steps that are replays and follow a replay, and of plain steps before the capture.
+    """Mean time of replays that follow a replay, and of plain steps before the capture.
 
-    Other steps without a graph have no pace here: the callback watches them, and they take longer than
-    in a run without it. Plain ones come in a row: the device has nothing left to do at the end of the
-    step before the first of them, nor at the end of the last one.
+    Other eager steps are not measured: the callback watches them, so they take longer than without it.
+    Plain ones come in a row: the device has nothing left to do at the end of the step before the first
+    of them, nor at the end of the last one.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class StepPace:
         self._row: Plain | None = Plain.NOT  # where in the row of plain steps; None if it was broken
 
     def tick(self, phase: Phase, plain: Plain = Plain.NOT) -> None:
-        """A step of `phase` has ended."""
+        """Note the end of a step of `phase`."""
         now_s = perf_counter()
         step_ms = None if self._last_s is None else (now_s - self._last_s) * 1e3
         if plain is not Plain.NOT and step_ms is not None and self._row in (Plain.NOT, Plain.ONE):
@@ -51,12 +51,12 @@ class StepPace:
         self._last_s, self._last_phase = now_s, phase
 
     def pause(self) -> None:
-        """Something that is not a training step comes now (validation, a checkpoint)."""
+        """Note that something else than a training step follows (validation, a checkpoint)."""
         self._last_s = None
 
     @property
     def replayed_ms(self) -> float | None:
-        """Milliseconds of a replayed step: the mean, in which running ahead evens out."""
+        """Mean milliseconds of a replayed step. The host may run ahead, which evens out in a mean."""
         return self._replay_total_ms / self._replays if self._replays else None
 
     @property

@@ -1,12 +1,11 @@
-"""The times of all processes of a run, put side by side: which of them do the others wait for?
+"""Comparison of the processes of a run: detection of stragglers.
 
-Under synchronous data parallelism every step takes all processes the same time, since each waits in the
-collectives for the last one. So a straggler does not show in the times of steps. It is the process that
-has the most work of its own, and waits the least.
+Under synchronous data parallelism, a step takes the same time in all processes, since each waits in the
+collectives for the last. So step times do not show a straggler: it is the process with the most work of
+its own, and the least wait.
 
-Each process sums up its own steps. In pauses the sums of all are gathered in the first process, through
-the store that the process group was made with. No process waits for another: what one does not send is
-not shown.
+Each process summarises its own steps. In pauses rank 0 gathers the summaries, through the store of the
+process group. No process waits for another; a window that one has not sent is not shown.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = [
     "part_times",
 ]
 
-# The parts of steps that processes exchange. The first three follow from the others.
+# The parts of steps that processes exchange. The first three are computed from the others.
 PARTS = (
     "step",
     "work",
@@ -58,9 +57,9 @@ PARTS = (
 _OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
 # The parts that tile the time from the end of a step to the end of the next.
 _TILES = ("copy", "gap", "forward", "backward", "host", "optimizer")
-# Windows that wait for a pause, or for those of other processes; older ones are dropped.
+# The most windows that wait for a pause, or for other processes; older ones are dropped.
 _WAITING_WINDOWS = 8
-# The longest wait of the first process, at the end of training, for the last windows of the others.
+# The longest wait of rank 0, at the end of training, for the last windows of the others.
 _LAST_WORD_S = 5.0
 _POLL_S = 0.005
 
@@ -70,9 +69,8 @@ class SharedRun:
     """A run of several processes.
 
     Attributes:
-        name: all of them give it this one, and no other one of theirs.
-        waited_s: tells how long the host of this process has waited for others before its steps, in
-            seconds, all in all.
+        name: the same in all processes, and unique among their runs.
+        waited_s: the total wait of this process's host for others before its steps, in seconds.
     """
 
     name: str
@@ -81,18 +79,18 @@ class SharedRun:
 
 @dataclass(frozen=True)
 class RankRow:
-    """The steps of one process.
+    """The steps of one process in a window.
 
     Attributes:
         rank: of the process.
         host: its machine.
-        first_step: the first of the steps, as the trainer's loggers count.
-        last_step: the last.
-        n_steps: how many steps of the optimizer were timed.
-        parts: of `PARTS`, those that the steps have. ``step`` is the time from the end of a step to the
-            end of the next, ``wait`` what of it the process does nothing but wait for others, in
-            collectives or before it launches the step, ``work`` the rest: what it would take without
-            them. ``backward`` has no wait for all-reduces in it, and ``gap`` none for a launch.
+        first_step: as the trainer's loggers count.
+        last_step: likewise.
+        n_steps: the number of timed optimizer steps.
+        parts: times by name, of `PARTS` those that the steps have. ``step`` is the time from the end of
+            a step to the end of the next, ``wait`` its part in which the process only waits for others,
+            in collectives or before the launch, and ``work`` the rest: the time that it would take
+            alone. ``backward`` is without waits for all-reduces, and ``gap`` without those for a launch.
     """
 
     rank: int
@@ -103,18 +101,18 @@ class RankRow:
     parts: dict[str, Times]
 
     def p50_ms(self, part: str) -> float:
-        """The median of a part; 0 if there is none."""
+        """The median of a part; 0 if the steps lack it."""
         return self.parts[part].p50_ms if part in self.parts else 0.0
 
 
 @dataclass(frozen=True)
 class RankTable:
-    """The same steps of all processes, in the order of their ranks."""
+    """The same steps of all processes, in the order of ranks."""
 
     rows: tuple[RankRow, ...]
 
     def median_ms(self, part: str) -> float:
-        """The median of the processes."""
+        """The median over the processes."""
         return float(np.median([row.p50_ms(part) for row in self.rows]))
 
     @property
@@ -124,7 +122,7 @@ class RankTable:
 
     @property
     def fastest(self) -> RankRow:
-        """The process with the least."""
+        """The process with the least work of its own."""
         return min(self.rows, key=lambda row: row.p50_ms("work"))
 
     @property
@@ -146,21 +144,21 @@ class RankTable:
 
 
 def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
-    """The times of steps, of `PARTS` those that they have."""
+    """The times of steps by part, of `PARTS` those that the steps have."""
     summary = WindowSummary(readings)
     parts_ms = {part: summary.series_ms(STEP_TAG + part) for part in PARTS}
     parts_ms["optimizer"] = summary.series_ms(*(STEP_TAG + part for part in _OF_OPTIMIZER))
     known = {*(STEP_TAG + part for part in (*PARTS, *_OF_OPTIMIZER)), EXPOSED_TAG, TOTAL_TAG}
-    # Collectives that the step waits for from their beginning to their end.
+    # Other collectives, for which the step waits from beginning to end.
     others = [tag for tag in summary.tags if tag.startswith(STEP_TAG) and tag not in known]
     exposed_ms = np.nan_to_num(summary.series_ms(EXPOSED_TAG))
-    # The device has waited as long as the host, if it had nothing left to do.
+    # The host's wait is in the gap, as far as the device was idle.
     before_ms = np.minimum(summary.waited_ms, np.nan_to_num(parts_ms["gap"]))
     wait_ms = exposed_ms + before_ms + np.nan_to_num(summary.series_ms(*others))
     step_ms = np.nan_to_num([parts_ms[part] for part in _TILES]).sum(axis=0)
     has_gap = ~np.isnan(parts_ms["gap"])
-    if has_gap.any():  # otherwise steps are what lies inside of them
-        step_ms = np.where(has_gap, step_ms, np.nan)  # behind a pause there is none
+    if has_gap.any():  # if no step has a gap, steps are compared without it
+        step_ms = np.where(has_gap, step_ms, np.nan)  # after a pause, the gap is unknown
     parts_ms |= {"step": step_ms, "work": step_ms - wait_ms, "wait": wait_ms}
     parts_ms["backward"] = parts_ms["backward"] - exposed_ms
     parts_ms["gap"] = parts_ms["gap"] - before_ms
@@ -169,21 +167,21 @@ def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
 
 
 class RankTimes(Sink):
-    """Sums up the steps of this process, window by window; in the first process, shows those of all.
+    """Sink that summarises this process's steps by window, and in rank 0 tabulates all processes.
 
-    A window has the steps of so many numbers: the same ones in all processes. Windows are exchanged in
-    pauses, through a store and not by a collective: a process that fails, or comes to a pause of its
-    own, holds up none of the others.
+    A window is a range of step numbers, so it is the same in all processes. Windows are exchanged in
+    pauses, through a store and not by a collective: a process that fails, or pauses alone, does not
+    block the others.
 
     Args:
         store: a `torch.distributed.Store`, of this run alone.
         rank: of this process.
         size: the number of processes.
         window_steps: the number of steps of a window.
-        on_table: called in the first process for each window that all have sent.
+        on_table: called in rank 0 for each window that all have sent.
 
     Attributes:
-        trouble: why the times of the others are not known, or no more of them; or nothing.
+        trouble: the reason why times of other processes are missing; empty if there is none.
     """
 
     def __init__(
@@ -200,9 +198,9 @@ class RankTimes(Sink):
         self._window_steps = window_steps
         self._on_table = on_table
         self._host = socket.gethostname()
-        # Readings by the number of the window; the last one is not complete.
+        # Readings by window; the last one is incomplete.
         self._windows: dict[int, list[Reading]] = {}
-        # Windows that this process has sent, and that have not been shown.
+        # Windows that this process has sent, and that are not shown yet.
         self._open: deque[int] = deque(maxlen=_WAITING_WINDOWS)
         self._tables: deque[RankTable] = deque(maxlen=2)
         self.trouble = ""
@@ -220,10 +218,10 @@ class RankTimes(Sink):
         self._receive()
 
     def finish(self) -> RankTable | None:
-        """Exchange the last windows, with a short wait for those of the others.
+        """Exchange the last windows, with a short wait for the others.
 
         Returns:
-            In the first process, the last steps of all; None if they are not known.
+            In rank 0, the last steps of all processes; None if they are not known.
         """
         self._send(list(self._windows))
         deadline_s = monotonic() + _LAST_WORD_S
@@ -233,7 +231,7 @@ class RankTimes(Sink):
             self._receive()
         if self._open and not (self._tables or self.trouble):
             self.trouble = f"not all have sent theirs within {_LAST_WORD_S:.0f} s of the end"
-        # The last window may have a few steps only.
+        # The last window may have few steps; it counts if it has at least half of those before.
         return max(
             self._tables,
             key=lambda table: table.rows[0].n_steps * (2 if table is self._tables[-1] else 1),
@@ -253,19 +251,19 @@ class RankTimes(Sink):
                 self._open.append(window)
 
     def _receive(self) -> None:
-        """In the first process: show the windows that all have sent."""
+        """In rank 0, show the windows that all have sent."""
         for window in tuple(self._open):
             rows = None if self.trouble else self._try(lambda: self._taken(window))  # noqa: B023
             if rows is None:
                 continue
-            while self._open and self._open[0] <= window:  # one that all are past does not come any more
+            while self._open and self._open[0] <= window:  # an older one is never completed
                 self._open.popleft()
             table = RankTable(rows)
             self._tables.append(table)
             self._on_table(table)
 
     def _taken(self, window: int) -> tuple[RankRow, ...] | None:
-        """The rows of all processes for a window, or None if one of them has sent none."""
+        """The rows of all processes for a window; None if one is missing."""
         keys = [self._key(window, rank) for rank in range(self._size)]
         if not self._store.check(keys):
             return None
@@ -280,7 +278,7 @@ class RankTimes(Sink):
         return f"{window}/{rank}"
 
     def _try(self, do: Callable[[], Any]) -> Any:
-        """Use the store, which can be gone with the process that had it."""
+        """Use the store, which may be gone with the process that serves it."""
         try:
             return do()
         except RuntimeError as error:

@@ -11,26 +11,25 @@ __all__ = ["Sink", "Sinks"]
 
 
 class Sink:
-    """Takes readings, in the order of their steps.
+    """Destination of readings, which come in the order of their steps.
 
-    Not all have one layout: steps of a window of accumulation differ in it, and a step after a pause has
-    no gap before it. A layout that comes up again is the same object, so that what is prepared for it
-    can be found by its identity.
+    Layouts differ between accumulation phases, and a step after a pause has no gap. A layout that comes
+    again is the same object, so that sinks can cache by identity.
     """
 
     def add(self, reading: Reading) -> None:
-        """Take the times of a step. On the step's path: no more than an append."""
+        """Add the times of a step. On the critical path: no more than an append."""
         raise NotImplementedError
 
     def pause(self) -> None:
-        """Write and draw, if there is anything: something that is not a training step comes now."""
+        """Write and draw: something else than a training step follows."""
 
     def close(self) -> None:
-        """Write what is left, and put back what was changed: no more comes, perhaps after a failure."""
+        """Write the rest, and undo patches: no more readings follow, perhaps after a failure."""
 
 
 class Sinks(Sink):
-    """Several destinations; closed from the last to the first, all of them also where one fails."""
+    """Several sinks; closed in reverse order, all of them even if one fails."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks

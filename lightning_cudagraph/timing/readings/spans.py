@@ -1,8 +1,8 @@
-"""Timed parts of a step, and readings of its events: the data of all that shows times.
+"""Spans of a step, and readings of its marks: the data for all displays of times.
 
-The events of a step are its marks: points in time on the device. A span lies between two marks, or is
-the sum of several such intervals, if a layer is called more than once. A reading is one number for each
-mark, from which the times of all spans follow, for many replays at once.
+Marks are points in time on the device, one for each event. A span is an interval between two marks, or
+several such intervals if a layer is called more than once. A reading has one number for each mark, from
+which the times of all spans follow, for many replays at once.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ BACKWARD_TAG = "layer_backward_ms/"
 STEP_TAG = "step_ms/"
 RANKS_TAG = "ranks_ms/"
 TOTAL_TAG = f"{STEP_TAG}total"
-# The parts that tile a step, in their order.
+# The stages that tile a step, in order.
 STEP_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
-# The part of a step that is only a wait for all-reduces; their own tag has it as well.
+# The step's wait for all-reduces, which is also in the time of the all-reduces themselves.
 EXPOSED_TAG = f"{STEP_TAG}all_reduce_exposed"
 
-# The number of layouts for which prepared objects are cached: most runs have few. Where each step calls
-# other layers, they are of no use later, and would grow with the run.
+# The size of caches by layout. Most runs have few layouts; if each step calls other layers, old entries
+# are useless, and the cache must not grow with the run.
 MAX_LAYOUTS = 64
 
-# Where a span is drawn on a timeline.
+# The track of a timeline on which a span is drawn.
 Track = Literal["forward", "backward", "optimizer", "communication", "copy", "host"]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a step that is timed: a stage, a layer in one pass, a kind of collective.
+    """A timed part of a step: a stage, a layer in one pass, a kind of collective.
 
     Attributes:
         tag: its name in TensorBoard, such as ``layer_forward_ms/head``.
-        track: where it is drawn on a timeline.
-        calls: numbers of the marks at the beginning and at the end of each of its calls.
+        track: of a timeline.
+        calls: begin and end mark of each of its calls.
     """
 
     tag: str
@@ -64,11 +64,11 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class SpanLayout:
-    """The spans of a step that was captured, or run, with one set of marks.
+    """The spans of a captured or eager step, over its marks.
 
     Attributes:
-        spans: in the order in which they are shown. The first mark of the step has number 0.
-        n_marks: how many marks there are.
+        spans: in display order. The step's first mark has number 0.
+        n_marks: the number of marks.
     """
 
     spans: tuple[Span, ...]
@@ -81,7 +81,7 @@ class SpanLayout:
 
     @cached_property
     def _calls(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-        """Marks at the beginning and at the end of all calls, and where each span's calls begin."""
+        """Begin and end marks of all calls, and the index of each span's first call."""
         calls = [call for span in self.spans for call in span.calls]
         lengths = [len(span.calls) for span in self.spans]
         begins, ends = np.array(calls, np.intp).reshape(-1, 2).T
@@ -91,7 +91,7 @@ class SpanLayout:
         """The times of all spans.
 
         Args:
-            offsets_ms: when each mark was passed, in milliseconds after the first; shape
+            offsets_ms: the times of the marks, in milliseconds after the step's first; shape
                 ``(..., n_marks)``, usually one row for each reading.
 
         Returns:
@@ -106,18 +106,17 @@ class SpanLayout:
 
 @dataclass(frozen=True)
 class Reading:
-    """The times of the marks of one step, or of one batch of a step.
+    """The times of the marks of one step, or of one micro-batch of an optimizer step.
 
     Attributes:
-        layout: what the marks mean. Steps that were captured together share it, as an object.
-        step: the step as the trainer's loggers count it.
-        walltime_s: when it was read, in seconds since the epoch.
-        offsets_ms: when each mark was passed, in milliseconds after the first of the step. Marks that
-            lie before the step (the end of the step before, the copy of the batch) are negative.
-        batch: its place among the batches whose gradients one step of the optimizer takes.
-        is_last: it is the last of these.
-        waited_ms: how long the host has waited for other processes since the step before, in
-            milliseconds.
+        layout: the spans over the marks; one object for replays of one graph.
+        step: as the trainer's loggers count it.
+        walltime_s: time of the read, in seconds since the epoch.
+        offsets_ms: times of the marks, in milliseconds after the step's first. Those of marks before the
+            step (the previous step's end, the copy of the batch) are negative.
+        batch: index of the micro-batch in its accumulation window.
+        is_last: the last micro-batch of the window.
+        waited_ms: the host's wait for other processes since the previous step.
     """
 
     layout: SpanLayout

@@ -1,4 +1,4 @@
-"""A reading as slices of time in rows, of which those of one row contain one another or are apart."""
+"""Timeline of a reading: slices in rows; two slices of one row are nested or disjoint."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["TICKS_PER_MS", "TRACKS", "Slice", "slices_of", "step_end"]
 # From top to bottom.
 TRACKS: tuple[Track, ...] = ("host", "copy", "forward", "backward", "optimizer", "communication")
 
-# Time in whole numbers, so that what ends at a mark and what begins there do so at one time, however
-# it is written. A tick is 125 ns, finer than events are, and an eighth of a microsecond, which is the
-# unit of trace files, is a number that floating point holds exactly.
+# Whole ticks, so that a slice that ends at a mark and one that begins there have equal times in every
+# format. A tick is 125 ns, finer than events are, and an eighth of a microsecond, the unit of trace
+# files, which floating point holds exactly.
 TICKS_PER_MS = 8000
 
 _PREFIXES = (FORWARD_TAG, BACKWARD_TAG, STEP_TAG)
-# Sums of what is shown otherwise.
+# Sums of other spans.
 _NOT_SHOWN = (TOTAL_TAG, EXPOSED_TAG)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One call of a layer, or one of another part of the step.
+    """One call of a layer, or of another part of the step.
 
     Attributes:
         tag: of the span.
         name: the layer, or the part of the step.
-        track: where it is drawn.
-        row: the row of the track: 0, or more for what overlaps another slice and is not contained in it.
-        depth: how many slices of the row contain it.
-        begin: in ticks after the first mark of the step.
+        track: of the timeline.
+        row: of the track: 0, or more for a slice that overlaps another without nesting.
+        depth: the number of slices in the row that contain it.
+        begin: in ticks after the step's first mark.
         end: likewise; not before `begin`.
     """
 
@@ -59,7 +59,7 @@ def _name(tag: str) -> str:
 
 
 def slices_of(reading: Reading) -> list[Slice]:
-    """The slices of a step, track by track; neither the step as a whole nor what it waits for is one."""
+    """The slices of a step, track by track, without the whole step and its waits for all-reduces."""
     ticks = [round(offset_ms * TICKS_PER_MS) for offset_ms in reading.offsets_ms]
     by_track: dict[Track, list[tuple[int, int, str]]] = {track: [] for track in TRACKS}
     for span in reading.layout.spans:
@@ -73,10 +73,10 @@ def slices_of(reading: Reading) -> list[Slice]:
 def _stacked(track: Track, calls: Iterable[tuple[int, int, str]]) -> list[Slice]:
     def outermost_first(call: tuple[int, int, str]) -> tuple[int, int, bool, int]:
         begin, end, tag = call
-        # Of two that take the same time, the container is the one with the shorter path.
+        # Of two with equal times, the container has the shorter path.
         return begin, -end, not tag.startswith(STEP_TAG), tag.count(".")
 
-    rows: list[list[int]] = []  # the ends of the slices that are open in each row
+    rows: list[list[int]] = []  # the ends of the open slices of each row
     slices = []
     for begin, end, tag in sorted(calls, key=outermost_first):
         for row, open_ends in enumerate(rows):  # noqa: B007

@@ -1,4 +1,4 @@
-"""Steps of the optimizer as one reading each, where it takes the gradients of several batches."""
+"""Accumulation windows as one reading each: the readings of their micro-batches are joined."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _PARTS = tuple(STEP_TAG + part for part in STEP_PARTS)
 
 
 class StepJoiner:
-    """Makes one reading of those of a step's batches, as if they were one long step.
+    """Joins the readings of an accumulation window, as if its micro-batches were one long step.
 
-    A layer has the sum of its calls in all batches then, and the optimizer's time is a share of the
-    whole step. Of a step that lacks a batch, because that was eager, nothing is made.
+    So the time of a layer is the sum over all micro-batches, and the optimizer's share is of the whole
+    window. A window without a reading of each, because a micro-batch was eager, is skipped.
 
     Args:
-        apart: batches are timed in different steps. One that lacks is replaced by the last that was
-            timed of its kind: a first one, or one between the first and the last.
+        apart: micro-batches are timed in different windows. A missing reading is replaced by the last of
+            its accumulation phase (first or middle).
     """
 
     def __init__(self, apart: bool = False) -> None:
         self._apart = apart
         self._batches: list[Reading] = []
-        # The last that were timed apart: the first of a step, and one that is not.
+        # If timed apart: the last reading of a first micro-batch (True), and of a middle one (False).
         self._kinds: dict[bool, Reading] = {}
         self._layout_of = lru_cache(MAX_LAYOUTS)(_joined_layout)
 
     def add(self, reading: Reading) -> Reading | None:
-        """Take the reading of a batch; returns that of the step which is complete with it."""
+        """Add the reading of a micro-batch; return that of the window that it completes."""
         if reading.batch == 0 and reading.is_last:
             return reading
         return self._add_apart(reading) if self._apart else self._add_next(reading)
@@ -76,7 +76,7 @@ class StepJoiner:
         offsets_ms = list(batches[0].offsets_ms)
         origin_ms = 0.0
         for before, batch in pairwise(batches):
-            # What lies before a batch begins where the one before it ends.
+            # Gap and copy before a micro-batch begin at the end of the one before it.
             origin_ms += max(before.offsets_ms) - min(batch.offsets_ms)
             offsets_ms += [origin_ms + offset_ms for offset_ms in batch.offsets_ms]
         last = batches[-1]
@@ -85,15 +85,15 @@ class StepJoiner:
 
 
 def _joined_layout(layouts: tuple[SpanLayout, ...]) -> SpanLayout:
-    """The layout of batches whose marks follow one another."""
+    """The layout of consecutive micro-batches."""
     calls: dict[str, list[tuple[int, int]]] = {}
     spans: dict[str, Span] = {}
-    # The last one has the optimizer, and with it the most spans: it decides on their order.
+    # The last has the optimizer, and so the most spans: the order is taken from it.
     for layout in (layouts[-1], *layouts):
         for span in layout.spans:
             spans.setdefault(span.tag, span)
     if GAP_TAG not in layouts[0].tags:
-        spans.pop(GAP_TAG, None)  # what lies between its batches alone is no gap between two steps
+        spans.pop(GAP_TAG, None)  # gaps between its micro-batches alone are no gap before a step
     first = 0
     for layout in layouts:
         by_tag = {span.tag: span.calls for span in layout.spans}
@@ -108,7 +108,7 @@ def _joined_layout(layouts: tuple[SpanLayout, ...]) -> SpanLayout:
 
 
 class WholeSteps(Sinks):
-    """Gives sinks one reading for each step of the optimizer, and not one for each batch."""
+    """Sinks that receive one reading for each optimizer step, and not for each micro-batch."""
 
     def __init__(self, sinks: Sequence[Sink], apart: bool = False) -> None:
         super().__init__(sinks)

@@ -1,4 +1,4 @@
-"""Statistics of a window of readings: the usual time of each span, and how much it varies."""
+"""Statistics of a window of readings: mean, percentiles and share of each span."""
 
 from __future__ import annotations
 
@@ -22,26 +22,21 @@ from lightning_cudagraph.timing.readings.spans import (
 
 __all__ = ["ReadingWindow", "Times", "WindowSummary", "column_times"]
 
-# What a step is made of where its whole has no tag: one that ends with the backward pass.
+# Their sum is the step's time if it has no tag for the whole, because it ends with the backward pass.
 _PARTS = tuple(STEP_TAG + part for part in STEP_PARTS)
-# What lies between two steps.
+# The spans between two steps.
 _BETWEEN = (GAP_TAG, COPY_TAG)
 
 
 @dataclass(frozen=True)
 class Times:
-    """The times of one span over a window.
+    """Statistics of one span over a window.
 
     Attributes:
-        count: how many of the readings have the span. The other numbers are about these alone.
-        mean_ms: their mean.
-        p05_ms: what a twentieth of them stays below.
-        p50_ms: their median.
-        p95_ms: what a twentieth of them exceeds.
-        max_ms: the slowest.
-        share: the part of the time of their steps that the span takes, median against median, which no
-            outlier changes; 0 where that is not known. Of what lies between two steps, the part of the
-            time from the end of a step to that of the next.
+        count: the number of readings that have the span. The statistics are over these alone.
+        share: the median divided by the median of the step's time; 0 if that is unknown. Ratios of
+            medians are robust against outliers. For gap and copy, the divisor is the time from the end
+            of a step to the end of the next.
     """
 
     count: int
@@ -54,19 +49,19 @@ class Times:
 
 
 class WindowSummary:
-    """The times of all spans over some readings.
+    """Statistics of all spans over some readings.
 
-    Readings need not have one layout: steps of a window of accumulation differ, and a step may be
-    captured again in the middle. Spans are joined by their tags, and each counts in the readings that
-    have it. So what a new capture no longer times stays until the last reading of it leaves the window.
+    The readings may have several layouts: accumulation phases differ, and a step may be re-captured.
+    Spans are joined by tag, each over the readings that have it. So a span that a new capture lacks
+    stays until its last reading leaves the window.
 
     Attributes:
-        n_readings: how many they are.
-        first_step: the step of the first of them, as the trainer's loggers count; 0 if there is none.
-        last_step: that of the last.
-        tags: of all spans, in the order in which they are shown.
-        durations_ms: a row for each reading and a column for each tag; NaN where a reading lacks it.
-        waited_ms: the host's wait for other processes before each.
+        n_readings: the number of readings.
+        first_step: of the first reading, as the trainer's loggers count; 0 if there is none.
+        last_step: of the last reading.
+        tags: of all spans, in display order.
+        durations_ms: a row for each reading and a column for each tag; NaN if the reading lacks the tag.
+        waited_ms: the host's wait for other processes before each reading's step.
     """
 
     def __init__(self, readings: Sequence[Reading]) -> None:
@@ -82,7 +77,7 @@ class WindowSummary:
             self._layouts[id(reading.layout)] = reading.layout
         newest_first = sorted(rows, key=lambda key: -rows[key][-1])
         self._newest = newest_first
-        # The fullest layout decides on the order; what only others have comes behind.
+        # The order is that of the layout with the most spans; further spans of others follow.
         fullest_first = sorted(newest_first, key=lambda key: -len(self._layouts[key].spans))
         columns: dict[str, int] = {}
         for key in fullest_first:
@@ -105,28 +100,28 @@ class WindowSummary:
         return self.times[tag]
 
     def get(self, tag: str) -> Times | None:
-        """The times of one span, or None if no reading has it."""
+        """The statistics of one span; None if no reading has it."""
         return self.times.get(tag)
 
     def series_ms(self, *tags: str) -> NDArray[np.float64]:
-        """For each reading the sum of some spans; what it lacks counts as 0, and NaN if it has none."""
+        """The sum of some spans in each reading: missing ones count as 0; NaN if all are missing."""
         columns = self.durations_ms[:, [self._columns[tag] for tag in tags if tag in self._columns]]
         missing = np.isnan(columns)
         return np.where(missing.all(axis=1), np.nan, np.where(missing, 0.0, columns).sum(axis=1))
 
     def times_of(self, *tags: str) -> Times | None:
-        """The times of the sum of some spans, or None if no reading has one of them."""
+        """The statistics of a sum of spans; None if no reading has any of them."""
         return column_times(self.series_ms(*tags)[:, None], self.step_ms)[0]
 
     @cached_property
     def step_ms(self) -> NDArray[np.float64]:
-        """The time of each reading's step, without the gap before it; NaN where it is not known."""
+        """The time of each reading's step, without the gap before it; NaN if unknown."""
         total_ms = self.series_ms(TOTAL_TAG)
         return np.where(np.isnan(total_ms), self.series_ms(*_PARTS), total_ms)
 
     @cached_property
     def step(self) -> Times | None:
-        """The times of the steps, or None if nothing says what they are."""
+        """The statistics of the steps' times; None if unknown."""
         return column_times(self.step_ms[:, None], self.step_ms)[0]
 
     @cached_property
@@ -134,12 +129,12 @@ class WindowSummary:
         before_ms = np.where(
             np.isnan(self.series_ms(GAP_TAG)), np.nan, self.series_ms(GAP_TAG, COPY_TAG)
         )
-        # Where the optimizer steps behind a graph, what it takes is in none of the spans.
+        # NaN without a total: if the optimizer steps eagerly after the replay, no span has its time.
         return before_ms + self.series_ms(TOTAL_TAG)
 
     @cached_property
     def period(self) -> Times | None:
-        """The times from the end of a step to that of the next, where the gap between them is known."""
+        """The statistics of the times from the end of a step to the end of the next; None if unknown."""
         return column_times(self._period_ms[:, None], self._period_ms)[0]
 
     @cached_property
@@ -150,7 +145,7 @@ class WindowSummary:
 
     @cached_property
     def times(self) -> dict[str, Times]:
-        """The times of all spans, by tag."""
+        """The statistics of all spans, by tag."""
         if not self.n_readings:
             return {}
         times = column_times(self.durations_ms, self.step_ms)
@@ -160,10 +155,10 @@ class WindowSummary:
         return {tag: found for tag, found in zip(self.tags, times, strict=True) if found is not None}
 
     def typical(self) -> Reading | None:
-        """A step in which each mark has the median of its offsets; None if there is no reading.
+        """A reading with the median offset of each mark; None if there is no reading.
 
-        Medians keep the order of marks, so spans that contain one another still do. It is of the newest
-        layout that has a step of the optimizer, and of the newest if none has.
+        Medians keep the order of marks, so nested spans stay nested. The layout is the newest with an
+        optimizer step, or the newest of all if none has one.
         """
         if not self._newest:
             return None
@@ -176,15 +171,15 @@ class WindowSummary:
 
 
 def column_times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64]) -> list[Times | None]:
-    """The times of each column; None for columns without a number.
+    """The statistics of each column; None for columns without a number.
 
     Args:
         durations_ms: a row for each reading.
-        whole_ms: what these are parts of, for each reading; NaN where it is not known.
+        whole_ms: the time of which they are shares, for each reading; NaN if unknown.
     """
     present = ~np.isnan(durations_ms)
-    # Columns that the same readings have are worked on together; there are about as many such groups
-    # as layouts.
+    # Columns that are present in the same readings are computed together; there are about as many such
+    # groups as layouts.
     groups: dict[bytes, list[int]] = {}
     for column, pattern in enumerate(np.packbits(present, axis=0).T):
         groups.setdefault(pattern.tobytes(), []).append(column)
@@ -195,7 +190,7 @@ def column_times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64
             continue
         values_ms = durations_ms[rows][:, columns]
         p05_ms, p50_ms, p95_ms = np.percentile(values_ms, [5, 50, 95], axis=0)
-        # Both medians are of the readings whose whole is known.
+        # Both medians are over the readings with a known whole.
         known = ~np.isnan(whole_ms[rows])
         shares = np.zeros(len(columns))
         if known.any() and (median_ms := np.median(whole_ms[rows][known])) > 0:
@@ -209,7 +204,7 @@ def column_times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64
 
 
 class ReadingWindow(Sink):
-    """The last readings; they stay when it is closed, for the report."""
+    """Sink that keeps the last readings, after its close too, for the report."""
 
     def __init__(self, size: int = 200) -> None:
         self._readings: deque[Reading] = deque(maxlen=size)
@@ -221,5 +216,5 @@ class ReadingWindow(Sink):
         self._readings.append(reading)
 
     def summary(self) -> WindowSummary:
-        """Their statistics."""
+        """The statistics of the readings."""
         return WindowSummary(self._readings)

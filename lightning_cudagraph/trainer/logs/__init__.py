@@ -1,1 +1,1 @@
-"""Logged values of a step: recorded, added up in the graph, handed to Lightning after each replay."""
+"""Logged values of a captured step: recorded, reduced in the graph, passed on after replays."""

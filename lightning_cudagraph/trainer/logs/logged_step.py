@@ -1,7 +1,8 @@
-"""The values that one captured step has logged, and their way to the host after a replay.
+"""The logged values of one captured step, and their way to Lightning after a replay.
 
-Of what the graph has added up, Lightning's objects are told. Where Lightning would do more than to add
-(in the first batch of an epoch, for metrics, across processes), its own code is called with copies.
+Values that the graph has added up need only bookkeeping on Lightning's objects. If Lightning would do
+more than add (in the first batch of an epoch, for metrics, across processes), its own code is called
+with copies.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from lightning_cudagraph.trainer.metrics.calls import Later, MetricCall
 
 __all__ = ["TO_TENSOR", "Event", "Log", "LoggedStep", "packed_values"]
 
-# Name-mangled: what `LightningModule.log` turns its value into a tensor with.
+# The name-mangled method by which `LightningModule.log` makes a tensor of its value.
 TO_TENSOR = "_LightningModule__to_tensor"
-# In the place of the index of an event.
-_LOSS = -1
+_LOSS = -1  # the key of the loss among the indices of events
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Log:
 
     Attributes:
         fx: the hook that logs.
-        name: as what.
-        value: what; of the result of a metric that is called later, what stands for it.
-        kwargs: what else is given to Lightning's `log`.
+        name: the logged name.
+        value: the logged value, a placeholder if it is the result of a deferred metric call.
+        kwargs: further arguments of Lightning's `log`.
     """
 
     fx: str
@@ -47,25 +47,25 @@ class Log:
         return f"{self.fx}.{self.name}"
 
 
-# What happens on the host after a replay, in the order of the step.
+# The events of a step that the host handles after a replay, in their order.
 Event = Log | MetricCall
-# The number of the event, and which of its results, if it is the call of a metric.
+# The index of an event, with the index of a result if it is a metric call.
 _Key = int | tuple[int, int]
 
 
 class LoggedStep:
-    """The values that one captured step logged, and the calls of metrics that it put off.
+    """The logged values and metric calls of one captured step, or of one part of it.
 
-    Made inside the capture: there the values are packed, one tensor for each dtype, so that after a
-    replay one copy for each takes them out of the graph's memory; the loss goes along.
+    Made inside the capture: it packs the values and the loss, one tensor for each dtype, so that after a
+    replay one copy each takes them out of the graph's memory.
 
     Args:
-        events: what was recorded.
-        sums: what the graphs add up.
-        slots: where this one adds what it has logged.
-        values: what is packed of the events, by their indices.
-        loss: of the step, which is packed with them.
-        is_last: no parts of the step are to come.
+        events: the recorded events.
+        sums: the running sums of this kind of step.
+        slots: the sums that the graph has added to, by key.
+        values: the values to pack, by the index of their event.
+        loss: the step's loss, which is packed with them.
+        is_last: the last or only part of the step.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class LoggedStep:
         ]
         logs = [(index, event) for index, event in enumerate(events) if isinstance(event, Log)]
         self._last_fx = logs[-1][1].fx if logs else None
-        # Of these the graph has done the sums, if they count.
+        # Values that the graph has added to their sums.
         self._added = [(slots[log.key], i, log) for i, log in logs if i in values and log.key in slots]
         indices = {index for _, index, _ in self._added}
         self._others = [(i, event) for i, event in enumerate(events) if i not in indices]
 
     def values(self) -> dict[str, Tensor]:
-        """The logged values, by what they were logged as, and what metrics are given."""
+        """The logged values and the tensors of metric calls, by their names in messages."""
         found: dict[str, Tensor] = {}
         for packed, indices in self._packed:
             for index, value in zip(indices, packed.unbind(), strict=True):
-                # A result of a metric is among its tensors.
+                # Results of metric calls are listed with their calls below.
                 if isinstance(index, int) and index != _LOSS:
                     log = self._events[index]
                     assert isinstance(log, Log)
@@ -122,26 +122,27 @@ class LoggedStep:
 
     @property
     def can_wait(self) -> bool:
-        """Tell if the graph has done all that must be done in each step.
+        """True if the graph does all that must be done in each step.
 
-        What is left is to hand over the values of the last replay, before anybody looks at them.
+        Then it is enough to pass the values of the last replay to Lightning before they are read.
         """
         return self._is_last and not self._others and (self._sums.live or not self._events)
 
     def hand_over(self, trainer: pl.Trainer, replays: int = 1, is_late: bool = False) -> Tensor | None:
-        """Call the metrics and log the values of the last replay, as the step itself would have.
+        """Call the metrics and log the values of the last replay, as the step itself would.
 
         Args:
-            trainer: whose results and logger connector take them.
-            replays: how many there were since this was last called; more than one if it could wait.
-            is_late: the batch of the step is done; there may be another one by now.
+            trainer: the trainer that logs.
+            replays: the number of replays since the last call; more than one only if `can_wait`.
+            is_late: the batch of the step is over, and the next one may have begun.
 
         Returns:
             A copy of the loss, if there is one.
         """
         values: dict[_Key, Any] = {}
         for packed, indices in self._packed:
-            # A copy, because callbacks keep metrics, and the next replay overwrites the packed tensor.
+            # A copy, because callbacks hold references to logged values, and the next replay overwrites
+            # the packed tensor.
             values.update(zip(indices, packed.clone().unbind(), strict=True))
         if self._events:
             if self._sums.live:
@@ -155,14 +156,14 @@ class LoggedStep:
         return self._loss.clone()
 
     def _book(self, trainer: pl.Trainer, values: dict[_Key, Any], replays: int, is_late: bool) -> None:
-        """Note on Lightning's objects what the graph has added up."""
+        """Update the bookkeeping of Lightning's objects for values that the graph has added up."""
         for slot, index, log in self._added:
             if slot.is_held():
                 slot.updated(values[index], replays)
             else:
-                # A hook has logged the same name on the host, in the middle of the replay.
+                # At a graph break, a hook on the host has logged the same name.
                 _log(trainer, log, values[index], entered=True)
-        results = trainer.fit_loop.epoch_loop._results  # only training has anything added up
+        results = trainer.fit_loop.epoch_loop._results  # sums in the graph exist in training only
         if results.batch_size is None and not is_late:
             results.batch_size = self._sums.batch_size
         if self._others:
@@ -193,7 +194,7 @@ class LoggedStep:
 
 
 def packed_values(events: list[Event], module: pl.LightningModule) -> dict[int, Tensor]:
-    """Static tensors on the device among what was logged, by the index of the event."""
+    """Logged values that are static tensors on the device, by the index of their event."""
     logged = ((i, event.value) for i, event in enumerate(events) if isinstance(event, Log))
     return {
         index: value
@@ -216,7 +217,7 @@ def _log(trainer: pl.Trainer, log: Log, value: Any, entered: bool) -> None:
     if starts_epoch or not entered or metric is None or metric.value.device != value.device:
         results.log(log.fx, log.name, value, **log.kwargs)
     else:
-        # The short way, once the key is known: no metadata to build, compare and move.
+        # The fast path for a known key: no metadata to build, compare and move.
         size = results._extract_batch_size(metric, log.kwargs.get("batch_size"), metric.meta)
         results.update_metrics(key, value, size)
     connector._current_fx = log.fx

@@ -1,8 +1,8 @@
-"""Python numbers among what a step logs: values, and batch sizes.
+"""Checks that logged Python numbers, values and batch sizes, are constant.
 
-A graph holds them as constants. So they have to be constant: what changes from one step of the warm-up
-to the next is refused at the capture, and what is another number in the eager step of a verified replay
-is refused then. A number that comes from something that is guarded is captured again when that changes.
+A graph bakes them in. So a number that changes between warm-up steps is refused at the capture, and one
+that differs in the eager step of a verified replay is refused then. A change of a guarded source of the
+number causes a re-capture.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from lightning_cudagraph.device.sentry.sentry import forbid, user_location
 
 __all__ = ["LoggedNumbers"]
 
-_What = tuple[str, int]  # in the user's words, and which of several that are called so
-# A loader whose batches never look alike would otherwise fill the memory with them.
+_What = tuple[str, int]  # a description, and an index among numbers of the same description
+# A bound on memory, for loaders that yield new shapes in each batch.
 _MAX_KINDS = 64
 
 
 @dataclass
 class _Seen:
-    """A number in the steps of one warm-up.
+    """A number over the steps of one warm-up.
 
     Attributes:
-        last: the number in the last of them.
-        pairs: how many pairs of neighbouring steps there were.
-        moves: in how many of these it changed.
+        last: its value in the last step.
+        pairs: the number of pairs of consecutive steps.
+        moves: the number of pairs in which it changed.
     """
 
     last: Any
@@ -41,12 +41,12 @@ class _Seen:
 
     @property
     def changes(self) -> bool:
-        """Tell if it goes on changing; once may be because of a new epoch, and guards see to that."""
+        """True if it keeps changing. A single change may come with a new epoch, which guards handle."""
         return self.moves > 1 or 0 < self.moves == self.pairs
 
 
 class LoggedNumbers:
-    """The numbers of each step; those that change are refused."""
+    """The logged numbers of each step; a number that changes is refused."""
 
     def __init__(self) -> None:
         self._warm_up: dict[Hashable, dict[_What, _Seen]] = {}
@@ -56,12 +56,12 @@ class LoggedNumbers:
         self._kind: Hashable = None
 
     def begin_eager(self) -> None:
-        """An eager step begins."""
+        """Begin an eager step."""
         self._step = {}
         self._check = _no_check
 
     def warmed_up(self, kind: Hashable) -> None:
-        """The eager step just done was one of the warm-up, of this kind of batch."""
+        """Count the last eager step as a warm-up step of this kind."""
         if kind not in self._warm_up and len(self._warm_up) >= _MAX_KINDS:
             self._warm_up.clear()
         seen = self._warm_up.setdefault(kind, {})
@@ -72,7 +72,7 @@ class LoggedNumbers:
                 seen[what] = _Seen(value)
 
     def begin_capture(self, kind: Hashable) -> None:
-        """A step of this kind begins in a capture."""
+        """Begin a step of this kind in a capture."""
         self._kind = kind
         seen = self._warm_up.get(kind, {})
 
@@ -87,12 +87,12 @@ class LoggedNumbers:
         self._check = check
 
     def captured(self, place: Hashable) -> None:
-        """The step has been captured; its warm-up is over, and another one may come."""
+        """Remember the numbers of the captured step, and forget those of its warm-up."""
         self._captured[place] = self._step
         self._warm_up.pop(self._kind, None)
 
     def begin_rehearsal(self, place: Hashable) -> None:
-        """A captured step begins once more, eagerly."""
+        """Begin an eager run of a captured step."""
         captured = self._captured.get(place, {})
 
         def check(what: _What, value: Any) -> None:
@@ -103,14 +103,14 @@ class LoggedNumbers:
         self._check = check
 
     def note(self, words: str, value: Any) -> None:
-        """Take a number of the step that is under way.
+        """Add a number of the step under way.
 
         Args:
-            words: what it is to the user.
+            words: its description in messages.
             value: the number.
 
         Raises:
-            CaptureError: if it changes, naming the user's line.
+            CaptureError: if it changes. The message names the user's line.
         """
         which = 0
         while (words, which) in self._step:
@@ -124,7 +124,7 @@ def _no_check(what: _What, value: Any) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    # By what a tensor made of it would hold: one NaN is like another, and nought has a sign.
+    # Compared as a tensor would hold them: NaN equals NaN, and 0.0 differs from -0.0.
     return repr(float(one)) == repr(float(other))
 
 

@@ -1,10 +1,9 @@
 """`self.log` inside a captured step.
 
-What a step logs in its capture are static tensors of the graph. They are recorded instead of being
-reduced on the host; what Lightning adds up of them is added up in the graph (`sums.py`), and after
-a replay one copy takes all of them out. Where Lightning would do more than to add (in the first batch
-of an epoch, for metrics, across processes), its own code is called with the copies. Means, sums, the
-progress bar and the loggers see what they would see in an eager step.
+The values that a step logs in its capture are static tensors of the graph. They are recorded, and not
+reduced on the host: the graph adds them up (`sums.py`), and after a replay one copy takes them all out.
+If Lightning would do more than add (in the first batch of an epoch, for metrics, across processes), its
+own code is called with the copies. Means, sums, progress bar and loggers are as in an eager step.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = ["Logs"]
 
 
 class _Recorder(_ResultCollection):
-    """Results that replace those of the training loop during a capture."""
+    """Recorder of logged values; it replaces the loop's results during a capture."""
 
     def __init__(self, results: _ResultCollection, logged: LoggedNumbers) -> None:
         super().__init__(training=True)
@@ -59,21 +58,23 @@ class _Recorder(_ResultCollection):
             )
         _note_batch_size(self._logged_numbers, fx, name, kwargs)
         if isinstance(value, Tensor) and not isinstance(value, Later):
-            value = converted(value.detach())  # here, where the step's default dtype holds
+            value = converted(value.detach())  # here, because the step's default dtype decides
         self.events.append(Log(fx, name, value, kwargs))
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """The first batch of an epoch is dealt with when the logs are handed over."""
+        """Do nothing: the reset at the first batch of an epoch follows after the replay."""
 
 
 class Logs:
     """The logs of the steps of one run.
 
+    The kind of a step, `place`, is the accumulation phase in training.
+
     Args:
-        trainer: whose active loop takes it.
+        trainer: the trainer, whose active loop gets the values.
         module: the module that logs.
         metrics: its metrics.
-        adds: whether the graphs add it up. Otherwise Lightning does, after each replay.
+        adds: the graphs add values up; otherwise Lightning does, after each replay.
     """
 
     def __init__(
@@ -86,20 +87,20 @@ class Logs:
         self._numbers = LoggedNumbers()
         self._sums = RunningSums()
         self._places: dict[Hashable, SumsOfPlace] = {}
-        # The step of the last replays, if its values were not asked for yet, and how many there were.
+        # The step of the last replays, if nothing has read its values yet, and the number of replays.
         self._waiting: LoggedStep | None = None
         self._waits_at: Hashable = None
         self._replays = 0
-        # A thread that asks for metrics hands over too; no other reads them, or replays, until then.
+        # A thread that reads metrics passes the values on too; others that read or replay wait for it.
         self._lock = RLock()
-        # Of the capture that is under way, which is the first of several of one step, or a later one.
+        # Sums of the capture under way, and whether it is the first capture instance of its step.
         self._slots: dict[str, Slot] = {}
-        self._is_first_take = True
+        self._is_first_instance = True
 
     @property
     def _loop(self) -> Any:
         trainer = self._trainer
-        # Before every replay: what the trainer is doing costs more to ask than to add.
+        # Called before every replay: `trainer.training` takes longer than this attribute.
         training = self._adds or trainer.training
         return trainer.fit_loop.epoch_loop if training else trainer._evaluation_loop
 
@@ -110,7 +111,7 @@ class Logs:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Around an eager step: note the Python numbers that it logs."""
+        """Context of an eager step, which notes the Python numbers that it logs."""
         if self._trainer.predicting:  # nothing can be logged
             yield
             return
@@ -127,27 +128,27 @@ class Logs:
             self._note_value(value, made, name)
             return made
 
-        # A hook in a training step may call a step of evaluation: what is there may be another's.
+        # Nested: a hook in a training step may call an evaluation step, with patches of its own.
         with ExitStack() as stack:
             stack.enter_context(in_place(results, "log", noting_log))
             stack.enter_context(in_place(self._module, TO_TENSOR, noting_to_tensor))
             yield
 
     def warmed_up(self, place: Hashable, batch: Any) -> None:
-        """The eager step just done was one of the warm-up of this place, on such a batch."""
+        """Count the last eager step as a warm-up step of this kind, on a batch of these shapes."""
         self._numbers.warmed_up((place, _shapes(batch)))
 
     def begin_transaction(self) -> None:
-        """A step is about to be captured, perhaps several times, or rehearsed."""
-        self._is_first_take = True
+        """Prepare for the captures of a step, one or several, or for an eager run of it."""
+        self._is_first_instance = True
         if self._adds:
             self._sums.make_room(self._results)
 
     def before_replay(self, place: Hashable) -> None:
-        """Bring what has been added up so far to where the graphs of this place add to it."""
+        """Bring the current sums into the static tensors to which graphs of this kind add."""
         with self._lock:
             if self._waiting is not None and self._waits_at == place:
-                return  # they were not asked for since the replay before
+                return  # nothing has read them since the replay before
             self.settle()
         if sums := self._places.get(place):
             # In the first batch of an epoch, Lightning resets at its first log, name by name.
@@ -155,10 +156,10 @@ class Logs:
             sums.adopt(self._results, goes_on)
 
     def put_off(self, place: Hashable, logged: LoggedStep) -> None:
-        """Hand the values of a replay over when they are asked for, if that can wait.
+        """Pass the values of a replay to Lightning, lazily if possible.
 
-        They stay in the graph's memory until then. The next replay of this place takes their place, as
-        the next step would have done; before any other step, they are handed over.
+        Then they stay in the graph's memory until they are read. The next replay of this kind overwrites
+        them, as the next eager step would; before any other step, they are passed on.
         """
         if logged.can_wait:
             with self._lock:
@@ -169,11 +170,11 @@ class Logs:
             logged.hand_over(self._trainer)
 
     def settle(self) -> None:
-        """Hand over what has been put off."""
+        """Pass on the values that wait, if there are any."""
         with self._lock:
             if (logged := self._waiting) is not None:
                 self._waiting = None
-                # The thread that asks may be in that mode, and the step was not.
+                # The thread that reads may be in inference mode; the step was not.
                 with outside_inference_mode():
                     logged.hand_over(self._trainer, self._replays, is_late=True)
 
@@ -183,19 +184,19 @@ class Logs:
 
     @contextmanager
     def recorded(self, place: Hashable, batch: Any, capturing: bool) -> Iterator[list[Event]]:
-        """Record what is logged inside instead of reducing it, and calls of metrics.
+        """Context of a step that records logged values, instead of reducing them, and metric calls.
 
         Args:
-            place: which kind of step it is.
-            batch: what it is done on.
-            capturing: whether a capture is under way; otherwise it is a rehearsal.
+            place: the kind of step.
+            batch: its batch.
+            capturing: the step is captured, and not run eagerly for a comparison.
 
         Yields:
-            The list that these are recorded in. Pass it to `finished` inside the capture.
+            The list of recorded events. Pass it to `finished` inside the capture.
         """
         if capturing:
             self._slots = {}
-            if self._is_first_take:
+            if self._is_first_instance:
                 self._places[place] = SumsOfPlace()
         if self._trainer.predicting:
             events: list[Event] = []
@@ -215,7 +216,7 @@ class Logs:
         def to_device_tensor(value: Any, name: str) -> Any:
             if isinstance(value, Later):
                 return value
-            # A scalar of NumPy would be copied to the device; Python's own numbers are filled in.
+            # A NumPy scalar would be copied to the device; a Python number is a fill, without a copy.
             made = to_tensor(value.item() if isinstance(value, np.generic) else value, name)
             self._note_value(value, made, name)
             return made
@@ -238,17 +239,17 @@ class Logs:
         loss: Tensor | None = None,
         is_last: bool = True,
     ) -> LoggedStep:
-        """The end of a recorded step, or of a part of it: add up what it has logged, and pack it.
+        """Add up and pack the logged values at the end of a recorded step, or of a part of it.
 
         Args:
-            events: what `recorded` has recorded of it.
-            place: which kind of step it is.
-            capturing: whether a capture is under way.
-            loss: what else is packed.
-            is_last: no parts of the step are to come.
+            events: the events that `recorded` has recorded of it.
+            place: the kind of step.
+            capturing: the step is captured.
+            loss: the step's loss, which is packed with them.
+            is_last: the last or only part of the step.
 
         Raises:
-            CaptureError: if a second capture of the step logs other names than the first.
+            CaptureError: if a further capture instance of the step logs other names than the first.
         """
         packed = packed_values(events, self._module)
         sums = self._places[place]
@@ -262,7 +263,7 @@ class Logs:
             slots = {key: slot for key, slot in slots.items() if key in sums.slots}
         add(logged, slots)
         if capturing and is_last:
-            if self._is_first_take:
+            if self._is_first_instance:
                 sums.slots = self._slots
             elif differing := self._slots.keys() ^ sums.slots.keys():
                 raise CaptureError(
@@ -270,16 +271,16 @@ class Logs:
                     f" {', '.join(sorted(differing))}.",
                     "Log the same names in every step.",
                 )
-            self._is_first_take = False
+            self._is_first_instance = False
             self._numbers.captured(place)
         return LoggedStep(events, sums, slots, packed, loss, is_last)
 
     def _with_sizes(
         self, events: list[Event], packed: dict[int, Tensor]
     ) -> tuple[list[LoggedValue], int | None]:
-        """The packed values with the batch sizes that they stand for, and that of the batch."""
+        """The packed values with their batch sizes, and the size that Lightning finds for the batch."""
         results = self._results
-        finder = _Recorder(results, self._numbers)  # so that nothing stays behind in `results`
+        finder = _Recorder(results, self._numbers)  # so that `results` is not changed
         logged, found = [], None
         for index, value in packed.items():
             event = events[index]
@@ -297,7 +298,7 @@ class Logs:
         if isinstance(value, numbers.Number):
             self._numbers.note(f"a Python number {words}", value)
         elif made.device != self._module.device:
-            # A tensor in host memory, which no replay renews.
+            # A tensor in host memory, which no replay updates.
             self._numbers.note(f"a tensor on the {made.device} {words}", made.item())
 
 

@@ -1,10 +1,10 @@
-"""Sums of logged values in the graph, as Lightning makes them on the host.
+"""Running sums of logged values in the graph, equal to Lightning's on the host.
 
-For each name that is logged, Lightning keeps a value and a number of samples, and makes new ones in
-every step: several small ops a name. Here they are static tensors that the captured step writes.
-Lightning's own objects hold these very tensors as long as replays follow one another. Where an eager
-step or the end of an epoch has put others in their place, those are copied back before the next replay;
-and where what a replay adds is not to count, Lightning's objects are given copies before it.
+For each logged name, Lightning keeps a value and a number of samples, and rebinds both in every step,
+with several small ops. Here they are static tensors that the captured step writes, and Lightning's
+objects hold them as long as replays follow one another. If an eager step or the end of an epoch has
+rebound them, the new values are copied back before the next replay. If a replay must not count,
+Lightning's objects get copies before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_cudagraph.compat.names.lightning_names import (
 __all__ = ["RESULT_NAMES", "LoggedValue", "RunningSums", "Slot", "SumsOfPlace", "add", "converted"]
 
 
-# Attributes of Lightning's objects that are set here.
+# Attributes of Lightning's `_ResultMetric` that are set here.
 RESULT_NAMES = (
     *("value", "cumulated_batch_size", "_forward_cache"),
     *("_update_count", "_computed", "_defaults", "has_reset"),
@@ -42,9 +42,9 @@ class LoggedValue:
     """A value that a step logs.
 
     Attributes:
-        key: what Lightning keeps it under.
+        key: its key in Lightning's results.
         value: the static tensor, converted.
-        batch_size: the number of samples that it stands for.
+        batch_size: its weight in a mean.
     """
 
     key: str
@@ -54,11 +54,11 @@ class LoggedValue:
 
 @dataclass(eq=False)
 class Slot:
-    """The static tensors of one name.
+    """The static tensors of one logged name.
 
     Attributes:
-        metric: Lightning's object for it.
-        value: what it adds up, or takes the largest of; None if it keeps only the last value.
+        metric: Lightning's object.
+        value: the running sum, minimum or maximum; None if only the last value counts.
         count: the number of samples, for means.
     """
 
@@ -70,10 +70,10 @@ class Slot:
         self._state: dict[str, Any] = vars(self.metric)
 
     def is_held(self) -> bool:
-        """Tell if Lightning's object holds these tensors."""
+        """True if Lightning's object holds these tensors."""
         if self.value is None:
             return True
-        state = self._state  # no look-up through the class
+        state = self._state  # faster than attributes of the metric
         return state["value"] is self.value and (
             self.count is None or state["cumulated_batch_size"] is self.count
         )
@@ -85,25 +85,25 @@ class Slot:
         return pairs if self.count is None else [*pairs, (self.count, state["cumulated_batch_size"])]
 
     def hold(self) -> None:
-        """Let Lightning's object hold these tensors."""
+        """Bind these tensors to Lightning's object."""
         if self.value is not None:
             self.metric.value = self.value
         if self.count is not None:
             self.metric.cumulated_batch_size = self.count
 
     def let_go(self) -> None:
-        """Let Lightning's object hold copies, if it holds these tensors."""
+        """Bind copies to Lightning's object, if it holds these tensors."""
         if self.value is not None and self.metric.value is self.value:
             self.metric.value = self.value.clone()
         if self.count is not None and self.metric.cumulated_batch_size is self.count:
             self.metric.cumulated_batch_size = self.count.clone()
 
     def updated(self, value: Tensor, replays: int) -> None:
-        """Leave what as many calls of `_ResultMetric.update` as replays leave, but for the sums.
+        """Apply the effects of one call of `_ResultMetric.update` for each replay, but for the sums.
 
         Args:
-            value: a copy of what was logged in the last one.
-            replays: how many.
+            value: a copy of the value that the last replay logged.
+            replays: the number of replays.
         """
         state, meta = self._state, self.metric.meta
         state["_update_count"] += replays
@@ -116,19 +116,19 @@ class Slot:
 
 
 class RunningSums:
-    """The static tensors of all names of a run. All graphs share them; none owns their memory."""
+    """The static tensors of all logged names of a run, shared by all graphs and in no graph's memory."""
 
     def __init__(self) -> None:
         self._slots: dict[str, Slot] = {}
 
     def make_room(self, results: _ResultCollection) -> None:
-        """Make tensors for names that were first logged since. Not to be called in a capture."""
+        """Make tensors for new names. Not to be called in a capture."""
         for key, metric in results.items():
             if metric.is_tensor and (key not in self._slots or self._slots[key].metric is not metric):
                 self._slots[key] = _new_slot(metric)
 
     def usable(self, logged: Iterable[LoggedValue]) -> dict[str, Slot]:
-        """The slots of those values that a graph can add up just as Lightning would."""
+        """The slots of the values that a graph can add up exactly as Lightning would."""
         several: set[str] = set()
         found: dict[str, Slot] = {}
         for each in logged:
@@ -140,7 +140,7 @@ class RunningSums:
         return {key: slot for key, slot in found.items() if key not in several}
 
     def let_go(self) -> None:
-        """Leave Lightning's objects with tensors of their own."""
+        """Bind copies to Lightning's objects."""
         for slot in self._slots.values():
             slot.let_go()
 
@@ -148,7 +148,7 @@ class RunningSums:
 def _new_slot(metric: _ResultMetric) -> Slot:
     if not metric.meta.on_epoch:
         return Slot(metric, None, None)
-    # Of its own, even where two names share one now.
+    # A clone each: two names may share one tensor now.
     value = metric.value.detach().clone()
     count = metric.cumulated_batch_size.clone() if metric.meta.is_mean_reduction else None
     return Slot(metric, value, count)
@@ -168,19 +168,19 @@ def _can_add(slot: Slot, logged: LoggedValue) -> bool:
         return False
     if meta.is_mean_reduction:
         return type(logged.batch_size) is int
-    # Python's own `max` and `min` read the values on the host.
+    # Python's `max` and `min` would read the values on the host.
     return meta.is_sum_reduction or meta.reduce_fx in (torch.max, torch.min)
 
 
 @dataclass
 class SumsOfPlace:
-    """The sums of the graphs of one kind of step.
+    """The running sums of the graphs of one kind of step.
 
     Attributes:
-        slots: where, by key.
-        batch_size: the size that Lightning finds the batch to have, if the step makes it look.
-        entered: Lightning has seen each name with its arguments since the capture.
-        live: the replay that comes, or has just been, counts: Lightning's objects hold the tensors.
+        slots: the static tensors, by key.
+        batch_size: the size that Lightning extracts from the batch, if the step needs it.
+        entered: Lightning's own `log` has run once for each name since the capture.
+        live: the next or last replay counts, that is, Lightning's objects hold the static tensors.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -189,11 +189,11 @@ class SumsOfPlace:
     live: bool = False
 
     def adopt(self, results: _ResultCollection, counts: bool) -> None:
-        """Bring what Lightning's objects hold to where the graph adds to it, before a replay.
+        """Copy the values of Lightning's objects into the static tensors, before a replay.
 
         Args:
             results: Lightning's objects.
-            counts: whether Lightning would go on adding to what is there, in this step.
+            counts: in this step Lightning would add to the current values, and not reset them.
         """
         self.live = (
             counts
@@ -214,7 +214,7 @@ class SumsOfPlace:
                 stale.append(slot)
         pairs = [pair for slot in stale for pair in slot.pairs()]
         for ours, theirs in pairs:
-            # Only if the copy changes nothing.
+            # Only if the copy loses no precision.
             if torch.promote_types(theirs.dtype, ours.dtype) != ours.dtype:
                 return False
             if theirs.device != ours.device:
@@ -236,11 +236,11 @@ class _Means:
 
 
 def add(logged: Iterable[LoggedValue], slots: dict[str, Slot]) -> None:
-    """Add up in the step, on the static tensors, in the order in which Lightning does on the host.
+    """Add logged values to the static tensors in the step, in the order of Lightning's ops.
 
     Args:
-        logged: what the step has logged, each name once.
-        slots: where to add it, by key; what is not in it is left to the host.
+        logged: the logged values, each name once.
+        slots: the static tensors by key; values without one are left to the host.
     """
     means: dict[Any, _Means] = {}
     sums: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}

@@ -1,1 +1,1 @@
-"""The metrics of torchmetrics that a step calls: in the graph, or on the host after it."""
+"""Metrics of torchmetrics in a captured step: in the graph, or deferred until after the replay."""

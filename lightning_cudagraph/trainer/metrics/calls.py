@@ -1,10 +1,9 @@
-"""Calls of torchmetrics inside a captured step, and what each leaves for the host to do.
+"""Metric calls of a captured step, and their host parts, which are repeated after each replay.
 
-A metric counts its calls on the host, and binds new tensors to its state. Where its arithmetic can be
-in the graph, a `GraphCall` keeps the host's books after each replay, as an eager call would have. Where
-not, the call is put off: a `DeferredCall` holds the static tensors that the metric was given, and makes
-the call on copies of them. What such a call returns is known only after the replay. The step may log it,
-and nothing else.
+A metric counts its calls on the host, and rebinds its states. If its arithmetic can be in the graph, a
+`GraphCall` updates its host bookkeeping after each replay, as an eager call would. If not, the call is
+deferred: a `DeferredCall` holds the static tensors of its arguments, and makes the call on copies of
+them after the replay. The step may log the result of a deferred call, and use it for nothing else.
 """
 
 from __future__ import annotations
@@ -34,38 +33,37 @@ __all__ = [
     "called_later",
 ]
 
-# What every metric keeps on the host about its calls.
+# The host bookkeeping of a metric about its calls.
 BOOKS = ("_update_count", "_computed", "_forward_cache")
-# More than any run makes, so that a count that was set and not raised is known.
+# More calls than any run makes: a count below it was set, and not incremented.
 _MANY_CALLS = 1 << 40
 _UNTOUCHED = object()
 
 
 class MetricCall:
-    """The part of one call that the host does after each replay, in the order of the step."""
+    """Host part of one call, executed after each replay in the order of the step."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that can be compared with an eager step, by name."""
+        """Tensors for the comparison with an eager step, by name."""
         return {}
 
     def outputs(self) -> list[Tensor]:
-        """The static tensors of which `make` wants copies."""
+        """The static tensors of which `make` needs copies."""
         return []
 
     def make(self, copies: list[Tensor]) -> list[Any]:
-        """Do it, with copies of the outputs; returns the leaves of what was not known before."""
+        """Execute it with copies of the outputs; return the leaves of a deferred result."""
         raise NotImplementedError
 
 
 @dataclass(eq=False)
 class DeferredCall(MetricCall):
-    """A call of a metric, to be made after each replay.
+    """A call of a metric that is made after each replay.
 
     Attributes:
         name: of the metric in the module.
-        metric: the metric, or collection of metrics.
         method: ``"forward"`` or ``"update"``.
-        arguments: positional and keyword arguments, static tensors among them.
+        arguments: positional and keyword arguments, with static tensors.
     """
 
     name: str
@@ -74,7 +72,7 @@ class DeferredCall(MetricCall):
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def make(self, copies: list[Tensor]) -> list[Any]:
-        """Make the call on copies, which the metric may keep; returns the leaves of its result."""
+        """Make the call on copies, which the metric may keep; return the leaves of its result."""
         args, kwargs = map_leaves(self.arguments, copied_leaf)
         return tree_leaves(getattr(self.metric, self.method)(*args, **kwargs))
 
@@ -85,14 +83,14 @@ class DeferredCall(MetricCall):
 
 @dataclass
 class _Entry:
-    """The changes that a call makes to the books of one metric.
+    """Changes that a call makes to the bookkeeping of one metric.
 
     Attributes:
         books: the metric's attributes.
-        calls: by how much it raises `_update_count`.
-        clears: it makes a result that was computed before out of date.
-        cache: the structure of `_forward_cache`, or `_UNTOUCHED`, or None.
-        leaves: which of the outputs are in it.
+        calls: increment of `_update_count`.
+        clears: it resets `_computed`.
+        cache: the structure of the new `_forward_cache`, or `_UNTOUCHED`, or None.
+        leaves: indices of the outputs that are its leaves.
     """
 
     books: dict[str, Any]
@@ -103,7 +101,7 @@ class _Entry:
 
 
 class Probe:
-    """Learn what a call changes in the books of a metric and of those inside it, and undo it."""
+    """Context that finds and undoes a call's changes to the bookkeeping of a metric and its members."""
 
     def __init__(self, name: str, metric: nn.Module) -> None:
         self._name = name
@@ -121,10 +119,10 @@ class Probe:
             books.update(before)
 
     def call(self) -> GraphCall:
-        """Return the call.
+        """The host part of the call.
 
         Raises:
-            CaptureError: if that is not what every call does.
+            CaptureError: if the call changes more than a replay could repeat.
         """
         outputs: list[Tensor] = []
         entries = [self._entry(books, outputs) for books in self._books]
@@ -157,12 +155,12 @@ class Probe:
 
 
 class GraphCall(MetricCall):
-    """A call whose arithmetic is in the graph; after a replay the host keeps the books.
+    """A call with its arithmetic in the graph; after a replay the host updates the bookkeeping.
 
     Args:
         name: of the metric in the module.
-        entries: what is to be written.
-        outputs: static tensors that it returned.
+        entries: changes to the bookkeeping.
+        outputs: static tensors of the result.
     """
 
     def __init__(self, name: str, entries: list[_Entry], outputs: list[Tensor]) -> None:
@@ -186,18 +184,18 @@ class GraphCall(MetricCall):
             structure = entry.cache
             if structure is not _UNTOUCHED:
                 leaves = [copies[index] for index in entry.leaves]
-                # `unflatten` takes many times as long as all the rest.
+                # A shortcut: `unflatten` takes many times as long as all the rest.
                 is_leaf = isinstance(structure, TreeSpec) and structure.is_leaf()
                 books["_forward_cache"] = leaves[0] if is_leaf else _unflattened(structure, leaves)
         return []
 
     def keeps(self, books: dict[str, Any]) -> bool:
-        """Tell if these are the attributes of a metric that took part in the call."""
+        """True if these are the attributes of a metric that took part in the call."""
         return any(own is books for own in self._all)
 
 
 class GroupCall(MetricCall):
-    """The part of a collection in a call, besides its metrics: members of a group share a state."""
+    """Host part of a collection's call: its compute groups share states, besides its metrics' calls."""
 
     def __init__(self, collection: MetricCollection, method: str) -> None:
         self._own = vars(collection)
@@ -219,7 +217,7 @@ class GroupCall(MetricCall):
             for state in leader._defaults:
                 if state in own and state in its:
                     its[state] = own[state]
-                else:  # a wrapper, that shows the states of another metric
+                else:  # a wrapper that delegates its states to another metric
                     setattr(follower, state, getattr(leader, state))
             its["_update_count"] = own["_update_count"]
         self._own["_state_is_copy"] = False
@@ -227,11 +225,11 @@ class GroupCall(MetricCall):
 
 
 class ReferenceCall(MetricCall):
-    """A look at the members of a collection (`collection["accuracy"]`), which parts or joins states.
+    """An access to members of a collection (`collection["accuracy"]`), which joins or splits states.
 
     Args:
         collection: the collection.
-        copy: whether the members of a group get copies of its state.
+        copy: the members of a compute group get copies of its state.
     """
 
     def __init__(self, collection: MetricCollection, copy: bool) -> None:
@@ -244,14 +242,14 @@ class ReferenceCall(MetricCall):
 
 
 class Later(Tensor):
-    """A placeholder of what a metric returns after the replay; it may be logged, but not looked at."""
+    """Placeholder for the result of a deferred call; it may be logged, but not read."""
 
     call: DeferredCall
     leaf: int
 
     @staticmethod
     def of(call: DeferredCall, leaf: int) -> Later:
-        """The placeholder of one leaf of what a call returns."""
+        """The placeholder for one leaf of a call's result."""
         value: Later = torch.Tensor._make_subclass(Later, torch.empty(()))
         value.call, value.leaf = call, leaf
         return value
@@ -273,7 +271,7 @@ class Later(Tensor):
 
 
 def called_later(call: DeferredCall) -> Any:
-    """Something of the shape of what the call returned in the step before, with nothing in it."""
+    """Placeholders in the structure of the call's result in the step before."""
     metric = call.metric
     if isinstance(metric, Metric):
         last = metric._forward_cache

@@ -1,11 +1,11 @@
-"""The choice of the metrics that are in the graph: their calls in warm-up went well on copies.
+"""Choice of the metrics that are in the graph, by trials of their calls on copies in warm-up.
 
-All calls of a metric in a step take the one way or the other, also those through a collection or a
-wrapper, and metrics that share a state go together.
+All calls of a metric in a step are either in the graph or deferred, those through a collection or a
+wrapper too, and metrics that share a state go together.
 
 Collections and wrappers are worth it: on one slow core, an eager `update` of a `MulticlassAccuracy`
-takes 0.2 ms, that of a collection of four such metrics 0.4 ms, and its `forward` 4 ms; the books of a
-call in the graph take 2 µs.
+takes 0.2 ms, that of a collection of four such metrics 0.4 ms, and its `forward` 4 ms; the bookkeeping
+of a call in the graph takes 2 µs.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ __all__ = ["MetricChoice", "calls_members"]
 
 
 class MetricChoice:
-    """Find out in warm-up steps which metrics can be in the graph.
+    """The metrics that can be in the graph, found in warm-up steps.
 
     Attributes:
-        in_graph: the metrics that are, by identity, with their names.
-        refused: why others are not.
+        in_graph: name and metric, by identity.
+        refused: reasons for the others, by identity.
     """
 
     def __init__(self, model: nn.Module, trials: MetricTrials) -> None:
         self._model = model
         self._trials = trials
-        # Of each metric and method that warm-up has called: why it cannot be called in a graph, or None.
+        # Calls tried in warm-up, by metric and method: name, metric, and the reason against the graph.
         self._tried: dict[tuple[int, str], tuple[str, Metric, str | None]] = {}
-        # In the warm-up step under way: calls of metrics by identity, and updates of collections.
+        # In the warm-up step under way: calls of metrics by identity, updates of collections, and
+        # metrics with a call that no graph can hold, with the reason.
         self._calls: Counter[int] = Counter()
         self._updates: dict[int, tuple[MetricCollection, int]] = {}
-        self._put_off: dict[int, str] = {}  # and metrics that it has called in a way that no graph can
+        self._unsupported: dict[int, str] = {}
         self.refused: dict[int, str] = {}
         self.in_graph: dict[int, tuple[str, Metric]] = {}
         self._inside = False
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Try the calls that a warm-up step makes, before it makes them."""
+        """Context of a warm-up step: try each of its calls on a copy, before the step makes it."""
         found = found_metrics(self._model)
         if not found:
             yield
@@ -56,7 +57,7 @@ class MetricChoice:
         self._updates.clear()
         inner = {id(part): part for _, metric in found for _, part in metrics_of(metric)}
         self._tried = {key: tried for key, tried in self._tried.items() if key[0] in inner}
-        self._put_off = {
+        self._unsupported = {
             ident: "a method of it was replaced"
             for ident, part in inner.items()
             if not {"forward", "reset"}.isdisjoint(vars(part))
@@ -69,7 +70,7 @@ class MetricChoice:
         self._decide()
 
     def was_tried(self, metric: nn.Module, method: str) -> bool:
-        """Tell if a warm-up step has called a method of a metric."""
+        """True if a warm-up step has called this method of the metric."""
         return (id(metric), method) in self._tried
 
     def _trying(self, name: str, metric: Any, method: str) -> Callable[..., Any]:
@@ -84,13 +85,15 @@ class MetricChoice:
                         before = self._updates.get(id(metric), (metric, 0))[1]
                         self._updates[id(metric)] = (metric, before + 1)
                     return plain(*args, **kwargs)
-                self._put_off |= {id(m): f"`{name}` is called as a whole" for _, m in metrics_of(metric)}
+                self._unsupported |= {
+                    id(inner): f"`{name}` is called as a whole" for _, inner in metrics_of(metric)
+                }
             else:
                 self._calls[id(metric)] += 1
                 with _without(metric, ("forward", "update")):
                     reason = self._trials.why_not(name, metric, method, args, kwargs)
                 if reason is not None:
-                    self._put_off.setdefault(id(metric), reason)
+                    self._unsupported.setdefault(id(metric), reason)
                 self._tried[id(metric), method] = (name, metric, reason)
             with self._within():
                 return plain(*args, **kwargs)
@@ -98,12 +101,12 @@ class MetricChoice:
         return called
 
     def _decide(self) -> None:
-        refused = dict(self._put_off)
+        refused = dict(self._unsupported)
         for collection, updates in self._updates.values():
             for leader, *followers in collection._groups.values():
                 group = [id(collection._modules[name]) for name in (leader, *followers)]
                 calls = [self._calls[ident] for ident in group]
-                # Else it matters when in the step the members of the group come to share a state.
+                # Otherwise the point in the step at which the group's members share a state matters.
                 if followers and calls != [updates, *(0 for _ in followers)]:
                     refused |= dict.fromkeys(group, "it shares a state, and is also called alone")
         metrics: dict[int, tuple[str, Metric]] = {}
@@ -133,16 +136,16 @@ class MetricChoice:
 
 
 def calls_members(collection: MetricCollection, method: str) -> bool:
-    """Tell if a collection does nothing but call its metrics one by one, and let groups share states."""
+    """True if a collection only calls its metrics one by one, and joins the states of its groups."""
     own = type(collection)
     if own.forward is not MetricCollection.forward or own.update is not MetricCollection.update:
         return False
     if own._compute_and_reduce is not MetricCollection._compute_and_reduce:
         return False
     if method == "forward":
-        # The metrics of a group would have one state between them, and each bind its own.
+        # The metrics of a group share one state, but each call of `forward` rebinds its own.
         return not any(_follower_names(collection))
-    # The first update compares states, to form groups.
+    # The first update compares states on the host, to form groups.
     return collection._groups_checked or not collection._enable_compute_groups
 
 
@@ -151,13 +154,13 @@ def _follower_names(collection: MetricCollection) -> list[str]:
 
 
 def _overlap(inside: dict[int, set[int]], ident: int, refused: dict[int, str]) -> bool:
-    """Tell if a metric has one inside that is also inside a refused one."""
+    """True if a metric shares a member with a refused one."""
     return any(inside[ident] & inside[other] for other in refused if other in inside)
 
 
 @contextmanager
 def _without(metric: nn.Module, methods: tuple[str, ...]) -> Iterator[None]:
-    """Take out what replaces methods of a metric, and of those inside it."""
+    """Remove method patches from a metric and its members inside the block."""
     spaces = [vars(inner) for inner in metric.modules()]
     taken = [{name: own.pop(name) for name in methods if name in own} for own in spaces]
     try:

@@ -1,4 +1,4 @@
-"""The metrics of a model, what is inside them, and the states that they keep."""
+"""Metrics of a model, their members, and their states."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torchmetrics import Metric, MetricCollection
 
 __all__ = ["found_metrics", "is_metric", "metrics_of", "replaced", "states_of"]
 
-# Containers in containers in which metrics are looked for.
+# The depth of nested containers in which metrics are searched.
 _MAX_DEPTH = 3
 
 
 def is_metric(module: Any) -> bool:
-    """Tell if a module is a metric, or a collection of them."""
+    """True if a module is a metric, or a collection of metrics."""
     return isinstance(module, (Metric, MetricCollection))
 
 
 def metrics_of(metric: nn.Module) -> list[tuple[str, Metric]]:
-    """A metric and those inside it, with their paths in it."""
+    """A metric and the metrics inside it, with their paths."""
     return [(path, module) for path, module in metric.named_modules() if isinstance(module, Metric)]
 
 
 def states_of(metric: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
-    """All states of a metric and of those inside it: the path, the attributes, and the name in these.
+    """All states of a metric and its members: path, the attributes that hold the state, and its name.
 
-    A wrapper may show the states of the metric inside it as its own; only that one is listed.
+    A state that a wrapper delegates to the metric inside it is listed once, for the latter.
     """
     parts = metrics_of(metric)
     held = {id(inner._defaults) for _, inner in parts if inner._defaults.keys() <= vars(inner).keys()}
@@ -41,7 +41,7 @@ def states_of(metric: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def found_metrics(model: nn.Module) -> list[tuple[str, Any]]:
-    """All metrics and collections of a model by name, also those in containers that no module knows."""
+    """All metrics and collections of a model by name, those in plain Python containers too."""
     found: dict[int, tuple[str, Any]] = {}
 
     def look(value: Any, path: str, depth: int) -> None:
@@ -67,7 +67,7 @@ def found_metrics(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def replaced(stack: ExitStack, metric: nn.Module, method: str, function: Callable[..., Any]) -> None:
-    """Replace a method of one metric by a function, until the stack is closed."""
+    """Patch a method of one metric, until the stack is closed."""
     own = vars(metric)
     if method in own:
         stack.callback(own.__setitem__, method, own[method])

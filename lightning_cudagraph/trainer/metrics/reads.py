@@ -1,8 +1,8 @@
-"""Reads of metrics by a captured step, from outside of them: of their states, and of their counts.
+"""Reads of metric attributes (states, counts) by user code in a captured step.
 
-The states of a metric have names like `weight` or `total`, which much code mentions that means something
-else. So, other than with modules (`checks/audit/walker.py`), it is seen what is really read, and by
-whom.
+The states of a metric have common names, such as `weight` or `total`. Modules are audited by the names
+that their code mentions (`checks/audit/walker.py`); for metrics that would match unrelated code, so
+actual reads are intercepted.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = ["MetricReads", "metric_reads"]
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = "-packages" + os.sep
-# Calls of these are seen to elsewhere.
+# Patched methods, which are handled in `states.py`.
 _METHODS = frozenset({"forward", "update", "compute", "reset"})
-# One of these shows all the others.
+# Attributes that expose all others.
 _EVERYTHING = frozenset({"__dict__"})
-# Not so when torch looks there for one name.
+# Code of torch that reads `__dict__` for one name only.
 _PLUMBING = [getattr(nn.Module, name).__code__ for name in ("__getattr__", "__setattr__", "__delattr__")]
 
 
 @contextmanager
 def metric_reads(note: Callable[[Metric, str, Location | None], None]) -> Iterator[None]:
-    """Inside, be told of every attribute of a metric that the user's code asks for from outside of it.
+    """Report reads of metric attributes by user code outside of the metric.
 
     Args:
-        note: is given the metric, the name of the attribute, and the user's line.
+        note: called with the metric, the name of the attribute, and the user's line.
     """
     plain = Metric.__getattribute__
 
@@ -61,34 +61,34 @@ def metric_reads(note: Callable[[Metric, str, Location | None], None]) -> Iterat
     finally:
         if before is None:
             del Metric.__getattribute__
-        else:  # that of a step around this one
+        else:  # of an enclosing step
             Metric.__getattribute__ = before  # type: ignore[method-assign]
 
 
 class MetricReads:
-    """The attributes of metrics that were read, for guards to compare."""
+    """The attributes of metrics that were read, as guards."""
 
     def __init__(self) -> None:
-        # By identity, because metrics compare as they please.
+        # By identity, because metrics define `==` and hashes of their own.
         self._read: dict[tuple[int, str], tuple[Metric, Location | None]] = {}
 
     def note(self, metric: Metric, name: str, where: Location | None) -> None:
-        """Note one."""
+        """Add a read."""
         self._read.setdefault((id(metric), name), (metric, where))
 
     def first_of(self, metric: Metric, names: frozenset[str]) -> tuple[str, Location | None] | None:
-        """The first of some attributes of a metric that was read, and where."""
+        """The first of some attributes of a metric that was read, with the line."""
         for (ident, name), (_, where) in self._read.items():
             if ident == id(metric) and name in names:
                 return name, where
         return None
 
     def tell(self, mentioned: MentionedNames, leave_out: Callable[[Metric, str], bool]) -> None:
-        """Have them compared before every replay.
+        """Guard the attributes: add them to those that are compared before every replay.
 
         Args:
-            mentioned: what the captured step mentions.
-            leave_out: says of an attribute whether the graph has it in another way.
+            mentioned: the attributes that the captured step mentions.
+            leave_out: tests if the graph itself keeps an attribute up to date.
         """
         for (_, name), (metric, _) in self._read.items():
             if not leave_out(metric, name):
@@ -98,7 +98,7 @@ class MetricReads:
 
 
 def _asker(metric: Metric, frame: FrameType | None) -> FrameType | None:
-    """The frame that asked for an attribute, past the metric's own code; None if not the user's."""
+    """The user's frame that reads an attribute, outside of the metric's own code; None if another's."""
     while frame is not None:
         code = frame.f_code
         receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

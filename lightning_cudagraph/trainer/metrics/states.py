@@ -1,8 +1,8 @@
-"""torchmetrics inside the captured step: in the graph where that can be, else put off.
+"""Metrics of torchmetrics in a captured step: in the graph if possible, deferred otherwise.
 
-What can be is found out in warm-up (`choice.py`). In a capture a metric is then called
-as always; at its end the states are copied to where they were before (`tensors/state.py`), and what the
-call did on the host is undone, to be done again after each replay (`calls.py`).
+Warm-up finds the metrics that can be in the graph (`choice.py`). In a capture these are called as usual.
+At its end, the states are copied into their static tensors (`tensors/state.py`), and the call's effects
+on the host are undone, to be repeated after each replay (`calls.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightning_cudagraph.trainer.metrics.trials import MetricTrials, keep_states
 
 __all__ = ["StepMetrics"]
 
-# Called by a collection, on the states of its groups, at each look at its members.
+# The method by which a collection joins or splits the states of its groups at an access to members.
 _REFERENCES = "_compute_groups_create_state_ref"
 _UNKNOWN = "it was called in another way than in warm-up"
 
@@ -60,13 +60,13 @@ class StepMetrics:
         self._undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._inside = self._in_collection = False
         self._on_host: dict[str, str] = {}
-        # In the step under way: what it reads from outside, and the metrics whose calls are put off.
+        # Of the step under way: reads by user code, and names of metrics with deferred calls.
         self._reads = MetricReads()
         self._deferred: dict[int, str] = {}
 
     @property
     def notes(self) -> list[str]:
-        """The metrics that are called on the host after each replay, and why."""
+        """Sentences that name the metrics with deferred calls, and the reasons."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self._on_host.items():
             by_reason.setdefault(reason, []).append(f"`{name}`")
@@ -79,25 +79,25 @@ class StepMetrics:
         ]
 
     def learning(self) -> AbstractContextManager[None]:
-        """Try the calls that a warm-up step makes, before it makes them."""
+        """Context of a warm-up step, which tries its calls on copies."""
         return self._choice.learning()
 
     def prepare(self) -> None:
-        """Give the states that will be in the graph a place each, before captures."""
+        """Give each state that will be in the graph a static tensor, before captures."""
         self._state.forget(lambda books: self._is_kept(books))
         for name, metric in self._choice.in_graph.values():
             keep_states(self._state, name, metric)
 
     @contextmanager
     def recording(self, note: Callable[[MetricCall], None]) -> Iterator[None]:
-        """Run calls of metrics inside a captured step, or put them off.
+        """Context of a captured step, in which calls of metrics are captured or deferred.
 
         Args:
-            note: told of what each leaves for the host, in order.
+            note: called with the host part of each call, in order.
 
         Raises:
-            CaptureError: where a metric is computed or reset, or where its state, or what it returns, is
-                looked at though its calls are put off; naming the metric and the user's line.
+            CaptureError: if a metric is computed or reset, or if the state or the result of a deferred
+                metric is read. The message names the metric and the user's line.
         """
         found = found_metrics(self._model)
         known = {id(inner): inner for _, metric in found for _, inner in metrics_of(metric)}
@@ -118,22 +118,22 @@ class StepMetrics:
             yield
 
     def tell_reads(self, mentioned: MentionedNames) -> None:
-        """Have the reads of a capture of metrics that only the host calls compared."""
+        """Guard the attributes, read in the capture, of metrics that are not in the graph."""
         self._reads.tell(mentioned, lambda metric, name: self._is_kept(vars(metric)))
 
     def write_back(self) -> None:
-        """Bring the states to their places, at the end of the step or of a part of it."""
+        """Copy the states into their static tensors, at the end of the step or of a part of it."""
         self._state.write_back()
 
     def undo(self) -> None:
-        """Undo the host's part of calls at the end of the step, as it is done after each replay."""
+        """Undo the host part of calls at the end of the capture: it is repeated after each replay."""
         for own, before in self._undo:
             own.update(before)
-        self._undo = []  # it holds states, and who holds a state gets it for himself
+        self._undo = []  # it refers to states, and a state with an external reference is copied out
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Have metrics as they were before the step, in the middle of it."""
+        """Context in the middle of the step, in which metrics are as before the step."""
         now = [(own, {name: own[name] for name in before}) for own, before in self._undo]
         for own, before in self._undo:
             own.update(before)
@@ -144,19 +144,19 @@ class StepMetrics:
                 own.update(held)
 
     def adopt(self) -> None:
-        """Bring what the host has made of the states to their places, before a replay."""
+        """Copy states that the host has rebound into their static tensors, before a replay."""
         self._state.adopt()
 
     def count_references(self) -> None:
-        """Count references to states after a replay, when nothing else can hold one yet."""
+        """Count references to states after a replay, before user code can take one."""
         self._state.count_references()
 
     def fits(self) -> bool:
-        """Tell if all that the host has made of the states can be brought to their places."""
+        """True if all states that the host has rebound can be copied into their static tensors."""
         return self._state.fits()
 
     def described(self) -> dict[str, str]:
-        """The kind of tensor that each state is now."""
+        """Shape and dtype of each state's current tensor, in words."""
         return self._state.described()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -164,13 +164,13 @@ class StepMetrics:
         return self._state.tensors()
 
     def stays_on_host(self, module: Any) -> bool:
-        """Tell if a module is a metric or a collection that no graph calls."""
+        """True if a module is a metric or a collection without calls in a graph."""
         if isinstance(module, MetricCollection):
             return module not in self._collections
         return isinstance(module, Metric) and not self._is_kept(vars(module))
 
     def host_names(self, module: nn.Module) -> frozenset[str]:
-        """Attributes of a module that the host keeps itself, and no graph has baked in."""
+        """Attributes of a module that the host part of calls updates, so that no graph bakes them in."""
         if isinstance(module, Metric):
             return frozenset((*BOOKS, *module._defaults))
         return frozenset(("_state_is_copy",) if isinstance(module, MetricCollection) else ())
@@ -240,7 +240,7 @@ class StepMetrics:
         return called_later(call) if method == "forward" else None
 
     def _read(self, metric: Metric, name: str, where: Location | None) -> None:
-        """The user's code has asked for an attribute of a metric, from outside of it."""
+        """Handle a read of a metric's attribute by user code outside of the metric."""
         if self._inside:
             return
         if id(metric) in self._deferred and name in _kept_by_host(metric):
@@ -258,7 +258,7 @@ class StepMetrics:
         self, collection: MetricCollection, note: Callable[[MetricCall], None]
     ) -> Callable[[bool], None]:
         def refer(copy: bool = False) -> None:
-            if not self._in_collection:  # that is part of its `GroupCall`
+            if not self._in_collection:  # there it is part of a `GroupCall`
                 note(ReferenceCall(collection, copy))
 
         return refer
@@ -284,7 +284,7 @@ def _collections(found: list[tuple[str, Any]]) -> list[MetricCollection]:
 
 
 def _kept_by_host(metric: Metric) -> frozenset[str]:
-    """The attributes that a call that is put off changes after the replay."""
+    """The attributes that a deferred call changes after the replay."""
     return frozenset((*BOOKS, *metric._defaults))
 
 
@@ -297,7 +297,7 @@ def _refuse_read(metric: str, name: str, where: Location | None) -> None:
 
 
 def _host_part(module: nn.Module) -> dict[str, Any]:
-    """The attributes that a call may change of a metric, or of a collection."""
+    """The attributes of a metric or collection that a call may change, with their values."""
     names = (*BOOKS, *module._defaults) if isinstance(module, Metric) else ("_state_is_copy",)
     return {name: vars(module)[name] for name in names if name in vars(module)}
 

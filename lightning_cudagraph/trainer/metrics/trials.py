@@ -1,8 +1,7 @@
-"""Trials, in warm-up and on copies, of calls of metrics that may be in a graph.
+"""Trials of metric calls on copies in warm-up, to see if they can be in a graph.
 
-On the copy everything is done that a capture would do, with everything watched that a capture would
-refuse, and nothing of it captured. So a metric that cannot be in a graph costs no capture, and no step:
-its calls are put off.
+A trial runs the call on a copy, with all checks of a capture, but captures nothing. So a metric that
+cannot be in a graph costs no failed capture: its calls are deferred.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from lightning_cudagraph.trainer.metrics.of_model import metrics_of, states_of
 
 __all__ = ["MetricTrials", "keep_states", "known_only"]
 
-# What `forward` makes of the state before and that of the batch, without a count.
+# Reductions by which `forward` merges the old state and the batch's, without the update count.
 _REDUCTIONS = (dim_zero_sum, dim_zero_max, dim_zero_min)
-# What a metric's own code must not read: a graph would go on with what it read once.
+# Attributes that a metric's own code must not read: a graph would bake in the value.
 _READS = {*BOOKS, "update_count", "update_called", "_update_called"}
 
 _SUBJECTS = re.compile(r"^(A call of the metric `[^`]*` |The training step )")
 
 
 def keep_states(state: StaticState, name: str, metric: nn.Module) -> None:
-    """Give all states of a metric, and of those inside it, a place each."""
+    """Give each state of a metric and its members a static tensor."""
     for path, own, attribute in states_of(metric):
         where = f"{name}.{path}" if path else name
         state.keep(own, attribute, f"the state `{attribute}` of the metric `{where}`")
@@ -51,10 +50,10 @@ def keep_states(state: StaticState, name: str, metric: nn.Module) -> None:
 
 @contextmanager
 def known_only(known: set[int]) -> Iterator[None]:
-    """Refuse calls of metrics that are not known: inside a graph they would happen once.
+    """Refuse calls of unknown metrics, of which a replay would not repeat the host part.
 
     Args:
-        known: the metrics that may be called, by identity.
+        known: identities of the metrics that may be called.
     """
     plain = Metric.__setattr__
 
@@ -75,31 +74,31 @@ def known_only(known: set[int]) -> Iterator[None]:
 
 
 class MetricTrials:
-    """Trials of calls."""
+    """Trials of metric calls on copies, under the checks of a capture."""
 
     def __init__(self, module: nn.Module, trainer: Any, backend: Backend, rules: HostRules) -> None:
         self._trainer = trainer
         self._backend = backend
         self._rules = replace(rules, stays_on_host=lambda module: False)
-        # Whoever holds one of these must not have it copied.
+        # A metric may refer to these, which must not be copied with it.
         self._shared = {id(held): held for held in (module, trainer)}
 
     def why_not(
         self, name: str, metric: Metric, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
-        """Return why a call cannot be in a graph, in a few words, or None if it can."""
+        """The reason why a call cannot be in a graph, in a few words; None if it can."""
         if (reason := self._at_sight(metric, method)) is not None:
             return reason
         rng_state = self._backend.rng_state()
         try:
-            with outside_inference_mode():  # as a capture is
+            with outside_inference_mode():  # like a capture
                 copy = self._copy(metric)
                 copied_args, copied_kwargs = map_leaves((args, kwargs), _copied)
                 self._run(name, copy, method, copied_args, copied_kwargs)
         except UnsupportedError as error:
             return _in_short(error)
         except Exception as error:
-            # Of a copy that cannot be made, or of the call itself, which is made again, on the metric.
+            # The copy failed, or the call, which the step then makes on the metric itself.
             return f"a trial of it raised `{type(error).__qualname__}`"
         finally:
             draws = not torch.equal(rng_state, self._backend.rng_state())
@@ -125,7 +124,7 @@ class MetricTrials:
         return _shared(metric)
 
     def _copy(self, metric: Metric) -> Metric:
-        """A copy, without results of the past, which may hold autograd's graph."""
+        """A copy, without cached results, which may refer to an autograd graph."""
         memo: dict[int, Any] = dict(self._shared)
         spaces = [vars(inner) for _, inner in metrics_of(metric)]
         for own in spaces:
@@ -165,7 +164,7 @@ class MetricTrials:
 
 
 def _shared(metric: Metric) -> str | None:
-    """Two states that lie in the same memory, in words, or None."""
+    """A sentence about two states in the same memory; None if there are none."""
     seen: dict[int, str] = {}
     for _, own, state in states_of(metric):
         value = own.get(state)
@@ -177,7 +176,7 @@ def _shared(metric: Metric) -> str | None:
 
 
 def _in_short(error: UnsupportedError) -> str:
-    """The reason of a refusal without its line, for a list."""
+    """The reason of a refusal, shortened for a list."""
     reason = error.reason.split(": found ")[0].split(", which a replay would not ")[0]
     return _SUBJECTS.sub("it ", reason.replace("A CUDA graph cannot hold", "it needs")).rstrip(".")
 

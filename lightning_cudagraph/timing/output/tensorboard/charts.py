@@ -1,4 +1,4 @@
-"""The tab of custom scalars: its charts, and the band of step times that one of them shows."""
+"""Charts in TensorBoard's tab Custom Scalars, and the band of step times that one of them shows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["BAND_TAG", "CATEGORY", "Band", "Charts", "StepBand"]
 BAND_TAG = "step_band_ms/"
 CATEGORY = "CUDA graph"
 
-# All lines of a run have one colour there, and are told apart by their markers.
+# All lines of a run have one colour there, and differ only in their markers.
 _LAYERS_PER_CHART = 4
 
 _PARTS = (f"{STEP_TAG}forward", f"{STEP_TAG}backward")
@@ -42,16 +42,16 @@ _IN_CHART = (*STEP_PARTS, "all_reduce", "copy", "gap")
 _LAYOUT_TAG = b"custom_scalars__config__"
 # Layouts of charts stand near the beginning of a file.
 _SEARCHED_BYTES = 16 * 2**20
-# Of a record: its length with a checksum, and the checksum of its data.
+# Around the data of a record: its length with a checksum, and the data's checksum.
 _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 
 
 class Band(NamedTuple):
-    """The times of the steps of a window.
+    """Percentiles of the step times of a window.
 
     Attributes:
-        step: the last of them.
-        values_ms: tags and milliseconds.
+        step: the last step of the window.
+        values_ms: milliseconds by tag.
     """
 
     step: int
@@ -61,7 +61,7 @@ class Band(NamedTuple):
 class StepBand:
     """Percentiles of the step's time, window by window.
 
-    Readings without the optimizer's step count only until there is one with it.
+    Readings without the optimizer's step count only until the first reading with it.
     """
 
     def __init__(self, window_steps: int) -> None:
@@ -71,7 +71,7 @@ class StepBand:
         self._calls = lru_cache(MAX_LAYOUTS)(_step_calls)
 
     def add(self, readings: Iterable[Reading]) -> list[Band]:
-        """Take readings; returns the bands of the windows that are complete with them."""
+        """Add readings; return the bands of the windows that they complete."""
         for reading in readings:
             is_whole, calls = self._calls(reading.layout)
             if is_whole and not self._are_whole:
@@ -88,7 +88,7 @@ class StepBand:
         return bands
 
     def rest(self) -> list[Band]:
-        """The band of the window that has begun, if there is any."""
+        """The band of the incomplete window, if it has readings."""
         return [self._band(self._times)] if self._times else []
 
     def _band(self, window: list[tuple[int, float]]) -> Band:
@@ -98,7 +98,7 @@ class StepBand:
 
 
 def _step_calls(layout: SpanLayout) -> tuple[bool, list[tuple[int, int]]]:
-    """True if the step has that of the optimizer, and the marks that its time lies between."""
+    """True if the layout includes the optimizer's step, and the marks between which its time lies."""
     by_tag = {span.tag: span.calls for span in layout.spans}
     if (total := by_tag.get(f"{STEP_TAG}total")) is not None:
         return True, list(total)
@@ -106,10 +106,10 @@ def _step_calls(layout: SpanLayout) -> tuple[bool, list[tuple[int, int]]]:
 
 
 def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
-    """A tag of each of the slowest kinds of layers, in the order of the model.
+    """One tag of each of the slowest kinds of layers, in the order of the model.
 
-    Layers that are repeated, such as ``blocks.0.mlp`` and ``blocks.1.mlp``, are of one kind. Containers
-    would hide their members, where most of their time is that of these.
+    Repeated layers, such as ``blocks.0.mlp`` and ``blocks.1.mlp``, are of one kind. Containers are left
+    out if members take most of their time.
     """
     of_layers_ms = {tag: ms for tag, ms in times_ms.items() if tag.startswith(prefix)}
     sums = mostly_members(of_layers_ms)
@@ -117,7 +117,7 @@ def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for tag in innermost:
         kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", tag), []).append(tag)
-    # To a tenth: what takes the same time shall not be chosen by chance.
+    # Rounded to a tenth, so that noise does not choose among layers of equal time.
     cost = {
         members[0]: round(10 * math.log(max(sum(times_ms[tag] for tag in members), 1e-6)))
         for members in kinds.values()
@@ -127,12 +127,12 @@ def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
 
 
 def _charts(summary: WindowSummary) -> dict[str, dict[str, list[str | list[str]]]]:
-    """The custom scalars, as `SummaryWriter.add_custom_scalars` takes them.
+    """The layout for `SummaryWriter.add_custom_scalars`.
 
-    TensorBoard merges those of several runs by their titles, and shows equal charts once.
+    TensorBoard merges charts of several runs by title, and shows equal ones once.
     """
     times_ms = {tag: summary[tag].p50_ms for tag in summary.tags}
-    # The tags of lines are regular expressions, which have to match at the beginning.
+    # The tags of lines are regular expressions, matched from the beginning.
     found: dict[str, list[str | list[str]]] = {
         "step: p05, p50, p95 [ms]": ["Margin", [f"{BAND_TAG}p50", f"{BAND_TAG}p05", f"{BAND_TAG}p95"]],
         "parts of the step [ms]": [
@@ -157,13 +157,13 @@ def _charts(summary: WindowSummary) -> dict[str, dict[str, list[str | list[str]]
 
 
 class Charts:
-    """The custom scalars that one run writes for one logger: early, and again when it knows better."""
+    """The custom scalars of one logger, written early, and again when the slowest layers are known."""
 
     def __init__(self) -> None:
         self._written: Any = None
 
     def write(self, writer: Any, summary: WindowSummary) -> None:
-        """Write them, with those that the user has written: of a run, the last ones count."""
+        """Write the layout merged with the user's: TensorBoard shows only the last one of a run."""
         ours = _charts(summary)
         if ours == self._written:
             return
@@ -189,7 +189,7 @@ def _charts_in(path: str) -> Any:
     try:
         with open(path, "rb") as file:
             head = file.read(_SEARCHED_BYTES)
-    except OSError:  # not a file of this machine
+    except OSError:  # for example a remote file
         return None
     if _LAYOUT_TAG not in head:
         return None
@@ -207,6 +207,6 @@ def _charts_in(path: str) -> Any:
                 for value in Event.FromString(record).summary.value:
                     if value.tag == _LAYOUT_TAG.decode() and value.tensor.string_val:
                         found = Layout.FromString(value.tensor.string_val[0])
-            except DecodeError:  # of a run whose file was damaged
+            except DecodeError:  # the file is damaged
                 return found
     return found

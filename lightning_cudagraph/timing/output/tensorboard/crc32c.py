@@ -1,10 +1,9 @@
-"""The checksum of TensorBoard's records, for many records at once.
+"""CRC32C checksums of TensorBoard's records, vectorised over many records.
 
-Every record of an event file ends with a CRC32C of its bytes, which TensorBoard computes byte by byte in
-Python: close to a millisecond for the times of a step with a hundred layers. The records of such steps
-differ in few bytes, always at the same places. A CRC is linear over XOR, so theirs is that of a
-template, XORed with what each of these bytes adds, which is looked up in a table for its distance from
-the end.
+Every record of an event file ends with a CRC32C of its bytes. TensorBoard computes it byte by byte in
+Python: almost a millisecond for the times of a step with a hundred layers. The records of such steps
+differ in few bytes, always at the same places. A CRC is linear over XOR: theirs is that of a template,
+XORed with a contribution of each of these bytes, which a table holds for its distance from the end.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MASK_DELTA = 0xA282EAD8  # tensorflow/core/lib/hash/crc32c.h, Mask
 
 
 def _byte_table() -> NDArray[np.uint32]:
-    """The rest of a checksum after each byte."""
+    """The remainder of each byte."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
@@ -43,16 +42,12 @@ def _crc(data: bytes) -> int:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The checksum that TensorBoard's record format asks for, byte by byte.
-
-    Returns:
-        The CRC32C, rotated and shifted as the format has it, in 32 bits.
-    """
+    """The masked CRC32C of TensorBoard's record format (rotated and shifted), in 32 bits."""
     return _masked(_crc(data))
 
 
 def _through(operator: NDArray[np.uint32], crcs: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Apply a linear operator to checksums; it is given by its values for each of four bytes."""
+    """Apply a linear operator to checksums; it is a table of values for each of the four bytes."""
     first, second, third, fourth = operator
     low: NDArray[np.uint32] = first[crcs & 0xFF] ^ second[crcs >> 8 & 0xFF]
     low ^= third[crcs >> 16 & 0xFF]
@@ -61,7 +56,7 @@ def _through(operator: NDArray[np.uint32], crcs: NDArray[np.uint32]) -> NDArray[
 
 
 def _after_zero_bytes(crcs: NDArray[np.uint32], counts: NDArray[np.intp]) -> NDArray[np.uint32]:
-    """Each of `crcs` after as many zero bytes as `counts` say."""
+    """Each of `crcs` after the number of zero bytes in `counts`."""
     one = np.arange(256, dtype=np.uint32)
     operator = np.stack([_BYTES, one, one << np.uint32(8), one << np.uint32(16)])
     while counts.any():
@@ -72,12 +67,12 @@ def _after_zero_bytes(crcs: NDArray[np.uint32], counts: NDArray[np.intp]) -> NDA
 
 
 class AlikeRows:
-    """Checksums of rows of bytes that differ from a template at a few places, where it is zero."""
+    """Checksums of rows of bytes that differ from a template only at places where it is zero."""
 
     def __init__(self, template: bytes, places: NDArray[np.intp]) -> None:
         self._template_crc = _crc(template)
         from_end = len(template) - 1 - places
-        # What each bit of a byte adds, at each place; a byte adds the sum of its bits.
+        # The contribution of each bit at each place; that of a byte is the XOR of its bits'.
         bits = np.broadcast_to(_BYTES[1 << np.arange(8)], (len(places), 8))
         bits = _after_zero_bytes(bits, from_end[:, None])
         table = np.zeros((len(places), 256), np.uint32)
@@ -87,11 +82,7 @@ class AlikeRows:
         self._begins = np.arange(len(places), dtype=np.intp) * 256
 
     def masked_crc32c(self, differing: NDArray[np.uint8]) -> NDArray[np.uint32]:
-        """The checksums of rows, as TensorBoard's record format asks for them.
-
-        Returns:
-            Shape ``(rows,)``.
-        """
+        """The masked checksums of rows, shape ``(rows,)``, from their differing bytes."""
         parts = self._table.take(differing + self._begins)
         crcs = np.bitwise_xor.reduce(parts, axis=1) ^ np.uint32(self._template_crc ^ 0xFFFFFFFF)
         rotated: NDArray[np.uint32] = crcs >> np.uint32(15) | crcs << np.uint32(17)

@@ -1,4 +1,4 @@
-"""The writer of a TensorBoard logger, and the way into its queue."""
+"""Access to the writer of a TensorBoard logger, and to its queue."""
 
 from __future__ import annotations
 
@@ -19,53 +19,52 @@ __all__ = ["LoggerWriter", "innards"]
 
 
 class _Queued(NamedTuple):
-    """Readings among the records in a writer's queue."""
+    """Readings in a writer's queue, between its records."""
 
     readings: Sequence[Reading]
 
 
 class LoggerWriter:
-    """The writer of a logger. After an error no more is written to it, and training goes on.
+    """The writer of a logger. After an error it is not written to any more, and training goes on.
 
-    It may be closed by its owner at any time, and makes a new file then when something is
-    written.
+    The logger may close its writer at any time; the next write then opens a new file.
     """
 
     def __init__(self, logger: TensorBoardLogger) -> None:
         self._logger = logger
         self._made = ReadingRecords()
-        self._has_way_in = available(EVENT_QUEUE)
+        self._has_queue = available(EVENT_QUEUE)
         self._failed = False
         self._patches = ExitStack()
-        # The part of the writer with a method that is replaced.
+        # The part of the writer that has a patched method.
         self._records: Any = None
-        # What went wrong in the writer's thread.
+        # An error in the writer's thread.
         self._error: Exception | None = None
 
     def attempt(self, write: Callable[[Any], None]) -> None:
-        """Call `write` with the writer; an error is said once."""
+        """Call `write` with the writer; the first error is a warning, and the last call."""
         if not self._failed:
             self._try(write)
 
     def draw(self, write: Callable[[Any], None]) -> None:
-        """Call `write` with the writer; an error is the caller's, since a picture can fail by itself."""
+        """Call `write` with the writer; its errors are raised, since a picture may fail by itself."""
         if not self._failed:
             write(self._logger.experiment)
 
     def write(self, readings: Sequence[Reading]) -> None:
-        """Hand readings to the writer."""
+        """Put readings into the writer's queue."""
         self.attempt(lambda writer: self._write(writer, readings))
 
     def close(self) -> None:
-        """Leave the writer as it was."""
+        """Restore the writer."""
         if self._records is not None:
-            # What is in its queue needs what is taken away now.
+            # Readings in its queue need the patched method.
             self._try(self._drain)
         self._records = None
         self._patches.close()
 
     def _drain(self, writer: Any) -> None:
-        if writer.file_writer is not None:  # not closed, with all that was in its queue
+        if writer.file_writer is not None:  # otherwise it was closed, and its queue written
             writer.flush()
         if self._error is not None:
             raise self._error
@@ -73,7 +72,7 @@ class LoggerWriter:
     def _try(self, write: Callable[[Any], None]) -> None:
         try:
             write(self._logger.experiment)
-        except Exception as error:  # a full disk, or whatever a file system or a subclass raises
+        except Exception as error:  # a full disk, or an error of any kind by a subclass
             failed, self._failed = self._failed, True
             if not failed:
                 rank_zero_warn(
@@ -83,23 +82,22 @@ class LoggerWriter:
 
     def _write(self, writer: Any, readings: Sequence[Reading]) -> None:
         if getattr(writer, "file_writer", self) is None:
-            # Closed. The public way opens it again.
+            # Closed: a write by the public method opens it again.
             _write_values(writer, readings[:1])
             readings = readings[1:]
-        if (put := self._way_in(writer)) is None:
+        if (put := self._put_of(writer)) is None:
             _write_values(writer, readings)
         else:
             put(_Queued(readings))
 
-    def _way_in(self, writer: Any) -> Callable[[Any], None] | None:
-        """The function that puts readings into the writer's queue; None if it is built differently."""
+    def _put_of(self, writer: Any) -> Callable[[Any], None] | None:
+        """The `put` of the writer's queue; None if the writer is built differently."""
         if self._error is not None:
             raise self._error
-        if not self._has_way_in:
+        if not self._has_queue:
             return None
         _, _, queue, records, file = innards(writer)
-        ways = [getattr(queue, "write", None), getattr(records, "write", None)]
-        if not all(map(callable, [*ways, getattr(file, "write", None)])):
+        if not all(callable(getattr(part, "write", None)) for part in (queue, records, file)):
             return None
         if records is not self._records:
             self._records = records
@@ -111,7 +109,7 @@ class LoggerWriter:
                     return
                 try:
                     made = b"".join(self._made.of(data.readings))
-                except Exception as error:  # ours, and no reason for TensorBoard's thread to end
+                except Exception as error:  # our error must not end TensorBoard's thread
                     self._error = error
                     return
                 if made:
@@ -123,14 +121,14 @@ class LoggerWriter:
 
 
 def _write_values(writer: Any, readings: Sequence[Reading]) -> None:
-    """Write by the public method, which makes an event of each value."""
+    """Write by the public method, with an event for each value."""
     for reading in readings:
         for tag, value_ms in zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True):
             writer.add_scalar(tag, value_ms, reading.step, walltime=reading.walltime_s)
 
 
 def innards(writer: Any) -> list[Any]:
-    """The parts of a writer of torch's: its file, that of its events, the queue, records, bytes."""
+    """Nested parts of torch's `SummaryWriter` (file, events, queue, records, bytes), None if missing."""
     found = []
     for name in ("file_writer", "event_writer", "_async_writer", "_writer", "_writer"):
         writer = getattr(writer, name, None)

@@ -1,13 +1,13 @@
-"""Scalars as records of a TensorBoard event file, for many steps at once.
+"""Scalars as records of a TensorBoard event file, vectorised over many steps.
 
-A record is a length, an `Event` as protocol buffers write it, and checksums of both. The events of steps
-with the same tags have the same bytes but for the time, the step and the values, if the step is padded
-to a fixed length. So they are filled into copies of one template, all at once.
+A record is a length, an `Event` as protocol buffers serialise it, and checksums of both. Events with the
+same tags differ only in time, step and values, if the step is padded to a fixed length. So these are
+filled into copies of one template, all at once.
 
 TensorBoard's `EventFileWriter.add_event` would take longer than a short step: it computes checksums byte
-by byte in Python, in a thread that holds the interpreter meanwhile. For 30, 72 and 200 times a step it
-needs 220, 505 and 1450 µs of the processor, and records made at once 3, 7 and 18 µs (one core of an AMD
-EPYC, `python -m benchmarks.bulk_writing`).
+by byte in Python, in a thread that holds the GIL meanwhile. For 30, 72 and 200 times a step it needs
+220, 505 and 1450 µs of the processor, and records made at once 3, 7 and 18 µs (one core of an AMD EPYC,
+`python -m benchmarks.bulk_writing`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _SIMPLE_VALUE = b"\x15"
 
 _HEADER_BYTES = 12
 _FRAME_BYTES = _HEADER_BYTES + 4
-# Seven bits a byte: steps of any run. A number may have more bytes than it needs.
+# Seven bits a byte: enough for any run. Protocol buffers allow a varint to be longer than needed.
 _STEP_BYTES = 6
-# So much of records is made at once: more would hold the interpreter for longer than the training loop,
-# which wants it too, should wait; less costs more, since numpy takes a microsecond for each call.
+# Records made at once: more would hold the GIL, which the training loop needs, for too long; fewer cost
+# more, because each call of NumPy takes a microsecond.
 _BYTES_AT_ONCE = 64 * 2**10
 
 
@@ -55,7 +55,7 @@ def _with_length(field: bytes, content: bytes) -> bytes:
 
 
 def _event(tags: Sequence[str]) -> tuple[bytes, list[int]]:
-    """The event of a step, all zeros but for the tags, and where in it the values end."""
+    """The event of a step, with zeros for all but the tags, and the end offsets of its values."""
     summary, ends = bytearray(), []
     for tag in tags:
         summary += _with_length(_VALUE, _with_length(_TAG, tag.encode()) + _SIMPLE_VALUE + bytes(4))
@@ -66,11 +66,7 @@ def _event(tags: Sequence[str]) -> tuple[bytes, list[int]]:
 
 
 class ScalarRecords:
-    """The records of steps with the same tags.
-
-    Attributes:
-        n_bytes: how long each record is.
-    """
+    """The records of steps with the same tags, each of `n_bytes`."""
 
     def __init__(self, tags: Sequence[str]) -> None:
         event, ends = _event(tags)
@@ -91,15 +87,11 @@ class ScalarRecords:
         walltimes_s: NDArray[np.float64],
         values: NDArray[np.floating],
     ) -> NDArray[np.uint8]:
-        """The records, with one row of values each.
-
-        Returns:
-            Their bytes; shape ``(records, bytes of one)``.
-        """
+        """The records' bytes, shape ``(records, n_bytes)``, one for each row of values."""
         n = len(steps)
         shifts = np.arange(0, 7 * _STEP_BYTES, 7)
         groups = (steps[:, None] >> shifts & 0x7F).astype(np.uint8)
-        groups[:, :-1] |= 0x80  # more follows
+        groups[:, :-1] |= 0x80  # all bytes but the last are continued
         differing = np.concatenate(
             [
                 walltimes_s.astype("<f8")[:, None].view(np.uint8),
@@ -116,13 +108,13 @@ class ScalarRecords:
 
 
 class ReadingRecords:
-    """Makes records of readings, in the thread of a writer."""
+    """Serialiser of readings, for the thread of a writer."""
 
     def __init__(self) -> None:
         self._of_tags = lru_cache(MAX_LAYOUTS)(ScalarRecords)
 
     def of(self, readings: Sequence[Reading]) -> list[bytes]:
-        """The record of each reading; nothing for one without spans."""
+        """The record of each reading; empty for a reading without spans."""
         by_layout: dict[SpanLayout, list[int]] = {}
         for place, reading in enumerate(readings):
             by_layout.setdefault(reading.layout, []).append(place)
@@ -141,7 +133,7 @@ class ReadingRecords:
 
 
 def n_bytes(readings: Sequence[Reading]) -> int:
-    """The length of the records of readings."""
+    """The total length of the records of readings."""
     layouts = Counter(reading.layout for reading in readings)
     return sum(n * _record_bytes(layout.tags) for layout, n in layouts.items())
 

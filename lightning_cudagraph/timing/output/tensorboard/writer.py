@@ -1,8 +1,8 @@
-"""Times, charts and texts for the loggers of a trainer.
+"""Sinks for a trainer's loggers: times, charts and texts in TensorBoard, medians elsewhere.
 
-The times of a step cost the training loop an append. Every some seconds the readings since then are put
-into the queue of TensorBoard's own writer: its thread makes records of them, many at once, and writes
-them in order, among the events of other code, into the same file.
+The times of a step cost the training loop an append. Every few seconds, the new readings are put into
+the queue of TensorBoard's own writer: its thread makes records of them, many at once, and writes them in
+order, among the events of other code, into the same file.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ __all__ = ["TensorBoardWriter", "other_loggers_writer"]
 
 _READINGS_PER_FLUSH = 128
 _SECONDS_BETWEEN_FLUSHES = 5.0
-# What is shown is a thousand points of each curve. A step of half a millisecond would fill a disk with
-# them in a day; so each time that this much has been written, every other step is left out from then on.
+# Steps of half a millisecond would fill a disk in a day, and TensorBoard shows a thousand points of a
+# curve. So each time that this much has been written, the share of steps that are written is halved.
 _BYTES_BEFORE_THINNING = 256 * 2**20
 _TEXT_COLUMNS = 110
-# So many readings show that there is something to see, and so many tell which layers are slow: the first
-# ones may be unlike all others.
+# The first charts are written early, with few readings. The choice of the slowest layers needs more: the
+# first steps may be unlike all others.
 _READINGS_FOR_CHARTS = 16
 _READINGS_FOR_CHOICE = 200
 
 
 class TensorBoardWriter(Sink):
-    """Shows the times of each step, and charts of them, in TensorBoard.
+    """Sink that writes the times of each step, and charts of them, to TensorBoard.
 
-    There is a point for each replay that was timed, at the trainer's step. With accumulation, each
-    batch is one: several points share a step, as those of `self.log` do, and the optimizer's time is in
-    the last of them. A long run has fewer points later on, and says so in ``cudagraph/events``.
+    There is a point for each timed replay, at the trainer's step. With accumulation that is one point
+    for each micro-batch: several share a step, as those of `self.log` do, and the optimizer's time is in
+    the last. A long run has fewer points later on, and says so in ``cudagraph/events``.
 
     Args:
-        loggers: the trainer's loggers; those for TensorBoard are written to.
-        window_steps: how many readings make a window of the band of step times.
+        loggers: the trainer's loggers, of which those for TensorBoard are used.
+        window_steps: readings per window of the band of step times.
     """
 
     def __init__(self, loggers: Sequence[Logger], window_steps: int = 200) -> None:
@@ -57,18 +57,18 @@ class TensorBoardWriter(Sink):
             self._writers = []
         self._readings: list[Reading] = []
         self._flush_at_s = 0.0
-        self._n_bytes = 0  # of what has been handed to writers
+        self._n_bytes = 0  # written so far
         self._thin_at_bytes = _BYTES_BEFORE_THINNING
         self._every_n_steps = 1
         self._band = StepBand(window_steps)
         self._joiner = StepJoiner()
-        # The first readings, until the charts are written that show the slowest layers of them.
+        # The first readings, until the slowest layers are chosen.
         self._first: list[Reading] | None = []
         self._charts: list[Charts] = []
 
     @property
     def is_shown(self) -> bool:
-        """There is a logger to write to; if not, texts and figures need not be made."""
+        """True if there is a logger to write to; otherwise texts and figures need not be made."""
         return bool(self._writers)
 
     def add(self, reading: Reading) -> None:
@@ -81,7 +81,7 @@ class TensorBoardWriter(Sink):
         self.flush()
 
     def flush(self) -> None:
-        """Write what has been taken."""
+        """Write the readings since the last flush."""
         readings, self._readings = self._readings, []
         if not readings or not self._writers:
             return
@@ -114,7 +114,7 @@ class TensorBoardWriter(Sink):
         )
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write numbers that do not follow from readings."""
+        """Write values that do not come from readings."""
         for tag, value in values.items():
             for writer in self._writers:
                 writer.attempt(lambda summary: summary.add_scalar(tag, value, step))  # noqa: B023
@@ -125,16 +125,16 @@ class TensorBoardWriter(Sink):
             writer.attempt(lambda summary: summary.add_text(tag, f"```\n{text}\n```", step))
 
     def add_event(self, text: str, step: int) -> None:
-        """Write what became of the graphs, or of what is shown of them."""
+        """Write a sentence about the graphs, or about the curves."""
         self.add_text("cudagraph/events", textwrap.fill(text, _TEXT_COLUMNS), step)
 
     def add_figure(self, tag: str, figure: Any, step: int) -> None:
-        """Write a picture; what goes wrong with it is raised."""
+        """Write a picture; its errors are raised."""
         for writer in self._writers:
             writer.draw(lambda summary: summary.add_figure(tag, figure, step))
 
     def close(self) -> None:
-        """Write what is left, and leave the loggers' writers as they were."""
+        """Write the remaining readings, and restore the loggers' writers."""
         with ExitStack() as stack:
             for writer in self._writers:
                 stack.callback(writer.close)
@@ -147,7 +147,7 @@ class TensorBoardWriter(Sink):
             self.add_scalars(values_ms, step)
 
     def _choose_charts(self) -> None:
-        """Write for good which custom scalars there are."""
+        """Choose the slowest layers, and write the final charts."""
         first, self._first = self._first, None
         if first:
             self._add_charts(first)
@@ -162,9 +162,9 @@ class TensorBoardWriter(Sink):
 def other_loggers_writer(
     loggers: Sequence[Logger], window_steps: int, step_now: Callable[[], int]
 ) -> MetricsWriter:
-    """A writer of medians to the loggers that are not for TensorBoard.
+    """Writer of medians to the loggers that are not for TensorBoard.
 
-    A `CSVLogger` is left out: each of its rows has all columns, and its file is what people compare.
+    A `CSVLogger` is left out: its rows have all columns, and users compare its files between runs.
     """
     others = [x for x in loggers if not isinstance(x, (TensorBoardLogger, CSVLogger, DummyLogger))]
     if getattr(rank_zero_only, "rank", 0) != 0:
