@@ -413,7 +413,7 @@ REFUSED: dict[type[Net], str] = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4, first=2)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_what_compiled_code_does_on_the_host(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     with pytest.raises(UnsupportedError, match=REFUSED[cls]):
