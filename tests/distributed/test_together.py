@@ -83,7 +83,7 @@ SIGNALS_LONG = (
 def test_processes_train_as_without_the_callback(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
-    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=400), cases)
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=400, to_its_end=False), cases)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_processes_train_as_without_the_callback(
 def test_processes_decide_together_at_once(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
-    ended = launch(tmp_path, cases, accelerator, timeout_s=400, limit_s=AT_ONCE_S)
+    ended = launch(tmp_path, cases, accelerator, timeout_s=400, limit_s=AT_ONCE_S, to_its_end=False)
     assert_all_ok(ended, cases)
 
 
