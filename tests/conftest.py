@@ -16,6 +16,10 @@ from lightning_cudagraph.checks.verify.verify import Verifier
 from tests import lengths
 from tests.declared import captures_looked_at
 
+# A test leaves a trainer or two in cycles; to look for garbage after every 700 objects takes a tenth of
+# the time of all.
+gc.set_threshold(50_000)
+
 # Tiny tensors gain nothing from threads, and several processes on few cores lose a lot by them.
 torch.set_num_threads(1)
 

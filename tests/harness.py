@@ -10,7 +10,6 @@ import contextlib
 import copy
 import csv
 import functools
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -75,7 +74,7 @@ class Net(pl.LightningModule):
         loss = nn.functional.cross_entropy(logits, y)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("peak", logits.detach().max(), on_step=True, on_epoch=True, reduce_fx="max")
-        self.log_dict({"spread": logits.detach().std(), "step_only": loss * 2}, on_epoch=False)
+        self.log_dict({"step_only": loss * 2}, on_epoch=False)
         return {"loss": loss, "logits": logits.detach()}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -147,8 +146,17 @@ def _as_it_was(value: Any) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-    """As `copy.deepcopy`, in a tenth of the time, which is wanted after each step."""
-    return pickle.loads(pickle.dumps(tree))
+    """A deep copy of what is saved after each step: `copy.deepcopy` takes ten times as long for it."""
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_copied, tree))
+    if type(tree) in _CONSTANTS:
+        return tree
+    return tree.detach().clone() if isinstance(tree, Tensor) else copy.deepcopy(tree)
+
+
+_CONSTANTS = (bool, float, int, str, type(None))
 
 
 class _Watcher(Callback):

@@ -25,7 +25,7 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
 }
 
 
-@pytest.mark.spread
+@pytest.mark.spread(3, first=1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("window", "batches", "ragged"), [(2, 7, True), (3, 9, False), (4, 10, True)])
 def test_windows(

@@ -99,7 +99,7 @@ def _fit(
     )
 
 
-@pytest.mark.spread
+@pytest.mark.spread(3, first=1)
 @pytest.mark.parametrize("timings", [None, LayerTimings(), LayerTimings(modules=["teacher.*"])])
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_a_frozen_teacher(
@@ -180,7 +180,7 @@ class Compiled(Distilled):
             self.last.compile(backend="aot_eager")
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("optimizer", [_sgd, fused_adamw])
 @pytest.mark.parametrize("timings", [None, LayerTimings()])
 def test_a_compiled_teacher(

@@ -68,7 +68,7 @@ class Reseeded(Net):
         torch.manual_seed(self.global_step)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(5, first=2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path, accelerator: str, form: str) -> None:
@@ -91,7 +91,7 @@ def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path, accelerator: str, for
         assert not differences(whole.final[name], resumed.final[name]), name
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(5, first=4)
 def test_a_file_loads_without_the_callback_and_with_weights_only(
     tmp_path: Path, accelerator: str, build: Callable[[], Net]
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_file_loads_without_the_callback_and_with_weights_only(
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.spread(2)
+@pytest.mark.spread(5)
 def test_a_plain_file_is_resumed_with_the_callback(
     tmp_path: Path, accelerator: str, build: Callable[[], Net]
 ) -> None:
@@ -145,7 +145,7 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("form", ["AdamW-fused", "SGD-momentum", "AdamW-foreach"])
 def test_a_state_loaded_in_the_middle_of_a_run(tmp_path: Path, accelerator: str, form: str) -> None:
     def build() -> Net:

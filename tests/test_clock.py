@@ -68,7 +68,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[Reading]:
     return found
 
 
-@pytest.mark.spread
+@pytest.mark.spread(3, first=1)
 @both_turns
 @pytest.mark.parametrize("n", [1, 3, 50])
 def test_just_the_steps_that_are_due(
@@ -83,7 +83,7 @@ def test_just_the_steps_that_are_due(
         assert steps(accumulator, tag) == [step for step in range(3, 56) if step % n == n - 1]
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2, first=1)
 @both_turns
 @pytest.mark.parametrize("n", [1, 2])
 def test_all_batches_of_a_step_that_is_due(

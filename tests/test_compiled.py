@@ -113,7 +113,8 @@ def fit(build: Callable[[], Any], path: Path, *args: Any, **kwargs: Any) -> Trac
     return train(make(build), path, *args, **kwargs)
 
 
-@pytest.mark.spread
+# Other tests train with `Part` and `Function` in any case.
+@pytest.mark.spread(3, first=1)
 @pytest.mark.parametrize("timings", [None, LayerTimings()], ids=["untimed", "timed"])
 @pytest.mark.parametrize("cls", [Part, InPlace, Function], ids=lambda cls: cls.__name__)
 def test_compiled_parts(
@@ -413,7 +414,7 @@ REFUSED: dict[type[Net], str] = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4, first=2)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_what_compiled_code_does_on_the_host(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     with pytest.raises(UnsupportedError, match=REFUSED[cls]):
@@ -483,7 +484,7 @@ def _patches_given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return given
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "arguments",
     [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}],
@@ -566,6 +567,7 @@ def test_kernels_that_the_emulator_cannot_see() -> None:
 # A loop of one's own.
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("whole", [False, True], ids=["part", "whole"])
 def test_a_step_of_ones_own(accelerator: str, whole: bool) -> None:
     """Its model is compiled, or all that is differentiated, the loss included."""

@@ -152,7 +152,7 @@ def assert_replayed(
     return graph
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("form", ["Adam", "AdamW-single", "AdamW-fused", "SGD-momentum", "RMSprop"])
 def test_a_step_compiled_in_its_place(accelerator: str, form: str) -> None:
     graph = assert_replayed(accelerator, FIT[form], in_place)

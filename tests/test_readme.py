@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -178,6 +179,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(ROOT / script), subcommand, *fewer],
         cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         text=True,
         capture_output=True,
         timeout=500,

@@ -381,7 +381,7 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers(tmp_path: Path, accelerator: str, name: str) -> None:
     done = row(tmp_path, accelerator, Net, on(SAMPLERS[name]))

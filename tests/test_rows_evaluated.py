@@ -68,7 +68,7 @@ SETTINGS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_with_captured_validation(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:

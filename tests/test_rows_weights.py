@@ -225,7 +225,7 @@ PRUNINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", PRUNINGS)
 def test_pruning(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:

@@ -180,7 +180,7 @@ def test_a_script_on_the_standard_input(accelerator: str, way: str) -> None:
         input=script if way == "-" else None,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         timeout=240,
     )
     assert run.returncode == 0, run.stderr[-3000:]

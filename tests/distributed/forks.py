@@ -57,15 +57,23 @@ class Forked:
         arguments: of `tests.distributed.worker`.
         environment: its variables.
         said: the file for its output and its errors.
+        to_its_end: let Python take all objects apart when it ends.
     """
 
     def __init__(
-        self, rank: int, arguments: Sequence[str], environment: Mapping[str, str], said: Path
+        self,
+        rank: int,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        said: Path,
+        to_its_end: bool,
     ) -> None:
         if rank not in _servers:
             _servers[rank] = _Server()
         self._server = _servers[rank]
-        self._server.ask(arguments=arguments, environment=environment, said=str(said))
+        self._server.ask(
+            arguments=arguments, environment=environment, said=str(said), to_its_end=to_its_end
+        )
         self._pid: int | None = None
         self._status: int | None = None
 

@@ -69,6 +69,7 @@ def launch(
     size: int = 2,
     limit_s: float = 120.0,
     environment: Mapping[str, str] | None = None,
+    to_its_end: bool = True,
 ) -> list[Ended]:
     """Run cases in processes of one group.
 
@@ -81,6 +82,8 @@ def launch(
         size: how many processes.
         limit_s: when a process that is still in the same case writes where it is, and ends.
         environment: variables for all of them.
+        to_its_end: let Python take all objects apart at the end of a forked process. False where the end
+            is not what is tested: that costs more than half a second of each.
     """
     port = free_port()
     processes: list[Process] = []
@@ -94,7 +97,7 @@ def launch(
         arguments = [str(folder), accelerator, str(limit_s), *cases]
         file = folder / f"said{rank}.txt"
         if accelerator == "cpu":
-            processes.append(Forked(rank, arguments, env, file))
+            processes.append(Forked(rank, arguments, env, file, to_its_end))
             continue
         command = [sys.executable, "-m", "tests.distributed.worker", *arguments]
         with open(file, "wb") as said:

@@ -26,4 +26,4 @@ CASES_LONG = (
     ],
 )
 def test_processes_time_their_steps(tmp_path: Path, accelerator: str, cases: tuple[str, ...]) -> None:
-    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=240), cases)
+    assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=240, to_its_end=False), cases)
