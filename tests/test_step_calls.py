@@ -174,8 +174,8 @@ class TakesTurns(Loop):
 
 def test_calls_of_each_kind_find_their_own_surroundings(accelerator: str) -> None:
     step = assert_equal_runs(lambda: TakesTurns(device_of(accelerator)), 14)
-    assert not step.counts.recaptures
-    assert not step.counts.eager
+    assert not step.summary.calls.recaptures
+    assert not step.summary.calls.eager
 
 
 class ReadsSome(Loop):
@@ -194,7 +194,7 @@ class ReadsSome(Loop):
 
 def test_what_one_kind_of_calls_cannot_do_is_no_concern_of_the_others(accelerator: str) -> None:
     step = assert_equal_runs(lambda: ReadsSome(device_of(accelerator)), 7)
-    assert sum(step.counts.eager.values()) == 7
+    assert sum(step.summary.calls.eager.values()) == 7
 
 
 class NamesDiffer(Loop):
@@ -210,9 +210,11 @@ class NamesDiffer(Loop):
 def test_arguments_that_never_look_alike(accelerator: str) -> None:
     step = assert_equal_runs(lambda: NamesDiffer(device_of(accelerator)), 0)
     said = "`arguments['name']` changed: expected '0.png', found '5.png'"
-    assert step.counts.variety.startswith("5 different signatures of arguments and none came up more")
-    assert said in step.counts.variety
-    assert said in step.report
+    assert step.summary.calls.not_captured.startswith(
+        "5 different signatures of arguments and none came up more"
+    )
+    assert said in step.summary.calls.not_captured
+    assert said in str(step.summary)
 
 
 def test_outputs_stay(accelerator: str) -> None:
