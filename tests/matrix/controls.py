@@ -43,11 +43,13 @@ class Control:
             monkeypatch.setattr(path, replacement)
 
 
-_CAPTURE = "lightning_cudagraph.capture"
-_NO_GUARDS: dict[str, Any] = {f"{_CAPTURE}.checks.guards.Guards.changed": lambda guards: None}
-_NO_WALK: dict[str, Any] = {f"{_CAPTURE}.audit.walker.Walk.quick_changes": lambda walk, everything: []}
+_PACKAGE = "lightning_cudagraph"
+_NO_GUARDS: dict[str, Any] = {f"{_PACKAGE}.checks.guards.guards.Guards.changed": lambda guards: None}
+_NO_WALK: dict[str, Any] = {
+    f"{_PACKAGE}.checks.audit.walker.Walk.quick_changes": lambda walk, everything: []
+}
 _NO_EFFECTS: dict[str, Any] = {
-    f"{_CAPTURE}.audit.effects.Effects.refused": lambda effects, captured: nullcontext()
+    f"{_PACKAGE}.checks.audit.effects.Effects.refused": lambda effects, captured: nullcontext()
 }
 _NEW = "batch start of a callback"
 
@@ -66,26 +68,26 @@ CONTROLS: dict[str, Control] = {
     "walk, of evaluation": Control(_NO_WALK, Case("deque", _NEW, "evaluate", UNCHECKED)),
     "walk, of a plain loop": Control(_NO_WALK, Case("deque", "between two calls", "step", UNCHECKED)),
     "checks in doubt": Control(
-        {f"{_CAPTURE}.standing.StandingGraphs.doubt": ""},
+        {f"{_PACKAGE}.capture.standing.StandingGraphs.doubt": ""},
         Case("getattr(self, f'w{i}')", _NEW, setting=UNCHECKED),
     ),
     "effects": Control(_NO_EFFECTS, Case("counter: ctypes", setting=UNCHECKED)),
     "checks after pauses": Control(
-        {f"{_CAPTURE}.checks.verify.Verifier.pause": lambda verifier: None},
+        {f"{_PACKAGE}.checks.verify.verify.Verifier.pause": lambda verifier: None},
         Case("a file that exists", "epoch start of the module", changes=1),
     ),
     "whole guards of tensors": Control(
-        {f"{_CAPTURE}.checks.layouts.Layouts.changed": lambda layouts, tensors: False},
+        {f"{_PACKAGE}.tensors.layouts.Layouts.changed": lambda layouts, tensors: False},
         Case("strides of a buffer", _NEW, setting=UNCHECKED),
     ),
     "classes": Control(
-        {f"{_CAPTURE}.checks.classes.Classes.changed": lambda classes: False},
+        {f"{_PACKAGE}.checks.guards.classes.Classes.changed": lambda classes: False},
         Case("__class__ of a module assigned", _NEW, setting=UNCHECKED),
     ),
     # On a CPU, backward passes run in the calling thread anyway.
     "backward passes in one thread": Control(
         {
-            f"{_CAPTURE}.backend.set_multithreading_enabled": lambda enabled: nullcontext(),
+            f"{_PACKAGE}.device.backend.set_multithreading_enabled": lambda enabled: nullcontext(),
             **_NO_EFFECTS,
         },
         Case("counter: attribute", setting=UNCHECKED, where="gradient hook"),
