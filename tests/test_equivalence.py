@@ -64,7 +64,7 @@ def counted(trace: Trace) -> dict[str, int]:
 
 
 @pytest.mark.spread  # each two of them meet in test_family.py
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true", "16-true"])
 @pytest.mark.parametrize("clip", [None, ("norm", 0.1), ("value", 0.01)], ids=str)
 def test_same_as_plain(
     tmp_path: Path, accelerator: str, precision: str, clip: tuple[str, float] | None

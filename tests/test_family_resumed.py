@@ -55,7 +55,11 @@ def test_resumed_in_both_directions(
     cell = (precision, clip, schedule)
     of_plain, of_graph = tmp_path / "plain.ckpt", tmp_path / "graph.ckpt"
     callback = CUDAGraphCallback()
-    plain = run(form, cell, accelerator, None, STEPS, of_plain)
+    try:
+        plain = run(form, cell, accelerator, None, STEPS, of_plain)
+    except ValueError as error:
+        assert "must support momentum" in str(error)
+        pytest.skip("OneCycleLR cycles a momentum that it does not have")
     graph = run(form, cell, accelerator, callback, STEPS, of_graph)
     assert differences(plain, graph) == []
     counts = callback.counts

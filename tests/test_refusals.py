@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -87,11 +88,19 @@ class NoOptimizer(Net):
         return None
 
 
+class OwnPrecision(Precision):
+    """A plugin that may do anything around a step."""
+
+
 REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
     "manual optimization": (Manual, {}, r"`Manual` uses manual optimization"),
     "no optimizer": (NoOptimizer, {}, r"`NoOptimizer\.configure_optimizers` gives no optimizer"),
     "detect_anomaly": (Net, {"detect_anomaly": True}, r"`Trainer\(detect_anomaly=True\)`"),
-    "double precision": (Net, {"precision": "64-true"}, r"`DoublePrecision` \(precision '64-true'\)"),
+    "a precision of one's own": (
+        Net,
+        {"plugins": [OwnPrecision()]},
+        r"`OwnPrecision` \(precision '32-true'\)",
+    ),
     "sparse gradients": (SparseNet, {}, r"`table` is a `Embedding\(sparse=True\)`"),
     "sparse buffers": (SparseBuffer, {}, "`neighbours` has the layout `torch.sparse_coo`"),
     "TorchScript": (ScriptedNet, {}, "`head` is a TorchScript module"),

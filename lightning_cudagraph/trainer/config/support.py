@@ -13,7 +13,12 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from lightning.pytorch.strategies import (
     DDPStrategy,
     ModelParallelStrategy,
@@ -269,11 +274,10 @@ def _check_precision(trainer: pl.Trainer) -> None:
             " torch's `torch.amp.GradScaler`.",
             "Use that one, or `precision='bf16-mixed'`, which needs no scaler.",
         )
-    bf16_true = type(plugin) is HalfPrecision and plugin.precision == "bf16-true"
-    if not (bf16_true or type(plugin) in (Precision, MixedPrecision)):
+    if type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
         raise UnsupportedError(
             f"The precision plugin is `{type(plugin).__qualname__}` (precision {plugin.precision!r});"
-            " captured so far are 32-true, 16-mixed, bf16-mixed and bf16-true.",
+            " captured are 32-true, 64-true, 16-true, bf16-true, 16-mixed and bf16-mixed.",
             "Use one of these.",
         )
 
