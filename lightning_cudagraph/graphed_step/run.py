@@ -151,7 +151,7 @@ class StepRun:
 
     @property
     def summary(self) -> RunSummary:
-        """What became of the calls."""
+        """Summary of the calls."""
         checked = sum(lane.verifier.checked for lane in self._lanes.values())
         return RunSummary(
             backend=self.backend.description,

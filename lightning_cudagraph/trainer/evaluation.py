@@ -160,7 +160,7 @@ class GraphedEvaluation:
 
     @property
     def stage(self) -> StageSummary:
-        """What became of the batches so far."""
+        """Counts and times of the batches so far."""
         return StageSummary.of(self._engine.counts, self._verifier.checked)
 
     @property
