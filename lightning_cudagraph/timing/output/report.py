@@ -76,7 +76,7 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
     if not stage.captures and stage.warmed_up:
         why = stage.not_captured or "the run ended, or went on eagerly, before a capture"
         more.append(f"nothing was captured: {why}")
-    more += [f"captured anew: {reason}" for reason in stage.recaptures]
+    more += [f"captured again: {reason}" for reason in stage.recaptures]
     if stage.captures:
         more.append(f"{stage.checked} replay(s) verified against eager steps")
     lines += [f"{'':<12}{line}" for line in more]
