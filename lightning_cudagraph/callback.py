@@ -168,7 +168,7 @@ class CUDAGraphCallback(Callback):
 
     @property
     def summary(self) -> RunSummary:
-        """What became of the run under way, or of the last one."""
+        """Summary of the run under way, or of the last one."""
         found = self._summary
         if self._training is not None:
             found = found.with_stage("fit", self._training.stage)

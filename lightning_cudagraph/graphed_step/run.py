@@ -162,7 +162,7 @@ class StepRun:
 
     @property
     def summary(self) -> RunSummary:
-        """What became of the calls."""
+        """Summary of the calls."""
         return RunSummary(
             backend=self.backend.description,
             calls=StageSummary.of(self.counts, self._context.verifier.checked),

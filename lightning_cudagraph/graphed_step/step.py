@@ -175,7 +175,7 @@ class GraphedStep(Generic[P, R]):
 
     @property
     def summary(self) -> RunSummary:
-        """What became of the calls, at any time; `str` of it is the report."""
+        """Summary of the calls, at any time; `str` of it is the report."""
         return self._summary if self._run is None else self._run.summary
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -145,7 +145,7 @@ class GraphedEvaluation:
 
     @property
     def stage(self) -> StageSummary:
-        """The batches so far, in numbers."""
+        """Counts and times of the batches so far."""
         return StageSummary.of(self._engine.counts, self._run.verifier.checked)
 
     @property

@@ -41,7 +41,7 @@ _WATCHED = "watched, so slower: no measure of what is gained"
 
 
 def verdict(stage: StageSummary, unit: str) -> str:
-    """What is gained by graphs, where that was measured, and how much was replayed.
+    """Say what is gained by graphs, where that was measured, and how much was replayed.
 
     Args:
         stage: the steps.
@@ -60,7 +60,7 @@ def verdict(stage: StageSummary, unit: str) -> str:
 
 
 def stage_lines(label: str, stage: StageSummary) -> list[str]:
-    """What became of the steps of a stage.
+    """Say what became of the steps of a stage.
 
     Args:
         label: its name.
@@ -76,7 +76,7 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
     if not stage.captures and stage.warmed_up:
         why = stage.not_captured or "the run ended, or went on eagerly, before a capture"
         more.append(f"nothing was captured: {why}")
-    more += [f"captured anew: {reason}" for reason in stage.recaptures]
+    more += [f"captured again: {reason}" for reason in stage.recaptures]
     if stage.captures:
         more.append(f"{stage.checked} replay(s) verified against eager steps")
     lines += [f"{'':<12}{line}" for line in more]
@@ -91,7 +91,7 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
 
 
 def ended_lines(ended: str) -> list[str]:
-    """What has ended a run, if it has not come to its end."""
+    """Name what has ended a run, if it has not come to its end."""
     return (
         [f"  ended     by {ended}; what had not been read of the last times is left out"]
         if ended
@@ -100,7 +100,7 @@ def ended_lines(ended: str) -> list[str]:
 
 
 def note_lines(notes: Sequence[str]) -> list[str]:
-    """What the user should know besides."""
+    """Say what the user should know besides."""
     return [f"  note      {note}" for note in notes]
 
 
@@ -110,7 +110,7 @@ def time_lines(
     ranks: Sequence[str] = (),
     event_host_us: float = 0.0,
 ) -> list[str]:
-    """Where the time of steps goes.
+    """Say where the time of steps goes.
 
     Args:
         graph: the times inside the last replays.
@@ -124,7 +124,7 @@ def time_lines(
 
 
 def layer_lines(graph: WindowSummary, eager: WindowSummary = _NO_TIMES) -> list[str]:
-    """The slowest layers.
+    """Make a table of the slowest layers.
 
     Args:
         graph: the times inside the last replays.

@@ -13,7 +13,7 @@ __all__ = ["StageSummary"]
 
 @dataclass(frozen=True, kw_only=True)
 class StageSummary:
-    """What became of the steps of one stage: of a `fit`, of its validations, of calls of a step.
+    """Counts and times of the steps of one stage: of a `fit`, of its validations, of calls of a step.
 
     Attributes:
         warmed_up: steps that ran eagerly to make ready for a capture.

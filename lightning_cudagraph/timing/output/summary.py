@@ -22,7 +22,7 @@ _UNITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What became of a run; `str` of it is the report.
+    """Summary of a run, stage by stage; `str` of it is the report.
 
     A stage that had no steps in graphs is one of zeros.
 

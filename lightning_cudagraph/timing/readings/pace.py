@@ -11,7 +11,7 @@ __all__ = ["Plain", "StepPace"]
 
 
 class Plain(Enum):
-    """Whether a step ran as without this package, in a row of such steps that are measured together."""
+    """Place of a step in a row of plain steps, which run as without this package and are measured."""
 
     NOT = "not"
     ONE = "one"

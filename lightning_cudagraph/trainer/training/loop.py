@@ -190,7 +190,7 @@ class GraphedTraining:
 
     @property
     def stage(self) -> StageSummary:
-        """What became of the steps so far."""
+        """Counts and times of the steps so far."""
         return StageSummary.of(self.counts, self._verifier.checked, self._times.pace)
 
     def finish(
