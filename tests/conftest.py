@@ -87,12 +87,6 @@ def _what_a_module_leaves_is_not_looked_through() -> Iterator[None]:
     _freeze()
 
 
-@pytest.fixture(scope="module")
-def nothing_is_frozen() -> None:
-    """Compiled functions that a module of tests makes at its top are found among all objects."""
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _ops_write_what_they_are_said_to_write(request: pytest.FixtureRequest) -> Iterator[None]:
     if not (request.config.getoption("--declared") or request.node.get_closest_marker("declared")):

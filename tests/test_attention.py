@@ -27,7 +27,6 @@ from tests.harness import Net, Trace, assert_same, fused_adamw, loader, make, tr
 
 # of Lightning, which counts the frozen modules
 pytestmark = [
-    pytest.mark.usefixtures("nothing_is_frozen"),
     pytest.mark.declared,
     pytest.mark.filterwarnings(
         "ignore:Found .* in eval mode at the start of training",

@@ -41,7 +41,6 @@ SCALE = 1.0
 
 # of torch, where it imports its own compiler, and where that looks at every attribute
 pytestmark = [
-    pytest.mark.usefixtures("nothing_is_frozen"),
     pytest.mark.filterwarnings(
         "ignore:`torch.jit.*deprecated:DeprecationWarning",
         "ignore:TensorFloat32 tensor cores",
