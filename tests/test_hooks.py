@@ -277,9 +277,37 @@ class ZeroesWhere(Net):
         optimizer.zero_grad(set_to_none=self.global_step < self.first_step)
 
 
-def test_gradients_zeroed_in_place(tmp_path: Path, accelerator: str) -> None:
-    match = r"`ZeroesWhere.optimizer_zero_grad` \(.*test_hooks.py:\d+\) leaves gradients"
-    refused(tmp_path, accelerator, ZeroesWhere, match=match)
+class KeepsAShare(Net):
+    """Keeps a share of the gradients of the step before, as a momentum of its own."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("build", [ZeroesWhere, KeepsAShare])
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("scope", ["step", "forward_backward"])
+def test_gradients_left_in_place(
+    tmp_path: Path, accelerator: str, build: Callable[[], Net], batches: int, scope: Any
+) -> None:
+    done = row(
+        tmp_path,
+        accelerator,
+        build,
+        ours=lambda: CUDAGraphCallback(scope=scope),
+        accumulate_grad_batches=batches,
+        max_epochs=4,
+    )
+    assert done.graph.counts.replayed >= 4
+    assert not done.graph.counts.recaptures
+
+
+def test_one_warm_up_step_does_not_show_the_gradients_left(tmp_path: Path, accelerator: str) -> None:
+    done = row(tmp_path, accelerator, ZeroesWhere, ours=lambda: CUDAGraphCallback(warmup_steps=1))
+    assert done.graph.counts.warmed_up >= 2
+    assert done.graph.counts.replayed > 0
 
 
 class Freezes(Net):

@@ -100,7 +100,9 @@ class GraphedTraining:
         )
         self._verifier = context.verifier
         self._engine: StepEngine[StepOutputs] = StepEngine(
-            context, run.guards, lambda: self._part.is_settled() and run.replicas.is_settled()
+            context,
+            run.guards,
+            lambda: self._part.is_settled() and run.replicas.is_settled() and run.hooks.is_settled(),
         )
         self._steps = TrainingSteps(run, self._engine, self._verifier, self._recorder)
         # Last, because it changes the optimizer: nothing after it may fail.

@@ -298,9 +298,12 @@ class TrainingSteps:
             record=record,
             rehearse=lambda batch: recorder.record(batch, closure, body, None, None),
             values=StepOutputs.values,
-            state=lambda: {**self._part.state(place), **run.metrics.tensors()},
+            state=lambda: {
+                **self._part.state(place, self._makes_gradients(place)),
+                **run.metrics.tensors(),
+            },
             transaction=self._undone,
-            parameters=lambda: self._part.parameters(place),
+            parameters=lambda: self._part.parameters(self._makes_gradients(place)),
             is_broken=run.replicas.is_broken,
             mend=run.replicas.reset,
             unlike_others=run.replicas.unlike_others(place),
@@ -309,6 +312,10 @@ class TrainingSteps:
             learning=self._learning,
             takes=run.times.takes(place, run.trainer.accumulate_grad_batches),
         )
+
+    def _makes_gradients(self, place: Place) -> bool:
+        """True for a step that drops gradients and makes new ones, False for one that adds to them."""
+        return place.drops and not self._run.hooks.leave_gradients
 
     def _refresh(self, place: Place) -> None:
         """Bring what a graph reads, and the host has made, to where it reads it."""

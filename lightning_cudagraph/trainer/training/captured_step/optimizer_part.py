@@ -167,13 +167,13 @@ class OptimizerPart:
         """Whether the optimizer has had a step to make its state in."""
         return self.behind is not None or self.scaler is None or self.scaler.applied
 
-    def state(self, place: Place) -> dict[str, Tensor]:
+    def state(self, place: Place, makes_gradients: bool) -> dict[str, Tensor]:
         """All tensors that a captured step changes, by name, in the order of the step."""
         state: dict[str, Tensor] = {
             **{f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()},
             **{
                 f"the gradient of a parameter that the step only adds to ({index})": parameter.grad
-                for index, parameter in enumerate(self.parameters(place)[1])
+                for index, parameter in enumerate(self.parameters(makes_gradients)[1])
                 if parameter.grad is not None
             },
         }
@@ -187,12 +187,16 @@ class OptimizerPart:
             **{f"parameter `{name}`": value for name, value in self._module.named_parameters()},
         }
 
-    def parameters(self, place: Place) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Those whose gradients a step drops and makes anew, and those to whose it only adds."""
+    def parameters(self, makes_gradients: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters whose gradients a step drops and makes, and those to whose gradients it adds.
+
+        Args:
+            makes_gradients: True for a step that drops the gradients of the optimizer's parameters.
+        """
         stepped = self.optimizer.parameters
         known = {id(parameter) for parameter in stepped}
         others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in known]
-        return (stepped, others) if place.drops else ([], stepped + others)
+        return (stepped, others) if makes_gradients else ([], stepped + others)
 
     def cheap_state(self) -> dict[str, Any]:
         """What a capture freezes and can be compared before every replay, by name."""

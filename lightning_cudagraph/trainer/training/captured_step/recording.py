@@ -81,7 +81,6 @@ class Recorder:
         """
         capturing = cut is not None
         body.optimizer.check_state()
-        self._hooks.refuse_gradients_left()
         if body.has_optimizer:
             check_optimizer_part(self._trainer)  # callbacks may have been added since
         optimizer = body.optimizer.optimizer if body.has_optimizer else None

@@ -83,7 +83,12 @@ def _nothing(*args: Any) -> None:
 
 
 class InnerHooks:
-    """The hooks of one run."""
+    """The hooks of one run.
+
+    Attributes:
+        leave_gradients: True if those around `zero_grad` leave gradients (`set_to_none=False`), to which
+            the backward pass then adds.
+    """
 
     def __init__(
         self, trainer: pl.Trainer, module: pl.LightningModule, is_behind: Callable[[], bool]
@@ -91,7 +96,8 @@ class InnerHooks:
         self._trainer = trainer
         self._module = module
         self._is_behind = is_behind  # the optimizer steps behind the graph
-        self._left_gradients = False
+        self._zeroed = 0  # steps in which user hooks ran around `zero_grad`
+        self.leave_gradients = False
         self._differentiates = ""
 
     def named(self) -> list[str]:
@@ -129,27 +135,22 @@ class InnerHooks:
         )
 
     def watch(self, closure: GraphClosure, optimizer: Optimizer) -> None:
-        """Note whether the closure of a step, where it drops gradients, leaves any."""
+        """Learn in a step if the hooks around `zero_grad` leave gradients."""
         plain = closure._zero_grad_fn
         if plain is None or not self.around_zero_grad():
             return
 
         def zero_grad() -> None:
             plain()
+            self._zeroed += 1
             if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                self._left_gradients = True
+                self.leave_gradients = True
 
         closure._zero_grad_fn = zero_grad
 
-    def refuse_gradients_left(self) -> None:
-        """Raise if some step has left gradients that the backward pass adds to."""
-        if self._left_gradients:
-            raise CaptureError(
-                f"{self.around_zero_grad()} leaves gradients that the backward pass then adds to;"
-                " expected all of them to be None, because a captured step makes them anew.",
-                "Call `optimizer.zero_grad(set_to_none=True)` in it. To add up the gradients of several"
-                " batches, pass `Trainer(accumulate_grad_batches=...)`.",
-            )
+    def is_settled(self) -> bool:
+        """True once it is known if they leave gradients: the first step has none to leave."""
+        return self._zeroed > 1 or not self.around_zero_grad()
 
     @contextmanager
     def learning(self) -> Iterator[None]:
@@ -192,8 +193,9 @@ class InnerHooks:
         if whose and closure._zero_grad_fn is not None:
 
             def zero_grad() -> None:
-                turn(whose, True, _drop_gradients)
-                optimizer.zero_grad()
+                turn(whose, not self.leave_gradients, _drop_gradients)
+                if not self.leave_gradients:
+                    optimizer.zero_grad()
 
             closure._zero_grad_fn = zero_grad
         with ExitStack() as stack:
