@@ -162,21 +162,26 @@ def test_everything_is_put_back() -> None:
         members={1, 2},
         slotted=slotted,
         data=bytearray(b"abc"),
+        grown=bytearray(b"abc"),
+        shrunk=array.array("d", [1.0, 2.0]),
         calls=calls,
     )
     walk = Walk([Root(holder, "", "the holder")])
     holder.numbers.insert(0, 3)
+    holder.grown.extend(b"de")
+    holder.shrunk.pop()
     holder.items["c"] = holder.items.pop("a")
     holder.members.add(3)
     slotted.first, slotted.second = 2, 3
     holder.data[0] = 0
     holder.new = 1
     count = 2
-    assert len({change.path.partition("[")[0] for change in walk.changes()}) >= 6
+    assert len({change.path.partition("[")[0] for change in walk.changes()}) >= 8
     walk.put_back()
     assert walk.changes() == []
     assert (holder.numbers, [*holder.items.items()]) == ([1, 2], [("a", 1), ("b", 2)])
     assert (holder.members, holder.data, calls()) == ({1, 2}, b"abc", 1)
+    assert (holder.grown, [*holder.shrunk]) == (b"abc", [1.0, 2.0])
     assert (slotted.first, hasattr(slotted, "second"), hasattr(holder, "new")) == (1, False, False)
 
 

@@ -9,6 +9,7 @@ import gc
 import logging
 import re
 import weakref
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
@@ -506,5 +507,14 @@ def _bytes_of(value: Any) -> bytes | None:
 
 def _write_bytes(value: Any, data: bytes) -> None:
     with memoryview(value) as view, view.cast("B") as flat:
-        if not view.readonly and len(flat) == len(data):
+        is_as_long = len(flat) == len(data)
+        if is_as_long and not view.readonly:
             flat[:] = data
+    if is_as_long:
+        return
+    # Python's own buffers that can grow; with the view closed, because it keeps them from that.
+    if isinstance(value, bytearray):
+        bytearray.__setitem__(value, slice(None), data)
+    elif isinstance(value, array):
+        array.__delitem__(value, slice(None))
+        array.frombytes(value, data)
