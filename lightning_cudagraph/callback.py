@@ -278,7 +278,7 @@ class CUDAGraphCallback(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" and self._evaluation is not None:
-            self._write_report()
+            self._summary, self._is_printed = self._evaluated(self._evaluation), False
             self._print_report()
         self._close()
 
@@ -293,8 +293,7 @@ class CUDAGraphCallback(Callback):
         elif self._interrupted is not None:
             self._summary, self._interrupted = self._interrupted, None
         elif self._evaluation is not None:  # alone, or in a `fit` without graphs
-            ended = "" if exception is None else type(exception).__name__
-            self._summary = replace(self.summary, notes=tuple(self._evaluation.notes), ended=ended)
+            self._summary = self._evaluated(self._evaluation, exception)
         else:
             return
         self._is_printed = False
@@ -304,6 +303,13 @@ class CUDAGraphCallback(Callback):
         if not self._is_printed:
             rank_zero_info(f"\n{self._summary}" if after_progress_bar else str(self._summary))
         self._is_printed = True
+
+    def _evaluated(
+        self, evaluation: GraphedEvaluation, exception: BaseException | None = None
+    ) -> RunSummary:
+        """The summary of evaluations alone."""
+        ended = "" if exception is None else type(exception).__name__
+        return replace(self.summary, notes=tuple(evaluation.notes), ended=ended)
 
     def _begin(self) -> None:
         """A run begins, of which nothing is known yet."""

@@ -14,7 +14,7 @@ from lightning_cudagraph import CUDAGraphCallback, RunSummary
 from lightning_cudagraph.capture.steps import Phase, StepCounts
 from lightning_cudagraph.timing.readings import pace as pace_module
 from lightning_cudagraph.timing.readings.pace import Plain, StepPace
-from lightning_cudagraph.trainer.training.loop import GraphedTraining
+from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times import baseline
 from tests.harness import Net, Trace, assert_same, loader, make, train
 
@@ -246,15 +246,15 @@ def test_one_wait_for_the_device_in_a_row(
 ) -> None:
     """Waits in each step would make plain steps slower than they are."""
     waits: list[Plain] = []
-    plainly = GraphedTraining._plainly
+    plainly = TrainingSteps._plainly
 
     def noting(self: Any, plain: Plain, *args: Any) -> Any:
-        backend = self._backend
+        backend = self._run.backend
         with pytest.MonkeyPatch.context() as patch:
             synchronize = backend.synchronize
             patch.setattr(backend, "synchronize", lambda: (waits.append(plain), synchronize()))
             return plainly(self, plain, *args)
 
-    monkeypatch.setattr(GraphedTraining, "_plainly", noting)
+    monkeypatch.setattr(TrainingSteps, "_plainly", noting)
     fit(tmp_path, accelerator, CUDAGraphCallback(timings=None))
     assert waits == [Plain.LAST]

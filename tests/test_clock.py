@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings, RunSummary
 from lightning_cudagraph.capture.instances import CaptureInstance
 from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.device.backend import CudaBackend
@@ -126,7 +126,7 @@ def test_the_same_run(
     }
     plain = train(make(Net), tmp_path / "plain", **arguments)
     graphed = train(make(Net), tmp_path / "graph", graph(n), **arguments)
-    assert graphed.summary.calls.replayed > 10
+    assert graphed.counts.replayed > 10
     assert_same(plain, graphed)
 
 
@@ -236,7 +236,7 @@ def test_scope_behind(tmp_path: Path, accelerator: str, readings: list[Reading])
         accelerator=accelerator,
     )
     assert_same(plain, graphed)
-    assert graphed.summary.calls.replayed > 10
+    assert graphed.counts.replayed > 10
     assert {reading.step % 2 for reading in readings} == {1}
     assert any("step_ms/gap" in reading.layout.tags for reading in readings)
 
@@ -248,13 +248,13 @@ def test_the_last_step_of_the_warm_up_is_timed(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, scope: Any, accumulate: int
 ) -> None:
     found: list[RunTimes] = []
-    report = RunTimes.report
+    finish = RunTimes.finish
 
-    def noting(self: RunTimes, *args: Any) -> str:
+    def noting(self: RunTimes, summary: RunSummary) -> RunSummary:
         found.append(self)
-        return report(self, *args)
+        return finish(self, summary)
 
-    monkeypatch.setattr(RunTimes, "report", noting)
+    monkeypatch.setattr(RunTimes, "finish", noting)
     callback = graph(1, scope=scope)
     trace = run(tmp_path, accelerator, callback, accumulate_grad_batches=accumulate)
     assert trace.counts.warmed_up == 3 * accumulate

@@ -865,7 +865,7 @@ def test_a_step_of_the_callback(tmp_path: Path, accelerator: str, reports: Repor
     (plain, eager), (graphed, replayed) = found
     assert_same(plain, graphed)
     steps, validated = 3 * 8, 3 * 3 * ["forward", "head"]
-    assert graphed.summary.calls.replayed == steps - 3 - 3
+    assert graphed.counts.replayed == steps - 3 - 3
     for contexts in (eager, replayed):
         counts = {name: contexts.count(name) for name in expected}
         wanted = {name: steps + validated.count(name) for name in expected}

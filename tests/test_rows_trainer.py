@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph import CUDAGraphCallback, RunSummary
 from lightning_cudagraph.errors import HookError
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.rows import became, refused, row
@@ -646,6 +646,39 @@ def test_validation_in_a_hook(tmp_path: Path, accelerator: str, name: str, evalu
         assert done.graph.counts.replayed >= 15
     if "validate" in name and raises is None:
         assert "takes are eager: `trainer.validate` was called before its end" in str(callback.summary)
+
+
+@pytest.mark.filterwarnings("ignore:lightning_cudagraph. the graphs of a `fit` ended behind step")
+def test_each_run_has_its_own_report(tmp_path: Path) -> None:
+    """An evaluation that a hook of a `fit` calls, and that `fit`, which it has taken down."""
+    callback, inner = CUDAGraphCallback(timings=None, evaluation=True), list[RunSummary]()
+
+    class Asks(ItsOwnLoaders):
+        def val_dataloader(self) -> Any:
+            return loader(seed=99, batches=8, ragged=False)
+
+        def on_train_epoch_end(self) -> None:
+            if not inner:
+                self.trainer.validate(self, verbose=False)
+                self.trainer.training = True  # as it was, so that the `fit` goes on
+                inner.append(callback.summary)
+
+    trainer = pl.Trainer(
+        accelerator="cpu",  # where `validate` leaves the weights, too
+        max_epochs=2,
+        callbacks=[callback],
+        limit_val_batches=8,
+        check_val_every_n_epoch=5,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(make(Asks))
+    (validated,) = inner
+    assert [*validated.stages] == ["validate"]
+    assert validated.validate.steps == 8
+    assert not validated.notes
+    assert [*callback.summary.stages] == ["fit"]
+    assert "`trainer.validate` was called before its end" in str(callback.summary)
 
 
 def test_validation_after_a_fit_that_failed(tmp_path: Path, accelerator: str) -> None:

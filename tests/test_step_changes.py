@@ -494,7 +494,7 @@ def test_a_step_that_counts_its_calls_with_an_optimizer(
 
     (plain, _), (graphed, graph) = run(False), run(True, on_unsupported="eager")
     assert not differences(plain, graphed)
-    assert not graph.counts.replayed
+    assert not graph.summary.calls.replayed
     assert "or a value that it keeps there, while it runs" in str(graph.summary)
     with pytest.raises(CaptureError, match="or a value that it keeps there, while it runs"):
         run(True)

@@ -164,7 +164,7 @@ for callbacks in ([], [callback := CUDAGraphCallback()]):
     trainer.fit(module, batches)
     weights.append(module.layer.weight.tolist())
 assert weights[0] == weights[1], weights
-assert callback.counts.captures > 1, callback.report
+assert callback.summary.fit.captures > 1, callback.summary
 """
 
 

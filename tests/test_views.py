@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings, LayerTimingsMonitor
 from tests.harness import Net, assert_same, make, train
 from tests.test_event_files import Tracker
 from tests.test_trace import assert_nests, slices, threads
@@ -108,7 +108,7 @@ def test_the_report_has_a_step_of_the_warm_up_beside_replays(tmp_path: Path, acc
 
 
 def test_an_eager_run_shows_the_same(tmp_path: Path, accelerator: str) -> None:
-    timings = LayerTimings(window_steps=6, trace_steps=2)
+    timings = LayerTimingsMonitor(LayerTimings(window_steps=6, trace_steps=2))
     run(tmp_path, accelerator, None, callbacks=[timings])
     found = shown(tmp_path)
     assert "cudagraph/timeline" in found.Tags()["images"]
@@ -128,7 +128,7 @@ def test_the_trace_of_a_run_whose_logger_has_a_path(
         tmp_path,
         CUDAGraphCallback(timings=timings) if graphed else None,
         accelerator=accelerator,
-        callbacks=() if graphed else (timings,),
+        callbacks=() if graphed else (LayerTimingsMonitor(timings),),
         logger=Local(),
     )
     written = json.loads((tmp_path / "logs" / "layer_trace.json").read_text())

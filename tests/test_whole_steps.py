@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings, LayerTimingsMonitor
 from lightning_cudagraph.timing.output.tables import parts_table
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.readings.timeline import slices_of
@@ -137,7 +137,7 @@ def test_a_run_that_accumulates(accelerator: str, tmp_path: Path, eager: bool) -
         tmp_path,
         callback,
         accelerator=accelerator,
-        callbacks=(timings,) if eager else (),
+        callbacks=(LayerTimingsMonitor(timings),) if eager else (),
         train_loader=loader(ragged=False, batches=20),
         logger=TensorBoardLogger(tmp_path),
         accumulate_grad_batches=4,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings, LayerTimingsMonitor
 from tests.browser.tabs import show_filtered, show_time_series, tensorboard_on
 from tests.harness import Net, loader
 
@@ -49,7 +49,7 @@ def run(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]
     folder = tmp_path_factory.mktemp("runs")
     timings = LayerTimings(window_steps=20)
     callback = CUDAGraphCallback(timings=timings)
-    for name, timed in (("graph", callback), ("eager", timings)):
+    for name, timed in (("graph", callback), ("eager", LayerTimingsMonitor(timings))):
         torch.manual_seed(0)
         trainer = pl.Trainer(
             accelerator="cpu",

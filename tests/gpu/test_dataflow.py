@@ -175,7 +175,7 @@ def _trained(build: Callable[[], nn.Module], streams: int) -> dict[str, Any]:
         for index in range(_REPLAYS):
             losses[index] = run(batches[index % _BATCHES]).detach()
         torch.cuda.synchronize()
-        replayed, report = run.summary.calls.replayed, run.summary
+        replayed, report = run.summary.calls.replayed, str(run.summary)
     assert replayed > _REPLAYS - 20
     assert streams == 1 or f"captured on {streams} streams" in report
     assert bool(losses.isfinite().all())

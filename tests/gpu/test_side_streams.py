@@ -15,6 +15,7 @@ from lightning.fabric.accelerators.cuda import _clear_cuda_memory
 from torch import nn
 
 from lightning_cudagraph import GraphedStep
+from lightning_cudagraph.capture.stream_choice import AskedStreams
 from lightning_cudagraph.device.backend import CudaBackend
 
 # Products of these sizes are split on an H200, and their partial sums go to the workspace.
@@ -37,7 +38,7 @@ def _batches(count: int) -> Iterator[torch.Tensor]:
 
 
 def _train(
-    model: nn.Module, graphed: bool, clear_at: int | None, streams: int | None = None
+    model: nn.Module, graphed: bool, clear_at: int | None, streams: AskedStreams = "auto"
 ) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

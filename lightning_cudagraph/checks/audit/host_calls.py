@@ -95,7 +95,7 @@ _WRITERS = _RECORDERS | {"numpy", "tqdm", "rich"}
 _RECORDING = ("add_", "log", "write", "save", "track", "report_", "append", "upload", "record")
 _STDLIB_DIR = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _SITE = "-packages" + os.sep
-_CAPTURING = __name__.partition("audit")[0]
+_PACKAGE = __name__.partition(".")[0] + "."
 
 
 class _Origin(Enum):
@@ -414,8 +414,8 @@ class HostCalls:
     def _first_sight(self, frame: FrameType) -> None:
         """Record the names of a piece of code before it runs for the first time."""
         code = frame.f_code
-        if str(frame.f_globals.get("__name__", "")).startswith(_CAPTURING):
-            return  # this package's capture code is no part of the step
+        if str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE):
+            return  # this package's code around the step is no part of it
         if not self._users(frame):
             self.mentioned.names.update(code.co_names)
             return
