@@ -1,9 +1,9 @@
 """Installation in Lightning's training loop, for one `fit`.
 
 Lightning's loop stays in charge. Its automatic optimization is replaced by a thin subclass, with
-closures that hold their batch (`closures.py`). Two methods of the strategy, which move a batch and step the
-optimizer (`steps.py`), and the loop's `advance` (`advance.py`) are patched. All patches go through one
-`ExitStack`.
+closures that hold their batch (`closures.py`). Two methods of the strategy, which move a batch and step
+the optimizer (`steps.py`), and the loop's `advance` (`advance.py`) are patched. All patches go through
+one `ExitStack`.
 """
 
 from __future__ import annotations
