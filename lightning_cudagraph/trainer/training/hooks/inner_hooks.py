@@ -146,7 +146,7 @@ class InnerHooks:
         if self._left_gradients:
             raise CaptureError(
                 f"{self.around_zero_grad()} leaves gradients that the backward pass then adds to;"
-                " expected all of them to be None, because a captured step makes them anew.",
+                " expected all of them to be None, because a captured step makes its own.",
                 "Call `optimizer.zero_grad(set_to_none=True)` in it. To add up the gradients of several"
                 " batches, pass `Trainer(accumulate_grad_batches=...)`.",
             )
