@@ -34,7 +34,7 @@ class RunSummary:
         predict: the batches of `trainer.predict`.
         calls: the calls of a `GraphedStep`.
         refused: the reason why all steps were eager, as a sentence; empty if they were not.
-        ended: the exception that ended the run, and after which step; empty if none did.
+        ended: the exception that ended the run, in a `fit` with the last step; empty if none did.
         tensorboard_dir: the log folder that TensorBoard reads the times of the run from, or None.
         notes: notes for the user.
         times: the parts of a step in milliseconds, as lines of text; empty until the run ends.

@@ -5,9 +5,9 @@ batch it looks up, announces and times some ten hooks that are not overridden, i
 `training_step`, asks repeatedly which loop is active, and collects values that no code reads. The fast
 path does the rest, in the same order, as long as no user code runs between two replays.
 
-It is correct only for the loop whose source it repeats (`compat/lightning_source.py`). With another
-loop, which the report then names, and for every batch that needs more than a replay, Lightning's own
-code runs.
+It is correct only for a loop equivalent to the one that it repeats (`compat/lightning_source.py`).
+With another loop, which the report then names, and for every batch that needs more than a replay,
+Lightning's own code runs.
 """
 
 from __future__ import annotations
