@@ -219,7 +219,7 @@ class GraphedTraining:
         if is_timed and self._part.behind is not None:
             untimed = untimed | {
                 "what comes after the backward pass": (
-                    "it runs eagerly, behind the graph; shares are of what comes before"
+                    "it runs eagerly after the replay; shares are of the work before it"
                 )
             }
         notes += untimed_notes(untimed)
