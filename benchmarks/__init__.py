@@ -1,1 +1,1 @@
-"""Measurements on a GPU; nothing here is a test."""
+"""Benchmarks on a GPU."""

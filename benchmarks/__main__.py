@@ -1,13 +1,13 @@
-"""Step times of the callback beside those of its peers, over models from launch-bound to compute-bound.
+"""Step times of the callback and of its peers, over models from launch-bound to compute-bound.
 
     python -m benchmarks
 
-Each row is a process of its own, in which all peers train one model in turn, block by block, so that
-drift of the machine cancels (`benchmarks/fits.py`); the peers are those of `benchmarks/peers.py`, the
-models those of `benchmarks/models.py`. Prints tables in Markdown, and writes JSON and a figure where it
-is told to. Ends with 1 if a peer failed, or came to weights that it must not come to.
+Each row is a process of its own, in which all peers (`benchmarks/peers.py`) train one model
+(`benchmarks/models.py`) in turn, block by block, so that drift of the machine cancels
+(`benchmarks/fits.py`). Prints tables in Markdown, and on request writes JSON and a figure. The exit
+status is 1 if a peer failed, or ended with wrong weights.
 
-Without a GPU, `--tiny` runs what can run on a CPU, to see that it runs: the figures mean nothing there.
+Without a GPU, `--tiny` checks that all that can run on a CPU runs: the figures mean nothing there.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from benchmarks.tables import markdown
 
 __all__ = ["main"]
 
-# Compilation, warm-up, capture on several numbers of streams, verified replays, and what a process does
-# seldom but early: with timings, two critics took 735 us a step after 40 steps, 294 after 100 (H200).
+# Compilation, warm-up, capture on several numbers of streams, verified replays, and rare work early in a
+# process: with timings, two critics took 735 us a step after 40 steps, 294 after 100 (H200).
 _WARM_STEPS = 100
 _LEAD_STEPS = 5
 
@@ -74,7 +74,7 @@ def _table_there(workload: Workload, args: argparse.Namespace) -> Table:
         command = [sys.executable, "-m", "benchmarks", "--models", workload.name, "--peers", *args.peers]
         command += ["--steps", str(args.steps), "--rounds", str(args.rounds), "--json", str(path)]
         command += ["--no-limits"] * args.no_limits
-        # Tables come from all rows together.
+        # The tables are printed from all rows together.
         ended = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
         if path.exists():
             return Table.read(path)
@@ -112,7 +112,7 @@ def _read(paths: Sequence[Path]) -> Table:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measure, and say what came of it."""
+    """Measure, and print the tables."""
     args = _arguments(given)
     if args.list:
         print("\n".join(f"{each.name}: {each.description}" for each in WORKLOADS))

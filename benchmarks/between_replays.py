@@ -1,8 +1,8 @@
-"""What the device does between two replays: why a step is longer than its graph.
+"""Device activity between two replays: why a step is longer than its graph.
 
-One model of the comparison, trained by the callback without timings, on one stream and on as many as are
-fastest, and by the hand-written loop. Some steps in the middle are traced, with `torch.profiler`, which
-makes the host slower; so the device's own activities count, and the idle time is an upper bound.
+A model of the comparison is trained by the callback without timings, on one stream and on as many as are
+fastest, and by the hand-written loop. Some steps in the middle are traced with `torch.profiler`, which
+slows down the host; so the device's own activities count, and the idle time is an upper bound.
 
     python -m benchmarks.between_replays --models GPT
 """
@@ -30,16 +30,16 @@ _READY_BATCHES = 16
 
 
 class TracedBatches:
-    """Batches, some of which are trained on under a profiler.
+    """Batches, some of them consumed under a profiler.
 
     Args:
-        workload: the model whose batches they are.
-        tiny: whether in its tiny size.
-        warm_steps: so many come first, and are not traced.
-        traced_steps: so many are.
+        workload: the model.
+        tiny: the model in its tiny size.
+        warm_steps: number of first steps, which are not traced.
+        traced_steps: number of traced steps.
 
     Attributes:
-        trace: of the steps on these, once they are over.
+        trace: the trace, set after the last traced step.
     """
 
     trace: Trace
@@ -56,7 +56,7 @@ class TracedBatches:
         self._end = warm_steps + traced_steps
 
     def __len__(self) -> int:
-        return self._end + 1  # after the last batch, nobody asks for another
+        return self._end + 1  # one more ends the trace: no code runs after the last batch
 
     def __iter__(self) -> Iterator[Any]:
         profiled = Profiled()
@@ -69,12 +69,12 @@ class TracedBatches:
 
 
 def rows_of(name: str, found: Sequence[Between], calls: Counter[str]) -> list[str]:
-    """Rows in Markdown: the medians of what lies between replays, then what that consists of.
+    """Rows in Markdown: median times between replays, then the activities and CUDA calls in them.
 
     Args:
-        name: of who trained.
-        found: between each two replays.
-        calls: how often the host called which function of CUDA, for all of them.
+        name: of the model and the peer.
+        found: the gaps between replays.
+        calls: number of calls of each CUDA function by the host, in all gaps.
     """
     if not found:
         return [f"| {name} | no replays | | |"]
@@ -97,7 +97,7 @@ def _median(values: Iterator[float]) -> str:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Trace, and print what was found."""
+    """Trace, and print the rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.between_replays", description=__doc__)
     models = [each.name for each in WORKLOADS]
     parser.add_argument("--models", nargs="+", choices=models, default=models, metavar="MODEL")

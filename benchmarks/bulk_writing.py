@@ -1,9 +1,9 @@
-"""What it costs the training loop to have the times of each step written to TensorBoard.
+"""The cost of writing the times of each step to TensorBoard, for the training loop.
 
     python -m benchmarks.bulk_writing
 
-The readings are made beforehand. Between two of them the loop does what a step does: some Python, which
-holds the interpreter, and then a wait for the device, in which TensorBoard's thread can work.
+The readings are made beforehand. Between two of them the loop simulates a step: some Python, which holds
+the interpreter, and then a wait for the device, in which TensorBoard's thread can work.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def _readings(n_spans: int, n_readings: int) -> list[Reading]:
 
 
 def compare_writers(n_spans: int, n_readings: int = 512) -> dict[str, float]:
-    """Make records of readings, with TensorBoard's own writer and many at once.
+    """Make records of readings, with TensorBoard's own writer and in bulk.
 
     Args:
-        n_spans: how many times each reading has.
-        n_readings: how many readings.
+        n_spans: number of times in each reading.
+        n_readings: number of readings.
 
     Returns:
-        Microseconds of the processor for each reading, in all threads, which hold the interpreter.
+        Processor time of all threads for each reading, in microseconds.
     """
     readings = _readings(n_spans, n_readings)
     durations_ms = [reading.durations_ms.tolist() for reading in readings]
@@ -85,17 +85,17 @@ def compare_writers(n_spans: int, n_readings: int = 512) -> dict[str, float]:
 
 
 def measure(n_spans: int, n_readings: int = 2000) -> dict[str, float]:
-    """Write readings, and time it.
+    """Time the writing of readings.
 
     Args:
-        n_spans: how many times each reading has.
-        n_readings: how many readings.
+        n_spans: number of times in each reading.
+        n_readings: number of readings.
 
     Returns:
-        Microseconds. From the 200th reading on: of an `add` that only appends (median), of all adds, for
-        each reading, and of the longest one; without the time in which the thread did not run; of the
-        whole loop more than without the writer, for each reading. Of the longest add before, which
-        looks for charts of the user's, and of the end.
+        Microseconds, from the 200th reading on: the median `add`, the mean and the longest one, both
+        also without the time in which the thread did not run, and the extra time of the whole loop for
+        each reading. Before the 200th: the longest `add`, which looks for the user's charts. At the end:
+        `close`.
     """
     readings = _readings(n_spans, n_readings)
     started_s = time.perf_counter()

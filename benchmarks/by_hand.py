@@ -1,7 +1,7 @@
-"""A training step in one `torch.cuda.graph`, in a loop as one would write it by hand.
+"""A hand-written training loop, with the step in one `torch.cuda.graph`.
 
 It does the same arithmetic as the Trainer does with the module: autocast around the forward pass,
-clipping, the optimizer and its schedule. It logs nothing, calls nobody, and checks nothing.
+clipping, the optimizer and its schedule. It has no logs, no hooks and no checks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GraphedByHand:
 
     Args:
         workload: the model.
-        tiny: whether in its tiny size.
+        tiny: the model in its tiny size.
 
     Attributes:
         module: the model, on the device.
@@ -33,7 +33,7 @@ class GraphedByHand:
 
     def __init__(self, workload: Workload, tiny: bool) -> None:
         self.module = workload.make(tiny).cuda().train()
-        # Its step logs, and there is no Trainer to tell.
+        # Its step logs, and there is no Trainer.
         self.module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
         self._workload = workload
         self._static: Any = None
@@ -46,7 +46,7 @@ class GraphedByHand:
         self._graph = torch.cuda.CUDAGraph()
 
     def step(self) -> None:
-        """The step as it is warmed up and captured."""
+        """The training step, for warm-up and capture."""
         amp = self._workload.precision == "bf16-mixed"
         with torch.autocast("cuda", torch.bfloat16, enabled=amp, cache_enabled=False):
             loss = self.module.training_step(self._static, 0)
@@ -70,14 +70,14 @@ class GraphedByHand:
         """Capture the step.
 
         Args:
-            step: what is run in the capture; the step itself by default.
+            step: runs in the capture; by default `self.step`.
         """
         self._optimizer.zero_grad()
         with torch.cuda.graph(self._graph, stream=self._capture_stream):
             (step or self.step)()
 
     def replay(self) -> None:
-        """Launch the graph, on the batch that is there."""
+        """Launch the graph on the current static batch."""
         self._graph.replay()
 
     def train(self, batches: Iterable[Any], alone: bool = False) -> None:
@@ -85,7 +85,7 @@ class GraphedByHand:
 
         Args:
             batches: in host memory.
-            alone: only replays, on one batch and at one learning rate.
+            alone: replay only, on one batch and at one learning rate.
         """
         for index, batch in enumerate(batches):
             if index < _WARM_UP_STEPS:
@@ -111,7 +111,7 @@ class GraphedByHand:
 
 
 def _configured(module: Any) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer of a module so that it can be captured, and its schedule, if there is one."""
+    """The optimizer of a module, made capturable, and its schedule or None."""
     configured = module.configure_optimizers()
     schedule = None
     if isinstance(configured, dict):

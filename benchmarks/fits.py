@@ -1,8 +1,8 @@
-"""Several fits in one process that take turns, block by block, so that drift of the machine cancels.
+"""Interleaved fits: several in one process, block by block, so that drift of the machine cancels.
 
-Each fit has a thread of its own, and one of them runs at a time: what is compared has been measured a
-second apart, on one set of clocks and temperatures, and each fit captures its graphs only once. Each has
-random numbers of its own, too, from the same seed: all see the same batches, weights and dropout.
+Each fit has a thread of its own, and one of them runs at a time. So figures to compare are measured a
+second apart, at the same clocks and temperatures, and each fit captures its graphs once. Each has a
+random state of its own, from the same seed: all see the same batches, weights and dropout.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = [
 ]
 
 ON_GPU = torch.cuda.is_available()
-# Distinct batches, so that none is the one before.
+# Distinct batches, so that two steps in a row have different ones.
 _READY_BATCHES = 16
 _SEED = 1
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+    """Device and versions that the figures belong to."""
     return {
         "device": torch.cuda.get_device_name() if ON_GPU else "CPU emulator: these figures mean nothing",
         "torch": torch.__version__,
@@ -61,13 +61,13 @@ def synchronize() -> None:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the steps of a fit are cut into blocks.
+    """Division of the steps of a fit into blocks.
 
     Attributes:
         warm_steps: steps before the first block: warm-up, capture, verified replays, and some for the
             allocator to settle.
-        lead_steps: steps before each block that are not timed, after another fit has run.
-        steps: steps of a block.
+        lead_steps: untimed steps before each block, after another fit has run.
+        steps: timed steps of a block.
         rounds: blocks of a fit.
     """
 
@@ -78,12 +78,12 @@ class Blocks:
 
     @property
     def total_steps(self) -> int:
-        """Steps of a fit. The last one only ends it: after the last batch, nobody asks for another."""
+        """Steps of a fit. The last one only ends it: no code of a loader runs after its last batch."""
         return self.warm_steps + self.rounds * (self.lead_steps + self.steps) + 1
 
 
 class _Random:
-    """Where a fit is in the random numbers of the process, while others draw from them."""
+    """The random state of a fit, kept while other fits run."""
 
     def __init__(self) -> None:
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if ON_GPU else []):
@@ -91,36 +91,37 @@ class _Random:
             self.keep()
 
     def keep(self) -> None:
-        """Note where it is."""
+        """Save the random state of the process."""
         self._host = torch.get_rng_state()
         self._device = torch.cuda.get_rng_state() if ON_GPU else None
 
     def go_on(self) -> None:
-        """Go on from there."""
+        """Restore it."""
         torch.set_rng_state(self._host)
         if self._device is not None:
             torch.cuda.set_rng_state(self._device)
 
 
 class _Turns:
-    """Whose turn it is, by a schedule that all threads know."""
+    """The schedule of the fits' threads, one of which runs at a time."""
 
     def __init__(self, names: Sequence[str], rounds: int) -> None:
         names = list(names)
-        # One way and back, so that drift within a round cancels, too. First all begin, last all end.
+        # Forward and backward in turn, so that drift within a round cancels too. The first entry of a
+        # fit is its start, the last one its end.
         between = [names if number % 2 == 0 else names[::-1] for number in range(rounds)]
         self._schedule = [name for order in (names, *between, names) for name in order]
         self._condition = threading.Condition()
         self._random = {name: _Random() for name in names}
 
     def take(self, name: str) -> None:
-        """Wait for one's turn."""
+        """Wait until it is the turn of `name`."""
         with self._condition:
             self._condition.wait_for(lambda: self._schedule[:1] == [name])
         self._random[name].go_on()
 
     def pass_on(self, name: str, for_good: bool = False) -> None:
-        """One's turn is over."""
+        """End the turn of `name`."""
         if not for_good:
             self._random[name].keep()
         with self._condition:
@@ -131,11 +132,11 @@ class _Turns:
 
 
 class BlockedBatches:
-    """Batches for one of the fits, which waits here for its turn, and takes the time of its blocks.
+    """Batches of one fit. Iteration waits for the fit's turns, and times its blocks.
 
     Attributes:
-        step_us: microseconds of a step, for each block, the device idle at both ends.
-        begin_s: seconds until the first block: all that comes before, and the warm steps.
+        step_us: mean step time of each block in microseconds, with an idle device at both ends.
+        begin_s: seconds from construction to the first block, warm steps included.
     """
 
     def __init__(self, batches: list[Any], blocks: Blocks, name: str, turns: _Turns) -> None:
@@ -183,7 +184,7 @@ class Times:
     """The times of one fit.
 
     Attributes:
-        step_us: microseconds of a step, for each block.
+        step_us: mean step time of each block in microseconds.
         begin_s: seconds until the first block.
     """
 
@@ -196,21 +197,21 @@ class Times:
 
     @property
     def spread_us(self) -> tuple[float, float]:
-        """The quarter points."""
+        """The quartiles."""
         return _quarters(self.step_us)
 
     def ratio_to(self, other: Times) -> tuple[float, float, float]:
-        """Median of the ratios, round by round, and their quarter points."""
+        """Median and quartiles of the ratios, taken round by round."""
         ratios = [mine / its for mine, its in zip(self.step_us, other.step_us, strict=True)]
         return statistics.median(ratios), *_quarters(ratios)
 
 
 @dataclass
 class Measured(Times):
-    """What came of one of the fits.
+    """The times of one fit, or its failure.
 
     Attributes:
-        failure: why it has no times, or None.
+        failure: the exception that ended it, or None.
     """
 
     failure: BaseException | None = None
@@ -232,13 +233,13 @@ def fits_in_turn(
     """Run several fits, block by block in turn.
 
     Args:
-        fits: by name, what trains on the batches that it is given, to their end.
+        fits: functions that train on the given batches to their end, by name.
         make_batch: makes one batch.
-        blocks: how the steps are cut into blocks.
-        in_main_thread: the name of the one fit, if any, that must not run in another thread.
+        blocks: the division of the steps into blocks.
+        in_main_thread: the name of the one fit, if any, that must run in the main thread.
 
     Returns:
-        What came of each. One that fails leaves the others alone.
+        The times or the failure of each. A failure does not affect the others.
     """
     turns = _Turns(list(fits), blocks.rounds)
     torch.manual_seed(_SEED)

@@ -1,4 +1,4 @@
-"""What the comparison should show: ratios of two peers' step times, and bounds for them."""
+"""Goals of the comparison: bounds for ratios of two peers' step times."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class Ratio:
     """The step time of one peer over that of another.
 
     Attributes:
-        upper: the peer above the line.
-        lower: the peer below it.
-        goals: by the beginning of a model's name, what it should not exceed; or not fall below, if
-            it is to be large.
-        large: it is to be large.
+        upper: the peer in the numerator.
+        lower: the peer in the denominator.
+        goals: upper bounds by the beginning of a model's name; lower bounds if `large`.
+        large: larger is better.
     """
 
     upper: str
@@ -65,16 +64,7 @@ RATIOS = (
 
 
 def goal_of(ratio: Ratio, model: str, lower_us: float) -> float | None:
-    """What a ratio should be.
-
-    Args:
-        ratio: the ratio.
-        model: the name of the model.
-        lower_us: the step time below the line.
-
-    Returns:
-        The bound, or None where there is none.
-    """
+    """The bound of a ratio for a model, or None; `lower_us` is the step time in the denominator."""
     matching = [start for start in ratio.goals if model.startswith(start)]
     if not matching:
         return None

@@ -1,8 +1,8 @@
-"""What it costs to be careful: guards before every replay, and a replay that is verified.
+"""The cost of safety: guards before every replay, and verified replays.
 
 Models of equal layers, AdamW fused with two param groups and a schedule. Guards are timed alone, in
-microseconds of host time, altogether and part by part. Steps are timed in a Trainer, the device idle at
-both ends. Runs on whatever there is.
+microseconds of host time, as a whole and part by part. Steps are timed in a Trainer, with an idle device
+at both ends. Runs on a GPU if there is one, else on the CPU.
 
     python -m benchmarks.guards
 """
@@ -51,7 +51,7 @@ class Blocks(pl.LightningModule):
     """A stack of blocks.
 
     Args:
-        parameters: how many parameters it has, a multiple of four.
+        parameters: number of parameters, a multiple of four.
     """
 
     def __init__(self, parameters: int) -> None:
@@ -74,7 +74,7 @@ class Blocks(pl.LightningModule):
 
 
 class _At(Callback):
-    """Calls functions after given steps, the device idle."""
+    """Callback that calls functions after given steps, on an idle device."""
 
     def __init__(self, functions: dict[int, Callable[[], None]]) -> None:
         self._functions = functions
@@ -105,13 +105,13 @@ def fit(parameters: int, callback: CUDAGraphCallback, functions: dict[int, Calla
 
 
 def _host_us(function: Callable[[], object]) -> float:
-    """The least of some times, because the host does other things too."""
+    """The minimum of repeated times, because the host does other work too."""
     runs = 200
     return min(timeit.repeat(function, number=runs, repeat=7)) / runs * 1e6
 
 
 def guards_us(parameters: int) -> dict[str, float]:
-    """Host time of what is compared before one replay, altogether and by part."""
+    """Host time of the guards of one replay, as a whole and by part."""
     callback = CUDAGraphCallback(timings=None, verify=None)
     times_us: dict[str, float] = {}
 

@@ -1,13 +1,13 @@
-"""What a step costs on the host where its graph is next to nothing, by number of logged values.
+"""Host time of a step with a minimal graph, by number of logged values.
 
 An `nn.Linear(8, 1)` with 0, 1, 3 and 10 values logged in every step, with and without progress bar and
 TensorBoardLogger, in the plain Trainer and with the callback. Fits with the same surroundings take turns
-block by block in one process (`benchmarks/fits.py`); medians over the blocks, and quarter points. No
-hook is used for the timing: the loader, whose batches lie ready in memory, looks at the clock.
+block by block in one process (`benchmarks/fits.py`); medians and quartiles over the blocks. No hook is
+used for the timing: the loader, with batches ready in memory, reads the clock.
 
     python -m benchmarks.host_floor
 
-Without a GPU it runs on the emulator, in small, to see that it runs: the figures mean nothing there.
+Without a GPU a small run on the emulator checks that it works: the figures mean nothing there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HANDING_OVER = "handing over"
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What else the Trainer does in every step.
+    """Other work of the Trainer in every step.
 
     Attributes:
         bar: the progress bar is on.
@@ -72,11 +72,11 @@ SURROUNDINGS = {
 
 
 class Line(pl.LightningModule):
-    """One layer, and as many logged values as are asked for.
+    """One layer, with logged values.
 
     Args:
-        values: how many values each step logs.
-        shown: whether the first is shown in the progress bar.
+        values: number of values that each step logs.
+        shown: the first one is shown in the progress bar.
     """
 
     def __init__(self, values: int, shown: bool) -> None:
@@ -137,9 +137,9 @@ def in_turn(fits: dict[str, Callable[[BlockedBatches], None]], blocks: Blocks) -
 
 
 def handing_over_us(values: int, blocks: Blocks) -> float:
-    """Microseconds of host time that one step's values take, before its replay and after it.
+    """Host time of one step's logged values before and after its replay, in microseconds.
 
-    In steps whose values nobody looks at, as all but one in `log_every_n_steps` are.
+    Measured in steps that show no values, as are all but one in `log_every_n_steps`.
     """
     times_s: list[float] = []
     before, after = Logs.before_replay, Logs.put_off
@@ -167,13 +167,11 @@ def handing_over_us(values: int, blocks: Blocks) -> float:
 
 @dataclass
 class Row:
-    """One variant, and what came of it.
+    """The times of one variant.
 
     Attributes:
-        group: what it is compared within.
-        values: how many values it logs.
-        name: of the variant.
-        times: what was measured.
+        group: the variants that it is compared with.
+        values: number of values that each step logs.
     """
 
     group: str
@@ -206,7 +204,7 @@ def rows(groups: list[str], blocks: Blocks) -> Iterator[Row]:
 
 
 def line(row: Row) -> str:
-    """A row of the table in Markdown: the median, with quarter points."""
+    """A row of the table in Markdown: the median, with quartiles."""
     low_us, high_us = row.times.spread_us
     spread = f"({low_us:.0f} to {high_us:.0f})"
     return f"| {row.group} | {row.values} | {row.name} | {row.times.median_us:.0f} {spread} |"

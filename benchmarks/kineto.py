@@ -1,10 +1,9 @@
-"""What a profiler's trace says about captures and replays: which kernels lie between which marks.
+"""Analysis of profiler traces of captures and replays: the kernels between two marks.
 
-A trace of `torch.profiler` is a list of events. In one of a capture, the host's launches and the marks
-show in the order in which they went into the graph. In one of replays, the device's kernels show with
-their times, in the same order, because all of them were captured on one stream. So the number of a
-launch says which kernel it became, and the kernels between two marks are known without asking the clock
-that is to be checked.
+A trace of `torch.profiler` is a list of events. That of a capture has the host's launches and the marks,
+in the order in which they entered the graph. That of a replay has the device's kernels with their times,
+in the same order, because all were captured on one stream. So the number of a launch identifies its
+kernel, and the kernels between two marks are known independently of the clock under test.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ _HOST_CALLS = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True)
 class Launch:
-    """The host asks for work on the device.
+    """A launch of device work by the host.
 
     Attributes:
         kind: kernel, memcpy or memset.
-        at_us: when.
+        at_us: the time of the launch.
         op: the innermost op around it.
-        correlation: what the device's part of it has, too.
-        node: number of the node of autograd that is run around it, or None outside of backward passes.
+        correlation: the number that it shares with its device activity.
+        node: number of the autograd node that runs around it; None outside of backward passes.
     """
 
     kind: str
@@ -83,8 +82,8 @@ class Captured:
 
     Attributes:
         launches: in the order of the graph.
-        marks: for each mark, in the order of the graph, how many launches came before it.
-        nodes: for each mark, the number of the node of autograd that is made next.
+        marks: number of launches before each mark, in the order of the graph.
+        nodes: for each mark, the number of the autograd node that is made next.
     """
 
     launches: tuple[Launch, ...]
@@ -96,17 +95,17 @@ class Captured:
         return [launch.kind for launch in self.launches]
 
     def ran(self, replayed: Replayed, kernels_of_ops: Mapping[str, set[str]]) -> list[int]:
-        """Which of the launches the activities of a replay come from.
+        """Match the activities of a replay with the launches of the capture.
 
-        A launch can ask for nothing, such as a copy of no bytes. Those are left out without which most
-        of the rest have names that their ops are known to run.
+        A launch can have no activity, such as a copy of zero bytes. Launches are left out so that most
+        of the others have activities with kernel names that are known for their op.
 
         Args:
             replayed: the replay.
-            kernels_of_ops: the names of what ops run on the device.
+            kernels_of_ops: the kernel names of each op.
 
         Returns:
-            Numbers of launches, one for each activity; empty if the replay is not of this capture.
+            Indices of launches, one for each activity; empty if the replay is not of this capture.
         """
         activities = replayed.activities
         surplus = len(self.launches) - len(activities)
@@ -131,16 +130,16 @@ class Captured:
         return [] if odd == inf else [n for n in range(len(self.launches)) if n not in which]
 
     def only(self, numbers: list[int]) -> Captured:
-        """The same without the other launches."""
+        """The same with these launches only."""
         launches = tuple(self.launches[number] for number in numbers)
         marks = tuple(bisect_left(numbers, mark) for mark in self.marks)
         return Captured(launches, marks, self.nodes)
 
     def backward_of(self, calls: Iterable[tuple[int, int]]) -> set[int]:
-        """The launches in nodes of autograd that were made between marks.
+        """The launches in autograd nodes that were made between marks.
 
         Args:
-            calls: numbers of marks around pieces of the forward pass.
+            calls: pairs of marks around parts of the forward pass, by number.
         """
         made = [(self.nodes[begin], self.nodes[end]) for begin, end in calls]
         return {
@@ -162,11 +161,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one launch of a graph did on the device.
-
-    Attributes:
-        activities: in the order in which they began.
-    """
+    """Device activities of one graph launch, in the order of their starts."""
 
     activities: tuple[Activity, ...]
 
@@ -177,8 +172,8 @@ class Replayed:
     def between_us(self, first: int, last: int) -> float:
         """Microseconds from the end of the activity before `first` to the end of that before `last`.
 
-        That is what two marks tell, one before the activity `first` and one before `last`. Before the
-        first activity of a graph there is nothing but its own beginning.
+        Two marks measure this time: one before the activity `first`, the other before `last`. The first
+        activity of a graph counts from its own start.
         """
         ends = [activity.end_us for activity in self.activities]
         begins_us = ends[first - 1] if first else self.activities[0].start_us
@@ -196,11 +191,11 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Between:
-    """What the device does from the end of one launch of a graph to the beginning of the next.
+    """The time from the end of one graph's execution to the start of the next.
 
     Attributes:
-        total_us: how long it is, in microseconds.
-        activities: of these, what is in no graph, in the order in which it began.
+        total_us: its duration in microseconds.
+        activities: device activities in it, in the order of their starts.
     """
 
     total_us: float
@@ -208,7 +203,7 @@ class Between:
 
     @property
     def idle_us(self) -> float:
-        """Microseconds in which the device does nothing."""
+        """Idle time of the device in microseconds."""
         return self.total_us - sum(each.end_us - each.start_us for each in self.activities)
 
 
@@ -228,7 +223,7 @@ def _correlation(event: dict[str, Any]) -> int:
 
 @dataclass
 class _Op:
-    """An op that has not ended, and the node of autograd whose part in a backward pass it is."""
+    """An op that has not ended, and the autograd node that runs it, in a backward pass."""
 
     until_us: float
     name: str
@@ -236,7 +231,7 @@ class _Op:
 
 
 def _node(event: dict[str, Any]) -> tuple[int | None, int]:
-    """The node of autograd that an op makes, or, with the thread of its forward pass, is."""
+    """The autograd node that an op makes; in a backward pass, the one it runs, with its thread."""
     args = event.get("args", {})
     return args.get("Sequence number"), args.get("Fwd thread id", 0)
 
@@ -256,11 +251,11 @@ class Trace:
         self._launches = self._find_launches()
 
     def calls(self) -> Counter[str]:
-        """How often the host called which function of CUDA."""
+        """Number of calls of each CUDA function by the host."""
         return Counter(event["name"] for event in self._events if _is_call(event))
 
     def captures(self) -> list[Captured]:
-        """The captures in it, in their order; those without marks are left out."""
+        """The captures with marks, in order."""
         found = []
         for capture in (event for event in self._events if event["name"] == CAPTURE):
             begins_us, ends_us = capture["ts"], capture["ts"] + capture["dur"]
@@ -286,11 +281,11 @@ class Trace:
         return found
 
     def replays(self) -> list[Replayed]:
-        """The launches of graphs in it, in their order."""
+        """The graph launches, in order."""
         return self._of_graphs()[0]
 
     def between_replays(self) -> list[Between]:
-        """What lies between each two launches of graphs, which run one after the other."""
+        """The times between graph launches, which do not overlap."""
         replays, others = self._of_graphs()
         found = []
         for one, next_one in pairwise(replays):
@@ -301,7 +296,7 @@ class Trace:
         return found
 
     def _of_graphs(self) -> tuple[list[Replayed], list[Activity]]:
-        """The launches of graphs in it, in their order, and what runs outside of them."""
+        """The graph launches, in order, and the activities outside of them."""
         graphs = [
             _correlation(event)
             for event in self._events
@@ -315,7 +310,7 @@ class Trace:
         return replays, others
 
     def kernels_of_ops(self) -> dict[str, set[str]]:
-        """The names of what ops run on the device where they are launched one by one."""
+        """The kernel names of each op, from launches outside of graphs."""
         op_of = {launch.correlation: launch.op for launch in self._launches}
         found: dict[str, set[str]] = defaultdict(set)
         for correlation, activity in self._activities():
@@ -330,7 +325,7 @@ class Trace:
                 yield _correlation(event), Activity(event["name"], kind, event["ts"], end_us)
 
     def _next_node(self, from_us: float, until_us: float) -> float:
-        """The number that the first op of a forward pass in some time gives to its node."""
+        """The number of the autograd node that the next op of a forward pass makes."""
         for event in self._events[bisect_left(self._times_us, from_us) :]:
             if event["ts"] > until_us:
                 break
@@ -340,7 +335,7 @@ class Trace:
         return inf
 
     def _find_launches(self) -> list[Launch]:
-        """All launches, with the ops around each: those of its thread that have not ended."""
+        """All launches, each with the innermost open op of its thread."""
         launches: list[Launch] = []
         open_ops: dict[Any, list[_Op]] = defaultdict(list)
         in_call_until_us: dict[Any, float] = {}
@@ -368,11 +363,7 @@ class Trace:
 
 
 class Profiled:
-    """A profile of what happens between `start` and `stop`.
-
-    Attributes:
-        trace: of it, once it is over.
-    """
+    """A profile between `start` and `stop`."""
 
     trace: Trace
 
@@ -403,7 +394,7 @@ class Profiled:
 
 @contextlib.contextmanager
 def annotated() -> Iterator[None]:
-    """Let captures and marks show in traces; afterwards they do not any more."""
+    """Annotate captures and marks in traces, inside the context."""
     with contextlib.ExitStack() as stack:
         for backend in (CudaBackend, EmulatorBackend):
             for method, name in (("capture", CAPTURE), ("mark", MARK)):

@@ -1,8 +1,8 @@
-"""What it costs to time every layer of a step, forward and backward, in every replay.
+"""The cost of timing every layer of a step, forward and backward, in every replay.
 
 For each model, fits that differ in their timings alone, with `self.log` and TensorBoardLogger on, take
-turns block by block in one process (`benchmarks/fits.py`). Prints the median step of the blocks and its
-quarter points, and the same of the ratio to the fit without timings, taken round by round.
+turns block by block in one process (`benchmarks/fits.py`). Prints median and quartiles of the step time
+over the blocks, and of its ratio to the fit without timings, taken round by round.
 
     python -m benchmarks.layer_timings
 """
@@ -47,13 +47,12 @@ ROUNDS = {"MLP": 40, "GPT": 20, "ResNet-18": 20, "BERT-base": 10}
 
 @dataclass
 class Result:
-    """What was measured of one model.
+    """The measurements of one model.
 
     Attributes:
-        workload: the model.
-        layers: how many layers are timed where every leaf is.
-        fits: what came of each variant.
-        took_s: seconds for all of it.
+        layers: number of timed layers in the variant that times every leaf.
+        fits: the times of each variant, by name.
+        took_s: duration of all fits in seconds.
     """
 
     workload: Workload
@@ -96,7 +95,7 @@ def measure(workload: Workload, variants: list[str], blocks: Blocks, tiny: bool,
 
 
 def table(results: list[Result]) -> str:
-    """The medians as a table in Markdown, with quarter points."""
+    """The medians as a table in Markdown, with quartiles."""
     lines = [
         "| model (leaves) | timings | µs per step (quarter points) | against none (quarter points) |",
         "|---|---|---|---|",
@@ -128,7 +127,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=float, default=1.0, help="this many times as many rounds")
     # Not "auto": of the fits of one process, some came to fewer streams than others (H200).
     parser.add_argument("--streams", type=int, default=4, help="of the captures")
-    parser.add_argument("--tiny", action="store_true", help="tiny models, to see whether all runs")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to check that all runs")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

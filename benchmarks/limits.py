@@ -1,9 +1,9 @@
-"""What bounds the time of a captured step: its kernels one by one, and its longest dependent chain.
+"""Lower bounds of a captured step's time: the sum of its kernels, and its longest dependent chain.
 
 A step is captured by hand on one stream, with a mark before each op, and replayed, both under a profiler
-(`benchmarks/kineto.py`). So each op's kernels are known, and how long each takes. Which op must wait for
-which follows from the storages that it reads and writes. The longest chain is what no number of streams
-can go below while every kernel takes as long as it does alone.
+(`benchmarks/kineto.py`). So the kernels of each op are known, with their times. The dependencies between
+ops follow from the storages that they read and write. The longest chain is a lower bound for any number
+of streams, as long as each kernel takes the time that it takes alone.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _PROFILED_REPLAYS = 20
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a step, in microseconds.
+    """Lower bounds of a step's time.
 
     Attributes:
-        kernels_us: all kernels, copies and fills, one after the other without gaps.
-        chain_us: those of the longest chain of ops of which each waits for the one before.
-        n_kernels: how many kernels, copies and fills the step has.
-        n_ops: how many ops.
+        kernels_us: sum over all kernels, copies and fills, in microseconds.
+        chain_us: the same over the longest chain of dependent ops.
+        n_kernels: number of kernels, copies and fills in the step.
+        n_ops: number of ops.
     """
 
     kernels_us: float
@@ -50,32 +50,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class Op:
-    """What an op does to storages, each of which has a number.
-
-    Attributes:
-        reads: those that it reads.
-        writes: those that it writes.
-    """
+    """The storages that an op reads and writes, by number."""
 
     reads: frozenset[int]
     writes: frozenset[int]
 
 
 class OpLog(TorchDispatchMode):
-    """Notes the ops of a step.
-
-    Args:
-        before_each: called before each op.
-
-    Attributes:
-        ops: in the order in which they were called.
-    """
+    """Dispatch mode that records the ops of a step in order; `before_each` is called before each op."""
 
     def __init__(self, before_each: Callable[[], None]) -> None:
         super().__init__()
         self._before_each = before_each
         self.ops: list[Op] = []
-        # Kept, so that none takes the place of another: what only shares memory does not wait.
+        # Kept alive, because ops that only reuse freed memory do not depend on each other.
         self._storages: list[Any] = []
         self._numbers: dict[int, int] = {}
 
@@ -105,13 +93,13 @@ class OpLog(TorchDispatchMode):
 
 
 def longest_chain_us(ops: Sequence[Op], times_us: Sequence[float]) -> float:
-    """The longest time that ops take of which each must wait for the one before.
+    """The time of the longest chain of dependent ops.
 
-    An op waits for those that wrote what it reads, and for those that wrote or read what it writes.
+    An op depends on the ops that wrote what it reads, and on those that wrote or read what it writes.
 
     Args:
-        ops: in the order in which they are called.
-        times_us: how long each takes.
+        ops: in the order of the step.
+        times_us: the time of each.
     """
     written_us: dict[int, float] = {}
     read_us: dict[int, float] = {}
@@ -137,7 +125,7 @@ def limits_of(ops: Sequence[Op], capture: Trace, replays: Trace) -> Limits:
         replays: the trace of some replays.
 
     Raises:
-        RuntimeError: if the traces do not say which kernels an op has.
+        RuntimeError: if the kernels of an op cannot be found in the traces.
     """
     found = capture.captures()
     if len(found) != 1 or len(found[0].marks) != len(ops):

@@ -1,7 +1,7 @@
 """The models of the benchmarks: from launch-bound to compute-bound, each one Lightning module.
 
-Every model logs one value, uses a fused optimizer and takes batches that lie ready in host memory. In
-their tiny sizes they fit on a CPU, for a look at whether everything runs.
+Every model logs one value, uses a fused optimizer and takes batches that are ready in host memory. The
+tiny sizes fit on a CPU, to check that everything runs.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ TABLES = 26
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, and what it is trained on.
+    """A model and its batches.
 
     Attributes:
         name: of the model.
         description: its size, in words.
         make: builds the module; with True, a tiny one.
-        batch: one batch in host memory, inputs and targets; with True, a tiny one.
+        batch: makes one batch in host memory, inputs and targets; with True, a tiny one.
         precision: of the trainer.
-        clip: the gradients' norm is clipped at this value, or not at all.
-        needs: the package that it comes from, if that is none of this project's own.
+        clip: the norm at which gradients are clipped; None for no clipping.
+        needs: the package that the model comes from, if it is not one of this project's.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Workload:
 
     @property
     def is_here(self) -> bool:
-        """Whether what it needs is installed."""
+        """True if the package that it needs is installed."""
         return self.needs is None or find_spec(self.needs) is not None
 
 

@@ -1,4 +1,4 @@
-"""The nets of the benchmarks that no package has."""
+"""Nets of the benchmarks that come from no package."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["DLRM", "ActorCritic", "Critics", "ViT", "critics_loss", "ppo_loss"]
 
 
 class DLRM(nn.Module):
-    """A recommender: tables for the categories, an MLP for the numbers, and their dot products.
+    """A recommender: embedding tables for categories, an MLP for numbers, and their dot products.
 
     Args:
-        numbers: how many numbers a row of the data has.
-        tables: how many tables there are, one for each category.
+        numbers: numbers in a row of the data.
+        tables: number of tables, one for each category.
         entries: rows of a table.
         width: of a row.
     """
@@ -62,7 +62,7 @@ def ppo_loss(outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor, Tens
 
 
 class Critics(nn.Module):
-    """Critics that know nothing of one another."""
+    """Independent critics."""
 
     def __init__(self, count: int, observed: int, width: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class ViT(nn.Module):
 
 
 def _layers(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
-    """Linear layers of some widths, with an activation between two."""
+    """Linear layers of the given widths, with activations between them."""
     layers: list[nn.Module] = []
     for inner, outer in pairwise(widths):
         layers += [nn.Linear(inner, outer), activation()]

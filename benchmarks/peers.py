@@ -1,4 +1,4 @@
-"""Who takes part in the comparison: the ways to run one and the same training step.
+"""The peers of the comparison: ways to run the same training step.
 
 All but the hand-written loops train in a Trainer, with `self.log` and TensorBoardLogger on.
 """
@@ -51,12 +51,12 @@ REPLAYS = "replays alone"
 
 @dataclass
 class Outcome:
-    """What a fit leaves behind besides its times.
+    """The result of a fit besides its times.
 
     Attributes:
-        weights: parameters and buffers at its end; none if they mean nothing.
+        weights: parameters and buffers at its end; empty if they are not to be compared.
         report: of the callback, if there was one.
-        memory_bytes: device memory that its graphs took, if that is known.
+        memory_bytes: device memory that its graphs took, if known.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -71,9 +71,9 @@ class Peer:
     Attributes:
         name: in tables.
         fit: trains a model, tiny or not, on batches to their end.
-        same_numbers: it must come to the weights of eager Lightning, bit for bit.
-        needs_gpu: there is nothing like it on a CPU.
-        in_main_thread: it must not run in another thread.
+        same_numbers: it must end with the weights of eager Lightning, bit for bit.
+        needs_gpu: it does not run on a CPU.
+        in_main_thread: it must run in the main thread.
         needs: a module that must have been imported in the main thread.
     """
 
@@ -91,7 +91,7 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _in_trainer(mode: str | None = None) -> Any:
-    """A fit in a Trainer; with a mode, of a module whose whole loss is compiled, and not its logging."""
+    """A fit in a Trainer; with a mode, the loss is compiled as a whole, without the logging."""
 
     def fit(workload: Workload, tiny: bool, batches: BlockedBatches) -> Outcome:
         module: Any = workload.make(tiny)
@@ -131,12 +131,7 @@ def _by_hand(alone: bool) -> Any:
 
 
 class _GraphedCallables(Callback):
-    """Replaces the forward pass of the module, and its backward, by a pair of graphs.
-
-    Args:
-        workload: the model.
-        tiny: whether in its tiny size.
-    """
+    """Replaces forward and backward pass of the module by a pair of graphs."""
 
     def __init__(self, workload: Workload, tiny: bool) -> None:
         self._workload = workload

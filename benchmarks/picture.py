@@ -23,7 +23,7 @@ def draw(table: Table, path: Path) -> None:
 
     Args:
         table: the comparison.
-        path: of a PNG, an SVG or a PDF.
+        path: a PNG, an SVG or a PDF file.
     """
     rows = [row for row in table.rows if any(cell.step_us for cell in row.cells.values())]
     lines = max(1, -(-len(rows) // _COLUMNS))

@@ -1,4 +1,4 @@
-"""One row of the comparison: a model, trained in all ways in turn, and what came of each."""
+"""One row of the comparison: a model trained by all peers in turn, with times and weights of each."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _FRAMES = -12
 
 @dataclass
 class Cell(Times):
-    """What came of one peer with one model.
+    """The result of one peer with one model.
 
     Attributes:
-        failure: why it has no times, or None.
-        unavailable: it could not even be tried here.
-        equal: its weights at the end are those of eager Lightning, bit for bit; None if not compared.
+        failure: the reason why it has no times, or None.
+        unavailable: it cannot run on this machine.
+        equal: its final weights are those of eager Lightning, bit for bit; None if not compared.
         furthest: the largest difference of a weight.
-        must_be_equal: they must be the same, if eager Lightning comes to the same twice.
+        must_be_equal: the weights must be equal, if eager Lightning reproduces its own.
         report: of the callback.
         memory_bytes: device memory that the callback's graphs took.
     """
@@ -53,25 +53,25 @@ class Cell(Times):
 
     @property
     def is_wrong(self) -> bool:
-        """It failed where it could have run, or came to other weights where it must not."""
+        """True if it failed although it can run here, or has other weights although it must not."""
         failed = self.failure is not None and not self.unavailable
         return failed or (self.must_be_equal and self.equal is False)
 
 
 @dataclass
 class Row:
-    """What came of one model.
+    """The results of one model.
 
     Attributes:
         model: its name.
         description: its size, in words.
         cells: by the names of the peers.
-        limits: what bounds a step; None if that is not known.
-        limits_failure: why not.
-        took_s: seconds for all of it.
-        failure: why the row as a whole has nothing, or None.
+        limits: lower bounds of the step time; None if unknown.
+        limits_failure: the reason why they are unknown.
+        took_s: duration of all fits in seconds.
+        failure: the reason why the row has no results, or None.
         eager_again: the largest difference between the weights of two fits of eager Lightning; None if
-            nobody asked, because those that must come to its weights did.
+            not measured, because all peers that must have its weights do.
     """
 
     model: str
@@ -84,20 +84,20 @@ class Row:
     eager_again: float | None = None
 
     def measured(self, peer: str) -> Cell | None:
-        """What came of a peer, if it has figures."""
+        """The cell of a peer, if it has times."""
         cell = self.cells.get(peer)
         return cell if cell is not None and cell.step_us else None
 
 
 @dataclass
 class Table:
-    """All rows, and what they were measured on.
+    """All rows, with the conditions of the measurement.
 
     Attributes:
         environment: device and versions.
         steps: of a block.
         rounds: blocks of a fit.
-        on_gpu: on a CPU, no goal is one.
+        on_gpu: False on a CPU, where no goal applies.
         rows: one for each model.
     """
 
@@ -126,7 +126,7 @@ def _row(fields: dict[str, Any]) -> Row:
 
 
 def _reason(error: BaseException) -> str:
-    """An error in one line that fits into a table."""
+    """An error as one line of a table."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = (f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__).replace("|", "/")
     return said if len(said) <= _LONGEST_REASON else said[: _LONGEST_REASON - 1] + "…"
@@ -135,17 +135,14 @@ def _reason(error: BaseException) -> str:
 def measure_row(
     workload: Workload, peers: Sequence[Peer], blocks: Blocks, tiny: bool, with_limits: bool = True
 ) -> Row:
-    """Train one model in all ways in turn.
+    """Train one model by all peers in turn. A failure of one does not affect the others.
 
     Args:
         workload: the model.
-        peers: the ways.
-        blocks: how the steps are cut into blocks.
-        tiny: whether in its tiny size.
-        with_limits: also look for the limits, where there is a GPU.
-
-    Returns:
-        What came of each. One that fails leaves the others alone.
+        peers: the peers.
+        blocks: the division of the steps into blocks.
+        tiny: the model in its tiny size.
+        with_limits: also measure the limits, on a GPU.
     """
     started_s = time.perf_counter()
     row = Row(workload.name, workload.description)
@@ -208,7 +205,7 @@ def measure_row(
 
 
 class _Weights:
-    """The weights that eager Lightning came to, which the others are compared with."""
+    """The final weights of eager Lightning, with which the others are compared."""
 
     def __init__(self) -> None:
         self._eager: dict[str, Tensor] | None = None
@@ -218,7 +215,7 @@ class _Weights:
         return self._eager is not None
 
     def compare(self, cell: Cell, peer: Peer | None, weights: dict[str, Tensor]) -> None:
-        """Note how far a fit's weights are from them, which the first fit of that peer has brought."""
+        """Note how far a fit's weights are from these; the first fit of eager Lightning sets them."""
         if peer is not None and peer.name == EAGER:
             self._eager = weights
         elif self._eager is not None and weights:

@@ -1,13 +1,13 @@
 """Step time on several GPUs: eager, with the callback, and with the callback without timings.
 
 All fits of a model are in one group of processes, in turn, with `self.log` and TensorBoardLogger; every
-process has its own batches. Rank 0 prints, for each, the median over the rounds of the mean step, the
-fastest and the slowest of them, and how many times as fast as eager it is, taken round by round.
+process has its own batches. Rank 0 prints for each the median, minimum and maximum over the rounds of
+the mean step time, and the speedup over eager, taken round by round.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.several_gpus
 
-They average gradients (DDP); with `--sharded`, `fully_shard` is called on each member of the module's
-lists of layers, and on the module itself.
+The strategy is DDP; with `--sharded`, `fully_shard` is called on each member of the module's lists of
+layers, and on the module itself.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def _sharded(module: pl.LightningModule) -> pl.LightningModule:
 def step_us(
     workload: Workload, callbacks: list[Callback], steps: int, tiny: bool, sharded: bool = False
 ) -> float:
-    """Microseconds of a step, without the first ones.
+    """Mean step time in microseconds, without the first steps.
 
     Args:
         workload: the model.
         callbacks: the Trainer's.
-        steps: how many, with the first ones.
+        steps: number of all steps.
         tiny: the model in its tiny size.
-        sharded: weights are split between the processes.
+        sharded: weights are sharded over the processes.
 
     Raises:
         RuntimeError: if steps were not replayed.
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sharded", action="store_true", help="split weights between the processes")
-    parser.add_argument("--tiny", action="store_true", help="tiny models, to see whether all runs")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to check that all runs")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
     if args.steps <= WARM_STEPS:

@@ -1,4 +1,4 @@
-"""A stopwatch for fits that cannot take turns, because processes train together."""
+"""A stopwatch for fits that cannot be interleaved, because processes train together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARM_STEPS = 60
 
 
 class Stopwatch(Callback):
-    """Wall time of the steps after `WARM_STEPS`, the device idle at both ends."""
+    """Wall time of the steps after `WARM_STEPS`, with an idle device at both ends."""
 
     def __init__(self) -> None:
         self.step_us = float("nan")

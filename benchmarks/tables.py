@@ -15,7 +15,7 @@ _SAID_OF_STREAMS = "captured on "
 
 
 def markdown(table: Table) -> str:
-    """All of it."""
+    """The whole comparison."""
     said = ", ".join(f"{key} {value}" for key, value in table.environment.items())
     said += f"; medians of {table.rounds} blocks of {table.steps} steps, all of a row in turn in one"
     said += " process; quarter points in brackets."
@@ -123,7 +123,7 @@ def _costs(row: Row) -> Iterator[list[str]]:
 
 
 def _streams(table: Table) -> str:
-    """What the reports say of the streams that were chosen."""
+    """The lines of the reports on the choice of streams."""
     lines = [
         f"- {row.model}: {line.split(maxsplit=1)[1]}"
         for row in table.rows

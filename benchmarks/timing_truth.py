@@ -1,11 +1,11 @@
 """The times of layers against those of `torch.profiler`, in the same replays of the same graph.
 
-A fit with all modules timed is profiled twice: around its capture, which says which launches lie between
-which marks, and around some replays, where the profiler has the beginning and the end of every kernel
-(`benchmarks/kineto.py`). What two marks say is then held against the end of the kernel before the one
-and the end of the kernel before the other. A profiler slows replays, and more so their events, also when
-it is off again: it stays in the process. So our times are shown while it watches, and those of a fit
-before its first use.
+A fit with all modules timed is profiled twice: around its capture, which says which launches lie
+between which marks, and around some replays, where the profiler has the start and the end of every
+kernel (`benchmarks/kineto.py`). The time between two marks is then compared with that from the end of
+the kernel before the first mark to the end of the kernel before the second one. A profiler slows
+replays, and their events even more, also after it is off: it stays in the process. So our times are
+shown under the profiler, and from a fit before its first use.
 
     python -m benchmarks.timing_truth
 """
@@ -50,11 +50,11 @@ SETTLING_STEPS = 30
 
 @dataclass
 class Alone:
-    """What a fit left behind that nobody watched.
+    """The times of a fit without a profiler.
 
     Attributes:
-        readings: what the marks of its replays said.
-        step_us: microseconds of a step, the device idle at both ends.
+        readings: of its replays.
+        step_us: mean step time in microseconds, with an idle device at both ends.
     """
 
     readings: list[Reading]
@@ -63,12 +63,12 @@ class Alone:
 
 @dataclass
 class Watched:
-    """What a fit left behind that was profiled.
+    """The traces and times of a profiled fit.
 
     Attributes:
         capture: the trace of the capture, and of the eager steps around it.
         replays: the trace of the profiled replays.
-        readings: what the marks of these replays said.
+        readings: of these replays.
     """
 
     capture: Trace
@@ -83,13 +83,13 @@ class Row:
     Attributes:
         tag: of the span.
         is_leaf: its module has no members.
-        kernels: how many kernels, copies and fills lie in it.
-        ours_us: what the marks said while the profiler watched.
-        profiler_us: what the profiler said of the same replays.
-        busy_us: of that, without the gaps between kernels.
-        alone_us: what the marks said while the profiler did not watch.
-        of_layer: in a backward pass, how many kernels autograd runs in nodes that the layer has made.
-        inside: how many of these lie between its marks.
+        kernels: number of kernels, copies and fills in it.
+        ours_us: time of the marks under the profiler.
+        profiler_us: time of the profiler, in the same replays.
+        busy_us: the same without the gaps between kernels.
+        alone_us: time of the marks without the profiler.
+        of_layer: in a backward pass, number of kernels in autograd nodes that the layer has made.
+        inside: number of these that lie between its marks.
     """
 
     tag: str
@@ -104,12 +104,12 @@ class Row:
 
     @property
     def off_us(self) -> float:
-        """How far we are from the profiler."""
+        """Difference from the profiler."""
         return self.ours_us - self.profiler_us
 
     @property
     def tolerance_us(self) -> float:
-        """How far from the profiler we may be."""
+        """Allowed difference from the profiler."""
         return max(WITHIN_US, WITHIN_SHARE * self.profiler_us)
 
     @property
@@ -118,24 +118,24 @@ class Row:
 
     @property
     def alone_is_within(self) -> bool:
-        """Whether, unwatched, it is between the kernels alone and the kernels with their gaps."""
+        """True if `alone_us` lies between the time of the kernels and that with their gaps."""
         tolerance_us = self.tolerance_us
         return self.busy_us - tolerance_us <= self.alone_us <= self.profiler_us + tolerance_us
 
 
 @dataclass
 class Truth:
-    """What came of one model.
+    """The comparison for one model.
 
     Attributes:
         name: of the model.
         rows: its spans.
-        problems: what could not be held against the profiler, and why.
-        n_replays: replays that were compared.
-        n_kernels: kernels, copies and fills of a replay.
-        n_named: how many of these have a name which the same op has when it is launched eagerly.
+        problems: parts that could not be compared with the profiler, with the reason.
+        n_replays: number of compared replays.
+        n_kernels: number of kernels, copies and fills of a replay.
+        n_named: number of these with a kernel name that their op also has when launched eagerly.
         replay_us: a replay by the profiler, from its first kernel to its last.
-        step_us: a step by the host's clock, unwatched.
+        step_us: a step by the host's clock, without the profiler.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Truth:
 
     @property
     def backward(self) -> str:
-        """Whether the kernels that autograd runs for the leaves lie between their marks."""
+        """Number of the leaves' backward kernels that lie between their marks, in words."""
         leaves = [row for row in self.rows if row.is_leaf and row.tag.startswith(BACKWARD_TAG)]
         inside, own = sum(row.inside for row in leaves), sum(row.of_layer for row in leaves)
         others = sum(row.kernels for row in leaves) - inside
@@ -173,12 +173,12 @@ class Truth:
 
 
 class _Batches:
-    """Batches that lie ready, of which the first settle what there is to settle.
+    """Ready batches: first those of warm-up and verified replays, then those of measured replays.
 
     Args:
         batches: the batches.
-        replays: how many replays are measured, behind those.
-        callback: says what became of the steps so far.
+        replays: number of measured replays.
+        callback: its summary tells when replays begin.
     """
 
     def __init__(self, batches: list[Any], replays: int, callback: CUDAGraphCallback) -> None:
@@ -209,11 +209,11 @@ class _Batches:
     def __iter__(self) -> Iterator[Any]:
         yield from self._some(SETTLING_STEPS)
         yield from self._measured()
-        yield from self._some(1)  # after the last batch, nobody asks for another
+        yield from self._some(1)  # no code would run here after the last batch
 
 
 class _WatchedBatches(_Batches):
-    """Batches during which the profiler is switched on and off."""
+    """The same, with the profiler on for some of the steps."""
 
     captured: Trace
     replayed: Trace
@@ -235,7 +235,7 @@ class _WatchedBatches(_Batches):
 
 @contextlib.contextmanager
 def readings_kept() -> Iterator[list[Reading]]:
-    """All readings that are made, in their order."""
+    """Collect all readings, in order."""
     kept: list[Reading] = []
     original = Reading.__init__
 
@@ -256,7 +256,7 @@ _B = TypeVar("_B", bound=_Batches)
 def _fit(
     workload: Workload, replays: int, tiny: bool, kind: Callable[[list[Any], int, CUDAGraphCallback], _B]
 ) -> tuple[_B, list[Reading]]:
-    """Train with all modules timed; returns the batches, and what the marks of measured replays said."""
+    """Train with all modules timed; returns the batches, and the readings of the measured replays."""
     torch.manual_seed(1)
     callback = CUDAGraphCallback(timings=LayerTimings(modules=["*"]), streams=1)
     batches = kind([pinned(workload.batch(tiny)) for _ in range(8)], replays, callback)
@@ -290,7 +290,7 @@ def watch(workload: Workload, replays: int, tiny: bool) -> Watched:
 
 
 def _plan(watched: Watched, truth: Truth) -> Captured | None:
-    """Which launches lie between which marks, or None."""
+    """The launches between marks, or None if the capture is not found."""
     captures = watched.capture.captures()
     if not captures or not captures[0].launches:
         calls = ", ".join(f"{name} {n}" for name, n in watched.capture.calls().most_common(20))
@@ -307,7 +307,7 @@ def _plan(watched: Watched, truth: Truth) -> Captured | None:
 def _mapped(
     watched: Watched, plan: Captured, truth: Truth
 ) -> tuple[Captured, list[tuple[Replayed, Reading]]]:
-    """What of the capture runs on the device, and the profiled replays of it, with their readings."""
+    """The launches with device activities, and the profiled replays with their readings."""
     replays = watched.replays.replays()
     readings = watched.readings
     if not replays or len(replays) != len(readings):
@@ -335,19 +335,19 @@ def _named(launches: list[Launch]) -> str:
 
 
 def _positions(layout: SpanLayout, plan: Captured) -> Iterator[tuple[int, str, list[tuple[int, int]]]]:
-    """Number and tag of each span in the graph, and the launches between which its calls lie."""
+    """Number and tag of each span in the graph, and the launches around its calls."""
     for number, span in enumerate(layout.spans):
         if all(mark < len(plan.marks) for call in span.calls for mark in call):
             yield number, span.tag, [(plan.marks[begin], plan.marks[end]) for begin, end in span.calls]
 
 
 def compare(name: str, watched: Watched, alone: Alone, leaves: set[str]) -> Truth:
-    """Hold the readings of a fit against its traces.
+    """Compare the readings of a fit with its traces.
 
     Args:
         name: of the model.
-        watched: the readings and the traces.
-        alone: of a fit of the same, not watched.
+        watched: readings and traces under the profiler.
+        alone: readings of a fit without it.
         leaves: names of the modules without members.
     """
     truth = Truth(name, step_us=alone.step_us)
@@ -445,7 +445,7 @@ def summary(truths: list[Truth], above_us: float) -> str:
 
 
 def details(truth: Truth, above_us: float, limit: int) -> str:
-    """The layers of a model that are furthest from the profiler."""
+    """The layers of a model with the largest differences from the profiler."""
     rows = sorted(truth.layers(above_us), key=lambda row: -abs(row.off_us) / row.tolerance_us)
     lines = [
         f"| {truth.name}: span | kernels | marks | profiler | of it busy | marks, alone |",
@@ -466,7 +466,7 @@ def main() -> int:
     parser.add_argument("--replays", type=int, default=20, help="replays that are profiled")
     parser.add_argument("--above-us", type=float, default=20.0, help="layers that take longer")
     parser.add_argument("--rows", type=int, default=6, help="layers shown of each model")
-    parser.add_argument("--tiny", action="store_true", help="tiny models, to see whether all runs")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to check that all runs")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

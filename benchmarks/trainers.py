@@ -1,4 +1,4 @@
-"""The Trainer that the benchmarks have in common: one device, one epoch, nothing on the screen."""
+"""The Trainer of the benchmarks: one device, one epoch, no output on the screen."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ __all__ = ["quiet_trainer", "trainer_for"]
 def quiet_trainer(
     callbacks: Sequence[Callback], tensorboard: bool = True, **arguments: Any
 ) -> Iterator[pl.Trainer]:
-    """A Trainer with or without TensorBoard, in a folder that is gone afterwards.
-
-    Args:
-        callbacks: the Trainer's.
-        tensorboard: whether `TensorBoardLogger` is on.
-        arguments: other arguments of the Trainer.
-    """
+    """A Trainer in a temporary folder, with `TensorBoardLogger` if asked for."""
     settings: dict[str, Any] = {
         "accelerator": "gpu" if ON_GPU else "cpu",
         "devices": 1,
@@ -44,6 +38,6 @@ def quiet_trainer(
 def trainer_for(
     workload: Workload, callbacks: Sequence[Callback], **arguments: Any
 ) -> contextlib.AbstractContextManager[pl.Trainer]:
-    """The Trainer of a model, with TensorBoard; other arguments are the Trainer's."""
+    """The Trainer of a model, with TensorBoard; further arguments are passed to it."""
     settings = {"precision": workload.precision, "gradient_clip_val": workload.clip}
     return quiet_trainer(callbacks, **(settings | arguments))

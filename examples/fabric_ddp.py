@@ -1,8 +1,8 @@
-"""A Fabric loop on several processes, whose steps are CUDA graphs, with accumulated gradients.
+"""A Fabric loop on several processes, with CUDA graphs and accumulated gradients.
 
-Two functions are captured: forward and backward pass of one batch, and what comes after every fourth.
-All processes replay together, with the all-reduce in the graph. Without GPUs, an emulator takes their
-place.
+Two functions are captured: forward and backward pass of one batch, and the optimizer's work after every
+fourth one. All processes replay together, with the all-reduce in the graph. Without GPUs, an emulator is
+used.
 
     python examples/fabric_ddp.py --devices 2
     torchrun --standalone --nproc-per-node 2 examples/fabric_ddp.py --devices 2
@@ -28,9 +28,9 @@ def train(
     """Fit a small net to the sine of the sum of its inputs.
 
     Args:
-        fabric: launched.
+        fabric: A launched Fabric.
         batches: In each process.
-        graphs: Whether the steps are captured.
+        graphs: Capture the steps.
         accumulate: Batches in a window, after which the optimizer steps.
 
     Returns:
@@ -72,7 +72,7 @@ def train(
 
 
 def main() -> None:
-    """Train, and print what became of the batches."""
+    """Train, and print the reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, default=400)
     parser.add_argument("--devices", type=int, default=2)

@@ -1,8 +1,8 @@
-"""A small GAN with manual optimization, whose two steps are two CUDA graphs.
+"""A small GAN with manual optimization and two CUDA graphs: a discriminator and a generator step.
 
-A callback cannot capture a `training_step` that calls optimizers by itself. `GraphedStep` captures its
-parts: here the step of the discriminator and that of the generator. Toggling, logging, schedulers and
-counters stay outside, in Lightning's hands, and come out as without graphs.
+The callback cannot capture a `training_step` that calls optimizers itself. `GraphedStep` captures parts
+of it. Toggling, logging, schedulers and counters stay outside, with Lightning, and are as without
+graphs.
 
 The generator learns eight points on a circle; nothing is downloaded.
 
@@ -47,7 +47,7 @@ class GAN(L.LightningModule):
         latent: Numbers that the generator draws for a point.
         width: Width of both networks.
         lr: Learning rate of both optimizers at the start.
-        graphs: Whether the two steps are captured; without, this is an ordinary GAN.
+        graphs: Capture the two steps; without, this is an ordinary GAN.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""A plain PyTorch training loop, without Lightning, whose step is a CUDA graph.
+"""A plain PyTorch training loop, without Lightning, with a CUDA graph of its step.
 
-Three lines differ from the loop that it was: `GraphedStep` is imported, made, and called in the place of
-the function. On a CPU an emulator takes the place of the GPU.
+Three lines differ from the loop without a graph: `GraphedStep` is imported, made, and called instead of
+the function. On a CPU an emulator is used instead of a GPU.
 
     python examples/plain_loop.py
 """
@@ -26,7 +26,7 @@ def train(
 
     Args:
         steps: Training steps.
-        graphs: Whether the step is captured.
+        graphs: Capture the step.
         device: Where it trains.
 
     Returns:
@@ -58,7 +58,7 @@ def train(
 
 
 def main() -> None:
-    """Train, and print what became of the steps."""
+    """Train, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     steps = parser.parse_args().steps

@@ -1,7 +1,7 @@
-"""Times of blocks inside a CUDA graph that somebody else captures and replays.
+"""Times of blocks inside a CUDA graph that other code captures and replays.
 
-The blocks are in the model, the graph is in the loop, and neither knows of the other: the profiler
-stands between them. On a CPU there is no graph, and the same blocks are timed as they run.
+The model marks its blocks, the loop captures the graph, and neither knows of the other. On a CPU there
+is no graph, and the blocks are timed as they run.
 
     python examples/profile_any_graph.py
 """
@@ -19,7 +19,7 @@ from lightning_cudagraph import Profiler
 
 
 class Block(nn.Module):
-    """A residual block whose two halves are timed, wherever they run."""
+    """A residual block with two timed halves."""
 
     def __init__(self, profiler: Profiler[str], name: str, width: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def graphed(net: nn.Module, static_x: Tensor) -> Callable[[], None]:
-    """A replay of the net, captured by hand; it has nothing to do with the profiler."""
+    """Capture the net by hand, without the profiler; returns its replay."""
     side = torch.cuda.Stream()
     with torch.no_grad(), torch.cuda.stream(side):
         net(static_x)  # warm-up
@@ -53,10 +53,10 @@ def run(
     """Time all blocks.
 
     Args:
-        replays: How often the net runs.
-        device: Where it runs.
-        width: Of the layers.
-        depth: How many blocks there are.
+        replays: Number of runs of the net.
+        device: Device that it runs on.
+        width: Width of the layers.
+        depth: Number of blocks.
 
     Returns:
         The times of each block, in milliseconds.

@@ -16,8 +16,8 @@ __all__ = ["run_example"]
 def run_example(script: str | os.PathLike[str]) -> None:
     """Run `examples/<name>.py fit|validate|test|predict ...` as `lightning-cudagraph` would.
 
-    It gets `configs/<name>.yaml` and, where there is no CUDA GPU, `configs/<name>_cpu.yaml` over it;
-    what the command line says goes over both.
+    It reads `configs/<name>.yaml` and, where there is no CUDA GPU, `configs/<name>_cpu.yaml` over it;
+    arguments of the command line override both.
 
     Args:
         script: path of the example, its `__file__`.

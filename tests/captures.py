@@ -1,4 +1,4 @@
-"""Work that is captured and replayed by hand, on CUDA or on the emulator."""
+"""Work captured and replayed by hand, on CUDA or on the emulator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_cudagraph.device.emulator import EmulatorBackend
 
 
 class Work:
-    """Something that takes a while, on one device.
+    """Work of some duration, on one device.
 
     Args:
         accelerator: ``"cpu"`` or ``"gpu"``.
@@ -27,7 +27,7 @@ class Work:
         self.run()  # handles of cuBLAS are made outside of captures
 
     def run(self, times: int = 1) -> Tensor:
-        """Do it, so many times."""
+        """Do the work `times` times."""
         for _ in range(times):
             torch.mm(self.x, self.x, out=self.out)
         return self.out

@@ -1,7 +1,7 @@
-"""Calls all ops that torch has samples for, models, losses and optimizers, and looks at their memory.
+"""Check of the writes of all ops that torch has samples for, and of models, losses and optimizers.
 
-What comes of it is the list of the ops that captures may put on several streams. To add those of a
-device, or of another version of torch:
+The result is the list of ops that captures may put on several streams. To add those of a device, or of
+another version of torch:
 
     python -m tests.checked --device cuda
 """
@@ -49,7 +49,7 @@ _SAMPLES = 2
 
 
 class Everything:
-    """In the place of the list, so that all ops are looked at."""
+    """Replaces the list, so that all ops are checked."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
 
 class Norms(nn.Module):
-    """Layers whose weights are computed anew in each step, and one that keeps what it computes with."""
+    """Layers with weights recomputed in each step, and one that keeps an intermediate tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Embeddings(nn.Module):
 
 
 class Lists(nn.Module):
-    """Views that are written through, lists of tensors, and memory that is shared."""
+    """Writes through views, lists of tensors, and shared memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ OPTIMIZERS = [
 
 
 def told(run: Callable[[], Any], *older: Any) -> Declared:
-    """Run something, and look at its ops."""
+    """Run a function, and check its ops."""
     watch = Declared()
     watch.meet(older)
     with watch:
@@ -203,7 +203,7 @@ def told(run: Callable[[], Any], *older: Any) -> Declared:
 def trained(
     model: nn.Module, optimizer: Any, device: str, loss: Any = F.mse_loss, **how: Any
 ) -> Declared:
-    """Three steps, and what was said and done in them."""
+    """Declared and actual writes in three training steps."""
     scaler = torch.amp.GradScaler(device) if how.get("scaler") else None
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(9, 12, generator=generator).to(device) for _ in range(3)]
@@ -228,7 +228,7 @@ def trained(
 
 
 def _forms(name: str, device: str) -> Iterator[dict[str, Any]]:
-    """All the ways to ask for an optimizer that it has."""
+    """All forms of an optimizer."""
     known = inspect.signature(getattr(torch.optim, name)).parameters
     yield {}
     for option, value in (("foreach", True), ("foreach", False), ("fused", True)):
@@ -243,7 +243,7 @@ def _forms(name: str, device: str) -> Iterator[dict[str, Any]]:
 
 
 def optimized(name: str, device: str) -> Iterator[tuple[dict[str, Any], Declared]]:
-    """Each form of an optimizer, and what was said and done in three steps of it."""
+    """Declared and actual writes in three steps of each form of an optimizer."""
     for form in _forms(name, device):
         torch.manual_seed(0)
         sparse = name == "SparseAdam"
@@ -261,7 +261,7 @@ def optimized(name: str, device: str) -> Iterator[tuple[dict[str, Any], Declared
 
 
 def scaled(clip: str, fused: bool, device: str) -> Declared:
-    """Steps in fp16, with gradients that are scaled and clipped."""
+    """Steps in fp16, with scaled and clipped gradients."""
     model = mlp().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     return trained(model, optimizer, device, scaler=True, clip=clip, autocast=torch.float16)
@@ -280,7 +280,7 @@ def _lbfgs(model: nn.Module, optimizer: Any, device: str) -> Declared:
 
 
 def samples_of_ops(device: str, n: int) -> Iterator[tuple[Callable[..., Any], Any, bool]]:
-    """Calls of all ops that torch has samples for: what to call, with what, and whether backwards."""
+    """Calls of all ops that torch has samples for: function, arguments, and True for a backward pass."""
     pytest.importorskip("expecttest", reason="torch's own samples of ops need it")
     # The import forbids to set torch's switches, to all that is tested in the same process.
     with patch.object(torch.backends, "disable_global_flags", lambda: None):
@@ -305,7 +305,7 @@ def samples_of_ops(device: str, n: int) -> Iterator[tuple[Callable[..., Any], An
 
 
 def sweep(device: str, samples: int = _SAMPLES) -> Declared:
-    """Call all ops that torch has samples for, and look at what they dispatch."""
+    """Call all ops that torch has samples for, and check what they dispatch."""
     seen = Declared()
     for form, sample, grad in samples_of_ops(device, samples):
         watch = Declared()
@@ -322,7 +322,7 @@ def sweep(device: str, samples: int = _SAMPLES) -> Declared:
 
 
 def attended(device: str) -> Iterator[Declared]:
-    """Attention by each of torch's kernels that is here, forwards and backwards."""
+    """Attention by each available kernel of torch's, forward and backward."""
     kernels = (
         SDPBackend.MATH,
         SDPBackend.FLASH_ATTENTION,
@@ -348,7 +348,7 @@ def attended(device: str) -> Iterator[Declared]:
 
 
 def worked(workload: Workload, device: str) -> Declared:
-    """A step of a model of the benchmarks; as large as there on a GPU, where that chooses kernels."""
+    """A step of a model of the benchmarks; in full size on a GPU, where the size chooses kernels."""
     torch.manual_seed(0)
     tiny = device == "cpu"
     module = workload.make(tiny).to(device).train()

@@ -1,4 +1,4 @@
-"""Fixtures that the tests on the emulator and those on CUDA share."""
+"""Fixtures shared by the tests on the emulator and those on CUDA."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ torch.set_num_threads(1)
 
 
 def _freeze() -> None:
-    """Take what lives now out of later collections of garbage, and of looks at who refers to what.
+    """Exclude live objects from later garbage collections, and from searches for referrers.
 
-    All that is imported and collected stays until the end: half a million objects, which captures would
-    look through several times, in a tenth of a second and more.
+    Everything imported and collected lives until the end: half a million objects, which captures would
+    search several times, in a tenth of a second and more.
     """
     gc.collect()
     gc.freeze()
@@ -38,12 +38,14 @@ _freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--streams 4`: all captures of the tests are on four streams, where these do not say.
+    """Add `--streams`, `--declared` and `--long`.
 
-    `--declared`: of each op that the tests capture on the emulator, what it is said to write is compared
-    with what it writes. Tests with the mark do so always: it takes up to as long again.
+    `--streams 4`: all captures of the tests are on four streams, unless a test sets the number.
 
-    `--long`: the long tests too, which the default run leaves out (`lengths.py`).
+    `--declared`: for each op that the tests capture on the emulator, compare declared with actual
+    writes, which takes up to as long again. Tests with the mark always do.
+
+    `--long`: include the long tests, which the default run leaves out (`lengths.py`).
     """
     parser.addoption("--streams", default="auto")
     parser.addoption("--declared", action="store_true")
@@ -51,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without a GPU, do not collect what needs one, unless it is named: it is half of all tests."""
+    """Without a GPU, do not collect tests that need one, half of all, unless they are named."""
     return lengths.lacks_gpu(config, collection_path) or None
 
 
@@ -99,20 +101,20 @@ def _ops_write_what_they_are_said_to_write(request: pytest.FixtureRequest) -> It
 
 @pytest.fixture(autouse=True)
 def _no_time_for_later_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which replays are checked after the first pauses would depend on the pace of the machine."""
+    """Switch off checks within the time budget, which depend on the speed of the machine."""
     monkeypatch.setattr(Verifier, "_is_affordable", lambda self: False)
 
 
 @pytest.fixture
 def only_numbers_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks find no names for what has changed, and nothing is found by walking over objects."""
+    """Let checks compare numbers only: no op tape, and no walks over objects."""
     monkeypatch.setattr(Walk, "quick_changes", lambda *args, **kwargs: [])
     monkeypatch.setattr(OpTape, "difference", None)
 
 
 @pytest.fixture
 def hypothesis_leaves_no_clock() -> Iterator[None]:
-    """Hypothesis reads a clock in each collection of garbage, for ever; no captured step may."""
+    """Remove Hypothesis's callback, which reads a clock in each garbage collection."""
     before = list(gc.callbacks)
     yield
     gc.callbacks[:] = before
@@ -120,5 +122,5 @@ def hypothesis_leaves_no_clock() -> Iterator[None]:
 
 @pytest.fixture
 def accelerator() -> str:
-    """Where runs train; `tests/gpu` overrides it."""
+    """The accelerator of runs; `tests/gpu` overrides it."""
     return "cpu"

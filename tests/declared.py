@@ -1,4 +1,4 @@
-"""Compares what ops do to memory with what is said of them."""
+"""Comparison of the actual writes of ops with their declared ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _with_memory(tree: Any) -> Iterator[Tensor]:
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: int) -> str:
-    """The name of the argument of an op that lies in a storage."""
+    """The name of an op's argument that lies in a storage."""
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         if any(storage_id(tensor) == key for tensor in _with_memory(value)):
@@ -44,7 +44,7 @@ def _by_device(memory: dict[int, Tensor]) -> dict[torch.device, list[int]]:
 
 
 def _in_one(memory: dict[int, Tensor]) -> dict[torch.device, Tensor]:
-    """A copy of all memory, one tensor for each device: hundreds take long to compare one by one."""
+    """A copy of all memory as one tensor for each device, which compares faster than hundreds."""
     return {
         device: torch.cat([memory[key] for key in keys]) for device, keys in _by_device(memory).items()
     }
@@ -55,7 +55,7 @@ def _is_equal(before: dict[torch.device, Tensor], after: dict[torch.device, Tens
 
 
 def _each(copies: dict[torch.device, Tensor], memory: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The copies of each memory, out of the one of all."""
+    """The parts of such a copy, one for each memory."""
     found: dict[int, Tensor] = {}
     for device, keys in _by_device(memory).items():
         found |= zip(keys, copies[device].split([memory[key].numel() for key in keys]), strict=True)
@@ -63,14 +63,14 @@ def _each(copies: dict[torch.device, Tensor], memory: dict[int, Tensor]) -> dict
 
 
 class Declared(OwnDispatchMode):
-    """Looks at all memory that it has met, before and after each op.
+    """Compares all registered memory before and after each op.
 
     Attributes:
-        ops: the names of the ops it has seen.
-        written: of those, the names of the ones that wrote into memory older than themselves.
-        known: those whose effects are known, and that are not views.
-        unknown: those whose effects are not known.
-        lies: what was written without its being said, and what is not as it was said.
+        ops: the names of all ops seen.
+        written: the names of ops that wrote into older memory.
+        known: ops with known effects that are no views.
+        unknown: ops with unknown effects.
+        lies: undeclared writes, and other deviations from the declaration.
     """
 
     def __init__(self) -> None:
@@ -83,12 +83,12 @@ class Declared(OwnDispatchMode):
         self._met: dict[int, StorageWeakRef] = {}
 
     def meet(self, tree: Any) -> None:
-        """From now on look at the memory of these tensors."""
+        """Register the memory of these tensors."""
         for tensor in _with_memory(tree):
             self._met.setdefault(storage_id(tensor), StorageWeakRef(tensor.untyped_storage()))
 
     def _memory(self) -> dict[int, Tensor]:
-        """All memory that was met and is still alive, as bytes."""
+        """All registered memory that is still alive, as bytes."""
         found = {}
         for key, weak in list(self._met.items()):
             storage = None if weak.expired() else torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
@@ -108,7 +108,7 @@ class Declared(OwnDispatchMode):
         return result
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None]:
-        """Look at memory before an op runs; what this returns takes its result, and compares."""
+        """Copy memory before an op runs; returns a function that takes its result and compares."""
         name = func.name() if hasattr(func, "_schema") else str(func)
         self.ops.add(name)
         self.meet((args, kwargs))
@@ -157,11 +157,7 @@ class Declared(OwnDispatchMode):
 
 
 class Apart:
-    """What looks at a capture is no part of the step that is captured, so nothing looks into it.
-
-    Args:
-        call: is called in it.
-    """
+    """A checker's callable, into which guards and audit do not look: it is no part of the step."""
 
     __module__ = "lightning_cudagraph.tests"
 
@@ -174,10 +170,10 @@ class Apart:
 
 @contextmanager
 def captures_looked_at() -> Iterator[Callable[[], set[str]]]:
-    """Inside, look at the ops of all captures of the emulator, each by itself.
+    """Check the ops of all captures of the emulator, each by itself.
 
     Yields:
-        What says which of them write other memory than they declare, since it was last asked.
+        A function that returns the ops with undeclared writes since its last call.
     """
     # Not a set: the step would be refused that changes one.
     seen: SimpleQueue[Declared] = SimpleQueue()

@@ -1,8 +1,7 @@
-"""Every optimizer, in every precision, with every clipping and schedule: what becomes of it in a graph.
+"""Outcomes of every optimizer in a graph, in every precision, with every clipping and schedule.
 
-`outcomes` runs the cells of one form; `tests/test_family.py` holds them against `tests/family.json`,
-from which `render` makes the table of docs/same_numbers.md. After a change that is meant to move an
-outcome::
+`outcomes` runs the cells of one form; `tests/test_family.py` compares them with `tests/family.json`,
+from which `render` makes the table of docs/same_numbers.md. After an intended change of an outcome::
 
     python -m tests.family cpu     # or: gpu
 
@@ -96,7 +95,7 @@ WORDS = {
 
 
 class FamilyNet(pl.LightningModule):
-    """Small, with dropout; in fp16 some batches make gradients overflow."""
+    """A small net with dropout; in fp16, gradients of some batches overflow."""
 
     def __init__(
         self, make_optimizer: Callable[[Any], O.Optimizer], schedule: str, steps: int = STEPS
@@ -185,13 +184,13 @@ def run(
         cell: precision, clipping and schedule.
         accelerator: ``"cpu"`` or ``"gpu"``.
         callback: the callback under test, or None.
-        steps: how many steps it has.
-        saved: a checkpoint that is written in its middle.
-        ckpt_path: a checkpoint that it begins with.
+        steps: number of steps.
+        saved: a checkpoint to write in its middle.
+        ckpt_path: a checkpoint to resume from.
         kwargs: for the `Trainer`.
 
     Returns:
-        All that must not depend on the callback.
+        Everything that must not depend on the callback.
     """
     precision, clip, schedule = cell
     watcher = _Watcher(saved, steps // 2)
@@ -231,7 +230,7 @@ def _run_or_error(*args: Any) -> dict[str, Any] | Exception:
 
 
 def outcome(form: str, cell: tuple[str, str, str], accelerator: str) -> str:
-    """What becomes of a cell, by running it."""
+    """Run a cell, and return its outcome."""
     plain = _run_or_error(form, cell, accelerator, None)
     callback = CUDAGraphCallback()
     graph = _run_or_error(form, cell, accelerator, callback)
@@ -258,12 +257,12 @@ def outcome(form: str, cell: tuple[str, str, str], accelerator: str) -> str:
 
 
 def outcomes(form: str, accelerator: str, cells: Sequence[tuple[str, str, str]] = CELLS) -> str:
-    """The outcomes of some cells of a form, a letter for each."""
+    """The outcomes of some cells of a form, as letters."""
     return "".join(outcome(form, cell, accelerator) for cell in cells)
 
 
 def quiet() -> None:
-    """No word of Lightning's about each of a thousand small runs."""
+    """Silence Lightning's messages about each of a thousand small runs."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 
@@ -301,7 +300,7 @@ def shown_table() -> str:
 
 
 def main(accelerator: str) -> None:
-    """Run everything here, and write down what came of it."""
+    """Run everything here, and write the outcomes."""
     quiet()
     found = {}
     for form in FORMS:

@@ -1,4 +1,4 @@
-"""One training run, and everything about it that must not depend on the callback.
+"""One training run, recorded as a `Trace` of everything that must not depend on the callback.
 
 `train` runs a `Trainer` and returns a `Trace`; `assert_same` compares two of them bit for bit. The
 same functions serve the tests on the emulator and, under `tests/gpu`, those on CUDA.
@@ -44,13 +44,13 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
 
 
 class Apart(dict[Any, Any]):
-    """What tests count in methods that steps call; no effect of the step, so nothing looks into it."""
+    """Counts of a test, made in methods that a step calls. Guards and audit do not look into it."""
 
     __module__ = "lightning_cudagraph.tests"
 
 
 class Net(pl.LightningModule):
-    """Everything that is easily lost in a graph: dropout, batch norm, in-place ops, logs, a schedule."""
+    """A model with what a graph easily loses: dropout, batch norm, in-place ops, logs, a schedule."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Net(pl.LightningModule):
 
 
 def loader(ragged: bool = True, seed: int = 0, batches: int = FULL_BATCHES) -> DataLoader[Any]:
-    """Batches that differ from one another; with `ragged`, the last one is smaller."""
+    """Distinct batches; with `ragged`, the last one is smaller."""
     generator = torch.Generator().manual_seed(seed)
     n = BATCH_SIZE * batches + (3 if ragged else 0)
     data = TensorDataset(
@@ -102,7 +102,7 @@ def loader(ragged: bool = True, seed: int = 0, batches: int = FULL_BATCHES) -> D
 
 @dataclass
 class Trace:
-    """What a run left behind. Tensors of steps are kept as they were handed out, not copied."""
+    """The record of a run. Tensors of steps are kept as hooks got them, not copied."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     hooks: list[tuple[Any, ...]] = field(default_factory=list)
@@ -117,12 +117,12 @@ class Trace:
 
     @property
     def counts(self) -> Any:
-        """What the callback did with the training steps."""
+        """The callback's counts of the training steps."""
         assert self.callback is not None
         return self.callback.summary.fit
 
     def portable(self, tree: Any) -> Any:
-        """A tree of saved values in which the run's own folder has a name that all runs share."""
+        """A tree of saved values, with a common name for the run's own folder."""
         if isinstance(tree, dict):
             return {self.portable(key): self.portable(value) for key, value in tree.items()}
         if isinstance(tree, (str, Path)):
@@ -146,7 +146,7 @@ def _as_it_was(value: Any) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-    """A deep copy of what is saved after each step: `copy.deepcopy` takes ten times as long for it."""
+    """A deep copy of the state saved after each step, ten times as fast as `copy.deepcopy`."""
     if isinstance(tree, dict):
         return {key: _copied(value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
@@ -160,7 +160,7 @@ _CONSTANTS = (bool, float, int, str, type(None))
 
 
 class _Watcher(Callback):
-    """Notes every hook that is called, with its arguments, and what each step left."""
+    """Records every hook call with its arguments, and the state after each step."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -214,7 +214,7 @@ class _Watcher(Callback):
         )
 
     def states(self, trainer: Any) -> dict[str, Any]:
-        """What the other callbacks would save, if they save anything."""
+        """The state dicts of the other callbacks, if they have any."""
         return {
             callback.state_key: _copied(self.trace.portable(state))
             for callback in trainer.callbacks
@@ -238,7 +238,7 @@ for _name in HOST_HOOKS:
 
 
 class _EndWatcher(Callback):
-    """Notes what there is at the end, and runs no code between two steps."""
+    """Records the final state, and runs no code between two steps."""
 
     def __init__(self, trace: Trace) -> None:
         self.on_train_end = _Watcher(trace).note_end  # type: ignore[method-assign]
@@ -262,24 +262,24 @@ def train(
     fit: Callable[..., None] = pl.Trainer.fit,
     **trainer_kwargs: Any,
 ) -> Trace:
-    """Run a fit and keep what it did.
+    """Run a fit and record it.
 
     Args:
-        module: what is trained; made by the caller after seeding.
-        tmp_path: where logs and checkpoints go.
-        callback: the callback under test, or None for a plain run.
+        module: the module; made by the caller after seeding.
+        tmp_path: the folder of logs and checkpoints.
+        callback: the callback under test, or None for a run without it.
         accelerator: ``"cpu"`` or ``"gpu"``.
         train_loader: the training batches; by default seven full ones and a ragged one.
         val_loader: the validation batches.
-        seed: seeds everything just before the fit.
-        callbacks: others.
+        seed: of all generators, set just before the fit.
+        callbacks: other callbacks.
         ckpt_path: checkpoint to resume from.
         checkpoint_every: steps between checkpoints; 0 for none but those of `callbacks`.
-        position: where `callback` stands among the callbacks; from the end if negative.
-        watched: note all hooks, and every step. Without, only Lightning's own code runs between two
-            steps, if neither the module nor `callbacks` have any; then only the end is noted.
-        raises: the exception with which the run must end; it is kept.
-        fit: called as `Trainer.fit` is, in its place.
+        position: index of `callback` among the callbacks; from the end if negative.
+        watched: record all hooks, and every step. If False, only the final state is recorded, and no
+            user code runs between two steps, unless the module or `callbacks` have some.
+        raises: the exception that must end the run; it is recorded.
+        fit: called instead of `Trainer.fit`, with the same arguments.
         trainer_kwargs: for the `Trainer`.
     """
     trace = Trace(callback=callback, module=module, folder=tmp_path)
@@ -325,7 +325,7 @@ def train(
 
 
 def differences(one: Any, other: Any) -> list[str]:
-    """Paths of the leaves that are not the same, bit for bit, or not in both."""
+    """Paths of the leaves that differ in any bit, or are missing on one side."""
     return [_written(path) for path in _differing(one, other, ())]
 
 
@@ -377,13 +377,13 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def assert_same(one: Trace, other: Trace, ignore: Sequence[str] = ()) -> None:
-    """Fail unless two runs did the same, bit for bit.
+    """Fail unless two runs are equal, bit for bit.
 
     Args:
         one: a run.
         other: the other.
-        ignore: globs of the names of logged values, and of other leaves, that differ from run to run
-            anyway, such as times. They have to be there in both.
+        ignore: globs of names of logged values and other leaves that differ from run to run, such as
+            times. Both runs must have them.
     """
     for name in ("hooks", "steps", "final", "checkpoints"):
         found = [
@@ -401,7 +401,7 @@ def assert_same(one: Trace, other: Trace, ignore: Sequence[str] = ()) -> None:
 
 
 def _without(text: str, ignore: Sequence[str]) -> object:
-    """Logged values without those whose names match."""
+    """Logged values without those that match a glob."""
     if not ignore:
         return text
     return [
@@ -414,6 +414,6 @@ def _without(text: str, ignore: Sequence[str]) -> object:
 
 
 def make(build: Callable[[], pl.LightningModule], seed: int = 3) -> pl.LightningModule:
-    """A module whose weights depend on nothing but the seed."""
+    """A module with weights that depend on the seed alone."""
     pl.seed_everything(seed, verbose=False)
     return build()

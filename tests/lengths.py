@@ -1,8 +1,7 @@
-"""The tests that the default run takes: all but the long ones.
+"""Selection of the tests of the default run: all but the long ones.
 
-A test is long by its mark `long`, or if it has the mark `spread` and is not among the cases that stand
-for all of them. `--long` takes all; so does the name of a test (`file.py::test`). `tests/gpu` is
-always whole.
+A test is long if it has the mark `long`, or the mark `spread` without being one of the representative
+cases. `--long` selects all; so does the name of a test (`file.py::test`). `tests/gpu` always runs whole.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ GPU = Path(__file__).parent / "gpu"
 
 
 def lacks_gpu(config: pytest.Config, folder: Path) -> bool:
-    """Tell if a folder is the one for GPUs, which is not named, and there is none."""
+    """True if a folder needs a GPU, there is none, and it was not named."""
     if folder != GPU or torch.cuda.is_available():
         return False
     named = (Path(argument.partition("::")[0]).absolute() for argument in config.args)
@@ -25,7 +24,7 @@ def lacks_gpu(config: pytest.Config, folder: Path) -> bool:
 
 
 def takes_all(config: pytest.Config) -> bool:
-    """Tell if this run takes the long tests too."""
+    """True if this run includes the long tests."""
     return config.getoption("--long") or any("::" in argument for argument in config.args)
 
 
@@ -61,12 +60,12 @@ def _indices(cases: Sequence[pytest.Item]) -> list[dict[str, int]]:
 
 
 def representatives(cases: Sequence[Mapping[str, int]], every: int = 1, first: int = 0) -> list[int]:
-    """Cases of a product of parameters that stand for all: a diagonal, where each value appears.
+    """Representative cases of a product of parameters: a diagonal, on which each value appears.
 
     Args:
         cases: the index of the value of each parameter, for each case.
-        every: of the diagonal, take one case in so many.
-        first: the first of these.
+        every: take every n-th case of the diagonal.
+        first: the index of the first one.
 
     Returns:
         The positions of the cases in the order of `cases`.

@@ -1,4 +1,4 @@
-"""One plain training loop, and all about it that must not depend on whether its step is graphed."""
+"""A plain training loop, with a record of everything that must not depend on graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 12
 
 
 class Net(nn.Module):
-    """Dropout, batch norm, and a buffer that the step writes."""
+    """A net with dropout, batch norm, and a buffer that the step writes."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -29,13 +29,7 @@ class Net(nn.Module):
 
 
 class Loop:
-    """A training loop of the user's own; subclasses say what the step is.
-
-    Attributes:
-        device: where it trains.
-        net: what it trains.
-        optimizer: with what.
-    """
+    """A training loop as a user writes it; subclasses define the step."""
 
     sizes: tuple[int, ...] = (8,)
     kwargs: ClassVar[dict[str, Any]] = {}
@@ -58,7 +52,7 @@ class Loop:
         return loss
 
     def around(self, index: int) -> None:
-        """What the loop does on the host after each call."""
+        """The loop's host work after each call."""
 
     def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
         return step(x, y)
@@ -70,7 +64,7 @@ class Loop:
         return self.optimizer
 
     def state(self) -> Any:
-        """What must be the same after each step."""
+        """The state to compare after each step."""
         nets, optimizers = self.modules(), self.optimizers()
         nets = nets if isinstance(nets, list) else [nets]
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
@@ -109,7 +103,7 @@ def run(loop: Loop, graphed: bool) -> tuple[list[Any], GraphedStep[..., Any]]:
 
 
 def assert_equal_runs(build: Callable[[], Loop], replays: int) -> GraphedStep[..., Any]:
-    """Fail unless the graphed loop does the same as the plain one, and as many replays as expected."""
+    """Fail unless the loop with graphs equals the one without, with the expected number of replays."""
     plain, _ = run(build(), graphed=False)
     graphed, step = run(build(), graphed=True)
     found = differences(plain, graphed)

@@ -1,6 +1,6 @@
-"""Every form of torch's optimizers, stepped by itself: plainly, and as replays of its captured step.
+"""Every form of torch's optimizers, stepped alone: without this package, and by replays of its step.
 
-The gradients are given, so that nothing but the optimizer is compared: parameters, state and options
+The gradients are given, so that only the optimizer is compared: parameters, state and options
 after each of many steps, with gradients that are clipped or not, under schedules of the learning rate
 and of momentum, in float32 and float64, and with a gradient scaler and some gradients that overflow.
 `tests/test_optimizer_runs.py` runs a part of it, and::
@@ -101,13 +101,7 @@ def _schedule(name: str, optimizer: O.Optimizer) -> Any:
 
 
 class Run:
-    """An optimizer with its parameters, and gradients for each step.
-
-    Args:
-        form: one of `FORMS`.
-        cell: one of `CELLS`.
-        device: where it steps.
-    """
+    """An optimizer of one of `FORMS` in one of `CELLS`, with parameters, and gradients for each step."""
 
     def __init__(self, form: str, cell: tuple[str, str, str], device: torch.device) -> None:
         precision, self.clip, schedule = cell
@@ -131,7 +125,7 @@ class Run:
         self.seen: list[Any] = []
 
     def step(self) -> None:
-        """Clip, step and scale, on the gradients that there are."""
+        """Unscale and clip the current gradients, step, and update the scale."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.clip == "norm":
@@ -143,7 +137,7 @@ class Run:
             self.scaler.update()
 
     def note(self) -> None:
-        """At the end of a step: remember what there is, and let the schedule go on."""
+        """Record the state at the end of a step, and step the schedule."""
         state = self.optimizer.state_dict()
         self.seen.append(
             {
@@ -161,7 +155,7 @@ class Run:
             self.scheduler.step()
 
     def put_gradients(self, index: int) -> None:
-        """Give the parameters those of a step, where they have theirs."""
+        """Set the parameters' gradients to those of a step, in place if they have some."""
         for parameter, gradient in zip(self.parameters, self.gradients[index], strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient.clone()
@@ -183,7 +177,7 @@ def plainly(run: Run) -> list[Any]:
 
 
 def replayed(run: Run, backend: Backend) -> tuple[list[Any], int]:
-    """All steps but the first few as replays; and how often the step was captured."""
+    """All steps but the first few as replays; also returns the number of captures."""
     prepared = PreparedOptimizer(run.optimizer, backend.device, lambda _: None, run.scaler is not None)
     scaler = None
     if run.scaler is not None:
@@ -232,10 +226,10 @@ def replayed(run: Run, backend: Backend) -> tuple[list[Any], int]:
 
 
 def outcome(form: str, cell: tuple[str, str, str], device: torch.device) -> tuple[str, int]:
-    """What becomes of a cell, and how often it was captured.
+    """The outcome of a cell, and its number of captures.
 
     Raises:
-        AssertionError: if the replays come to anything else than the plain run, naming the first of it.
+        AssertionError: if the replays differ from the run without; it names the first difference.
     """
     try:
         expected = plainly(Run(form, cell, device))
@@ -261,7 +255,7 @@ def _outcome_or_failure(
 
 
 def main(accelerator: str, forms: list[str]) -> None:
-    """Run everything, and say what became of it."""
+    """Run the cells, and print a line for each form."""
     device = torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu")
     print(torch.__version__, torch.cuda.get_device_name() if device.type == "cuda" else "CPU")
     every = forms == ["all"]

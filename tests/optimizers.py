@@ -1,4 +1,4 @@
-"""Optimizers that somebody else might have written."""
+"""Optimizers as other packages write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ O = torch.optim  # noqa: E741
 
 
 class Own(O.Optimizer):
-    """Somebody's optimizer: decay, and a signed momentum."""
+    """An optimizer with decay and a signed momentum."""
 
     def __init__(self, params: Any, lr: float = 1e-2, decay: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "decay": decay})
@@ -71,7 +71,7 @@ class WantsAFloat(Own):
 
 
 class CallsTwice(Own):
-    """Sharpness-aware: climbs first, and takes its step with the gradient found there."""
+    """Sharpness-aware: ascends first, and steps with the gradient found there."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

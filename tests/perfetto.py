@@ -1,7 +1,7 @@
-"""What Perfetto makes of a trace file, after its importer of JSON and its tracker of slices.
+"""Import of a trace file by the rules of Perfetto's JSON importer and slice tracker.
 
-Only what it takes from our files: complete slices, counters, and names. Whatever it would drop, close
-early or take for something else is an error here (src/trace_processor/importers/json and
+Only the events of our files: complete slices, counters, and names. An event that Perfetto would drop,
+close early or misread is an error here (src/trace_processor/importers/json and
 importers/common/slice_tracker.cc in google/perfetto).
 """
 
@@ -33,7 +33,7 @@ class Slice:
 
 @dataclass
 class Imported:
-    """What was found in a file, or in several that are opened together."""
+    """The contents of a file, or of several opened together."""
 
     slices: list[Slice] = field(default_factory=list)
     counters: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Imported:
 
 
 def _ns(value: Any) -> int:
-    """Times are microseconds, and are kept as whole nanoseconds; a fraction would be cut off."""
+    """Microseconds as whole nanoseconds; Perfetto would cut off a fraction."""
     assert type(value) in (int, float), value
     assert value * 1000 == int(value * 1000), value
     return int(value * 1000)
@@ -59,7 +59,7 @@ def _id(value: Any) -> int:
 
 
 def import_trace(*texts: str) -> Imported:
-    """Import files as if they were one.
+    """Import files as one.
 
     Args:
         texts: of the files.

@@ -1,4 +1,4 @@
-"""Looks at a wheel that is installed: it comes with its types, with its license, and without the tests.
+"""Check of an installed wheel: it has types and license, and no tests.
 
 `.ci/run` builds it and runs this with nothing but the wheel on the path.
 """

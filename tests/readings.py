@@ -1,4 +1,4 @@
-"""Readings as a small transformer would give them, for tests of what shows times."""
+"""Readings like those of a small transformer, for tests of the outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEMBERS = {"ln1": 0.01, "attention": 0.05, "ln2": 0.01, "mlp": 0.03}
 
 
 class _Marks:
-    """Marks of a step that is made up, in the order of their numbers."""
+    """Marks of an artificial step, in the order of their numbers."""
 
     def __init__(self) -> None:
         self.offsets_ms: list[float] = []
@@ -37,7 +37,7 @@ def _run(
     factor: float,
     kept: int,
 ) -> None:
-    """A layer with its members; those more than `kept` levels deep are not timed."""
+    """A layer with its members, timed down to `kept` levels."""
     begin = marks.mark()
     if isinstance(tree, dict):
         members = list(tree.items())
@@ -61,13 +61,13 @@ def gpt_readings(
     """Readings of one layout: a gap and a copy, both passes, clipping and the optimizer.
 
     Args:
-        n: how many.
-        n_blocks: the blocks of the transformer, of 0.1 ms in the forward pass each.
-        with_members: the members of the blocks are timed too.
-        gap_ms: the time between two steps, half of which is the copy of the batch.
-        noise: by how much stretches between two marks vary, as a share of each.
+        n: number of readings.
+        n_blocks: number of blocks of the transformer, each with 0.1 ms in the forward pass.
+        with_members: time the members of the blocks too.
+        gap_ms: the time between two steps; half of it is the copy of the batch.
+        noise: variation of the times between two marks, as a share of each.
         seed: of the noise.
-        first_step: the number of the first.
+        first_step: the number of the first step.
     """
     marks = _Marks()
     model: dict[str, object] = {
@@ -126,7 +126,7 @@ def gpt_readings(
 
 
 def without_optimizer() -> Reading:
-    """A millisecond of gap, one of forward and two of backward pass; what comes behind is not timed."""
+    """Readings with 1 ms of gap, 1 ms of forward and 2 ms of backward pass, and no optimizer."""
     spans = (
         Span("step_ms/forward", "forward", ((0, 1),)),
         Span("step_ms/backward", "backward", ((1, 2),)),

@@ -1,6 +1,6 @@
-"""One row of a table of Lightning's features: a plain run, one with the callback, and what became of it.
+"""One row of a table of Lightning's features: a run without and a run with the callback, compared.
 
-Used by `test_rows_*.py`. A row says what a run is made of, once; both runs are built from it anew.
+Used by `test_rows_*.py`. A row describes a run once; both runs are built from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Row", "became", "refused", "row"]
 
 @dataclass
 class Row:
-    """Two runs that did the same.
+    """Two equal runs.
 
     Attributes:
         plain: the run without the callback.
@@ -48,20 +48,20 @@ def row(
     ignore: Sequence[str] = (),
     **kwargs: Any,
 ) -> Row:
-    """Train plainly and with the callback, and fail unless both runs did the same, bit for bit.
+    """Train without and with the callback, and fail unless both runs are equal, bit for bit.
 
-    Compared are hooks with their arguments, and after each step outputs, metrics, gradients, loops and
-    the state of other callbacks; weights, optimizer and random state at the end; checkpoints; logs.
-    Checkpoints may not name anything of this package.
+    Compared are hooks with their arguments; after each step outputs, metrics, gradients, loops and the
+    state of other callbacks; at the end weights, optimizer and random state; checkpoints; logs.
+    Checkpoints must not name anything of this package.
 
     Args:
-        tmp_path: where the runs keep their files, each in a folder of its own.
-        accelerator: where they train.
+        tmp_path: folder of both runs' files.
+        accelerator: ``"cpu"`` or ``"gpu"``.
         build: makes the module.
-        setting: given the folder of a run, the keywords for `harness.train` that must be made anew for
-            each: callbacks, loggers, loaders that remember.
+        setting: makes, for the folder of a run, the keywords for `harness.train` that the runs cannot
+            share: callbacks, loggers, loaders with state.
         ours: makes the callback under test.
-        ignore: globs of names whose values differ from run to run anyway, such as times.
+        ignore: globs of names of values that differ from run to run, such as times.
         kwargs: further keywords for `harness.train`.
     """
 
@@ -85,14 +85,14 @@ def became(
     because: Sequence[str] = (),
     eager: dict[str, int] | None = None,
 ) -> None:
-    """Fail unless this became of the steps of a run.
+    """Fail unless a run has these counts.
 
     Args:
         trace: the run, with the callback.
-        replayed: how many steps were replays.
-        captures: how many captures there were.
-        because: part of the reason for each recapture, in order.
-        eager: how many steps ran eagerly, by part of the reason.
+        replayed: number of replays.
+        captures: number of captures.
+        because: part of the reason for each re-capture, in order.
+        eager: number of eager steps, by part of the reason.
     """
     counts = trace.counts
     told = f"{counts}"
@@ -116,14 +116,14 @@ def refused(
     match: str,
     **kwargs: Any,
 ) -> Row:
-    """A row that no graph can hold: an error that says so, or the plain run where that is asked for.
+    """Fail unless a run is refused, and with ``on_unsupported="eager"`` equals one without the callback.
 
     Args:
-        tmp_path: where the runs keep their files.
-        accelerator: where they train.
+        tmp_path: folder of the runs' files.
+        accelerator: ``"cpu"`` or ``"gpu"``.
         build: makes the module.
         setting: as for `row`.
-        match: what the error says, as a regular expression.
+        match: regular expression for the error.
         kwargs: further keywords for `harness.train`.
     """
     folder = tmp_path / "refused"

@@ -1,10 +1,9 @@
-"""Streams, memory and an allocator that are simulated, and random programs for them.
+"""Simulation of streams, memory and an allocator, with random programs for them.
 
-A program is a list of instructions: tensors are made, viewed, written in place, one or several at a
-time, share memory, and are dropped, whereupon what they lay in is given to others. It is placed on
-streams as a capture places the ops of a step. Then its kernels run in orders that the streams and their
-waits allow, each in two halves, and every value that they read is compared with what it is in the order
-of the program.
+A program is a list of instructions: tensors are made, viewed, written in place one or several at a time,
+share memory, and are freed, after which other tensors reuse their memory. It is placed on streams as a
+capture places the ops of a step. Then its kernels run in orders that the streams and their waits allow,
+each in two halves, and every value read is compared with that of program order.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _MULTIPLIER = 1_000_003
 
 
 class Instruction(NamedTuple):
-    """One line of a program. Which tensors are meant is taken modulo how many there are.
+    """One instruction of a program. Tensors are given by index, modulo the number of live ones.
 
     Attributes:
-        name: what is done.
-        target: the tensor that is written, viewed or dropped.
-        others: those that are read; for a list, each second one is written.
-        start: where a view begins; for a new tensor, whether it is small.
-        scratch: words of memory that the kernel asks for, and gives back when it is through.
+        name: the operation.
+        target: the tensor to write, view or drop.
+        others: tensors to read; for a list, every second one is written.
+        start: offset of a view; a new tensor is small if it is odd.
+        scratch: words of scratch memory that the kernel allocates, and frees at its end.
     """
 
     name: str
@@ -48,7 +47,7 @@ SCRATCH = (0, 0, 4, 8)
 
 
 def random_program(seed: int, length: int = 25) -> list[Instruction]:
-    """Some instructions."""
+    """Random instructions."""
     draw = random.Random(seed)
     return [
         Instruction(
@@ -63,7 +62,7 @@ def random_program(seed: int, length: int = 25) -> list[Instruction]:
 
 
 class Block:
-    """Memory of one allocation, given back when nobody refers to it any more."""
+    """Memory of one allocation, freed with its last reference."""
 
     def __init__(self, allocator: Allocator, physical: int, logical: int, size: int, home: int) -> None:
         self.physical, self.logical, self.size, self.home = physical, logical, size, home
@@ -74,7 +73,7 @@ class Block:
 
 
 class Allocator:
-    """Gives memory to streams, what was given back last before all other, as torch's does."""
+    """Allocator by stream that reuses the memory freed last first, as torch's does."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[tuple[int, int]]] = {}
@@ -82,7 +81,7 @@ class Allocator:
         self._next_logical = 0
 
     def ask(self, home: int, size: int) -> Block:
-        """Memory for who asks on a stream."""
+        """Allocate memory on a stream."""
         free = self._free.setdefault(home, [])
         self._next_logical += size
         for index in reversed(range(len(free))):
@@ -96,7 +95,7 @@ class Allocator:
         return Block(self, self._next_physical - size, self._next_logical - size, size, home)
 
     def take_back(self, home: int, start: int, size: int) -> None:
-        """Memory that nobody uses any more, as far as the host knows."""
+        """Free memory, which the host knows to be unused."""
         self._free.setdefault(home, []).append((start, size))
 
 
@@ -119,7 +118,7 @@ class Tensor:
 
 
 class Place(NamedTuple):
-    """Words, by where they are and by where they would be if no memory were used twice."""
+    """Words of memory, by real address and by the address without any reuse of memory."""
 
     logical: int
     physical: int
@@ -128,14 +127,14 @@ class Place(NamedTuple):
 
 @dataclass
 class Kernel:
-    """What was put on a stream.
+    """A kernel on a stream.
 
     Attributes:
-        stream: on which.
+        stream: index of its stream.
         waits: the numbers of the kernels of other streams that it waits for.
-        reads: what it reads.
-        writes: what it writes.
-        scratch: memory that is its own while it runs.
+        reads: memory that it reads.
+        writes: memory that it writes.
+        scratch: memory of its own while it runs.
     """
 
     stream: int
@@ -145,12 +144,12 @@ class Kernel:
     scratch: list[Place] = field(default_factory=list)
 
     def first_half(self, number: int, memory: dict[int, int], physical: bool) -> None:
-        """Keep what was read in the scratch memory."""
+        """Read, and save the values in scratch memory."""
         seen = _digest(number, memory, self.reads, physical)
         _fill(memory, self.scratch, seen, physical)
 
     def second_half(self, number: int, memory: dict[int, int], physical: bool) -> int:
-        """Read it all again, and write."""
+        """Read again, and write."""
         seen = _digest(number, memory, [*self.reads, *self.scratch], physical)
         _fill(memory, self.writes, seen, physical)
         return seen
@@ -176,7 +175,7 @@ def _fill(memory: dict[int, int], places: list[Place], value: int, physical: boo
 
 
 class RefusedError(Exception):
-    """Memory was given to a kernel that others still used."""
+    """The allocator gave a kernel memory that others still use."""
 
 
 class Scheduled:
@@ -184,11 +183,11 @@ class Scheduled:
 
     Args:
         program: its instructions.
-        streams: how many streams there are.
-        flow: what places them.
-        held: what keeps memory that other streams use.
-        knows_liars: whether it is known what is written without being declared.
-        refuses: end where memory is given out too early, and `flow` sees it.
+        streams: number of streams.
+        flow: the placement under test.
+        held: keeps memory that other streams use.
+        knows_liars: undeclared writes are known.
+        refuses: end the program where memory is reused too early, and `flow` detects it.
     """
 
     def __init__(
@@ -308,7 +307,7 @@ class Scheduled:
     # What the waits allow ------------------------------------------------------------------------
 
     def races(self) -> list[tuple[int, int]]:
-        """Pairs of kernels that use the same memory, one of them to write, in no certain order."""
+        """Pairs of unordered kernels that use the same memory, at least one to write."""
         before: list[int] = []  # for each kernel, the kernels that it comes after, as bits
         last: dict[int, int] = {}
         found = []
@@ -326,7 +325,7 @@ class Scheduled:
         return found
 
     def orders(self, seeds: int) -> Iterator[list[tuple[int, bool]]]:
-        """Orders of the halves of all kernels: each stream as early as it can be, and at random."""
+        """Orders of the halves of all kernels: each stream as early as possible, and random ones."""
         streams = self.flow.streams
         permutations = itertools.permutations(range(streams))
         for preference in itertools.islice(permutations, 24):
@@ -355,7 +354,7 @@ class Scheduled:
         return order
 
     def outcome(self, orders: list[list[tuple[int, bool]]], physical: bool) -> list[Any]:
-        """All that kernels have read in replays one after the other, and what is left in memory."""
+        """All values read in consecutive replays, and the final memory."""
         memory: dict[int, int] = {}
         _fill(memory, self.older, 7, physical)
         seen: list[Any] = []
@@ -372,7 +371,7 @@ class Scheduled:
         return seen
 
     def differs(self, seeds: int = 8) -> bool:
-        """Whether an order that the waits allow comes to other numbers than the order of the program."""
+        """True if an order that the waits allow has other results than program order."""
         plain = [(number, half) for number in range(len(self.kernels)) for half in (False, True)]
         expected = self.outcome([plain, plain], physical=False)
         return any(

@@ -14,6 +14,7 @@ import pytest
 import lightning_cudagraph
 
 ROOT = Path(lightning_cudagraph.__file__).parent
+ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # From the bottom up. A file may import from its own floor and from those before it.
 FLOORS = [
     "errors",
@@ -82,6 +83,49 @@ def test_the_picture_shows_every_folder() -> None:
     top = [line.split()[0].rstrip("/") for line in picture.splitlines() if re.match(r"  \w", line)]
     assert shown >= {folder.name for folder in _folders() if folder not in (ROOT, ROOT / TENSORBOARD)}
     assert top == [name + ".py" * (ROOT / f"{name}.py").exists() for name in reversed(FLOORS[:-1])]
+
+
+def _defined(path: Path) -> set[str]:
+    """The functions `name()`, classes `Name` and methods `Name.method` that a file defines."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            found.add(f"{node.name}()")
+        elif isinstance(node, ast.ClassDef):
+            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+            found |= {node.name, *(f"{node.name}.{method}" for method in methods)}
+    return found
+
+
+def _named_in_architecture() -> tuple[set[str], list[tuple[str, tuple[str, ...]]]]:
+    """The paths that the page names, and each name with the paths on either side of it.
+
+    A name belongs to the last path before it or the first one after it, in its paragraph or list item.
+    """
+    paths: set[str] = set()
+    names: list[tuple[str, tuple[str, ...]]] = []
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", ARCHITECTURE.read_text()):
+        quoted = [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", block)]
+        at = [index for index, code in enumerate(quoted) if re.fullmatch(r"[\w/]+(?:\.py|/)", code)]
+        paths |= {quoted[index] for index in at}
+        for index, code in enumerate(quoted):
+            if re.fullmatch(r"\w+\(\)|[A-Z]\w+(?:\.\w+)?", code):
+                before, after = [i for i in at if i < index][-1:], [i for i in at if i > index][:1]
+                names.append((code, tuple(quoted[i] for i in before + after)))
+    return paths, names
+
+
+def test_the_architecture_names_what_there_is() -> None:
+    paths, names = _named_in_architecture()
+    assert len(paths) > 20
+    assert len(names) > 40
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    defined = {path: _defined(ROOT / path) for path in paths if path.endswith(".py")}
+    assert not [
+        (name, beside)
+        for name, beside in names
+        if not any(name in defined.get(path, ()) for path in beside)
+    ]
 
 
 @pytest.mark.parametrize("folder", _folders(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,11 +1,11 @@
-"""Runs the suite on other versions of torch and Python, each in an environment of its own.
+"""Runs of the suite on other versions of torch and Python, each in an environment of its own.
 
     python -m tests.versions --list
     python -m tests.versions --torch 2.15.0 --python 3.12
     python -m tests.versions --all
 
-What comes of a run is a row of the table in docs/versions.md. Environments are made one after the other,
-because torch's wheels bring up to 5 GB of CUDA libraries, and removed when their run is over.
+The result of a run is a row of the table in docs/versions.md. Environments are made one after the other,
+because torch's wheels bring up to 5 GB of CUDA libraries, and are removed after their run.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Row:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What it is a run of: a later run of the same takes its place."""
+        """The key of a row: a later run with the same key replaces it."""
         return self.torch, self.lightning, self.python, self.where
 
     @property
     def order(self) -> tuple[list[int], ...]:
-        """Where it stands in the table: by versions, the oldest first."""
+        """Sort key in the table: by versions, the oldest first."""
         return tuple(_numbers(version) for version in (self.torch, self.python, self.lightning))
 
     def __str__(self) -> str:
@@ -89,12 +89,7 @@ def rows_in(text: str) -> list[Row]:
 
 
 def with_row(text: str, row: Row) -> str:
-    """A page, with one more row in its table.
-
-    Args:
-        text: the page.
-        row: it takes the place of an older one of the same versions on the same machine.
-    """
+    """Add a row to the table of a page; it replaces one of the same versions on the same machine."""
     before, _, after = text.partition(f"{_RULE}\n")
     rest = after.splitlines(keepends=True)
     while rest and rest[0].startswith("|"):
@@ -135,11 +130,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def counted(report: Path) -> tuple[int, int, int]:
-    """How many tests passed, failed and were skipped.
-
-    Args:
-        report: pytest's, as JUnit has them.
-    """
+    """Numbers of tests that passed, failed and were skipped, from pytest's JUnit report."""
     suites = [*ElementTree.parse(report).getroot().iter("testsuite")]
     total, failures, errors, skipped = (
         sum(int(suite.get(name, 0)) for suite in suites)
@@ -149,7 +140,7 @@ def counted(report: Path) -> tuple[int, int, int]:
 
 
 def _interpreters(version: str) -> Iterator[str]:
-    """Where a version of Python may be: on the path, or made by pyenv."""
+    """Possible paths of a version of Python: on `PATH`, or by pyenv."""
     if found := shutil.which(f"python{version}"):
         yield found
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))

@@ -1,4 +1,4 @@
-"""Tests that open TensorBoard in a browser. They skip themselves where there is none.
+"""Fixtures of the tests that open TensorBoard in a browser, and are skipped without one.
 
 With `SCREENSHOTS` set to a folder they leave pictures there.
 """
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """A Chromium without a window."""
+    """A headless Chromium."""
     try:
         with chromium() as running:
             yield running

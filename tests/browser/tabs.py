@@ -1,4 +1,4 @@
-"""TensorBoard on a folder, a browser without a window, and what to do to see something in its tabs."""
+"""TensorBoard on a folder, a headless browser, and navigation in its tabs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _LOOKS = 10
 
 
 class NoBrowser(Exception):
-    """There is none here; says what to install."""
+    """There is no browser here; the message says what to install."""
 
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A Chromium: that of the system, or else that which playwright has installed.
+    """A Chromium: that of the system, or that installed by playwright.
 
     Raises:
         NoBrowser: if there is neither.
@@ -68,7 +68,7 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def tensorboard_on(logdir: Path) -> Iterator[str]:
-    """TensorBoard on a folder, at a free port; gives its address."""
+    """Start TensorBoard on a folder, at a free port; gives its address."""
     command = [sys.executable, "-m", "tensorboard.main", "--port", "0", "--logdir", str(logdir)]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -97,7 +97,7 @@ def new_tab(browser: Any, width: int = 1400, height: int = 900) -> Any:
 
 
 def show_time_series(tab: Any, address: str, pattern: str) -> None:
-    """The tab Time Series, with the cards that match a pattern, and nothing else."""
+    """Show the tab Time Series with the cards that match a pattern."""
     tab.goto(f"{address}#timeseries")
     tab.get_by_text("Enable step selection and data table").click()  # off
     tab.get_by_role("button", name="Settings").click()  # folded away
@@ -109,7 +109,7 @@ def show_time_series(tab: Any, address: str, pattern: str) -> None:
 
 
 def show_filtered(tab: Any, address: str, plugin: str, pattern: str, texts: Sequence[str]) -> None:
-    """Another tab, with what matches a pattern, as soon as all of `texts` are to be seen."""
+    """Show another tab with everything that matches a pattern; wait until `texts` are visible."""
     # A path of its own: the part behind # alone would not load it anew.
     tab.goto(f"{address}?{plugin}#{plugin}&tagFilter={quote(pattern)}")
     for text in texts:
@@ -118,7 +118,7 @@ def show_filtered(tab: Any, address: str, plugin: str, pattern: str, texts: Sequ
 
 
 def picture(tab: Any, path: Path) -> None:
-    """Save what the tab shows as soon as it stays as it is: charts come one by one."""
+    """Save a picture of the tab once it no longer changes: charts appear one by one."""
     last, same = b"", 0
     while same < _LOOKS:
         now = tab.screenshot()

@@ -1,4 +1,4 @@
-"""What processes do together, in both or one of them. Each case is called in all of them at once."""
+"""Cases of several processes, with a difference in both or in one of them; all call each at once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ WARM_UP = 11
 
 
 def _fit_of_all(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-    """A fit, which has ended when all processes have written their files."""
+    """A fit that ends when all processes have written their files."""
     try:
         trainer.fit(*args, **kwargs)
     except SIGTERMException:  # raised in all of them
@@ -74,13 +74,13 @@ def _fit_of_all(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
 
 @dataclass
 class Here:
-    """Where a case runs.
+    """The process that runs a case.
 
     Attributes:
         folder: of the case.
         rank: of this process.
         accelerator: ``"cpu"`` or ``"gpu"``.
-        size: how many processes there are.
+        size: number of processes.
     """
 
     folder: Path
@@ -106,7 +106,7 @@ class Here:
             build: makes the module.
             wrapper: arguments of `DistributedDataParallel`.
             strategy: makes another strategy.
-            size: how many processes it knows of, if not all.
+            size: the world size that the run is given, by default that of all processes.
             kwargs: of `tests.harness.train`.
         """
         folder = self.folder / name
@@ -134,7 +134,7 @@ class Here:
 
 
 def same_numbers(here: Here) -> None:
-    """Dropout, batch norm whose buffers are broadcast, logs, a validation after each epoch."""
+    """Equal runs: dropout, batch norm with broadcast buffers, logs, a validation after each epoch."""
     _, graph = here.assert_same_runs(max_epochs=4)
     assert graph.counts.captures == 1, graph.counts
     # One of the iterations that the wrapper needs is the first of the second epoch.
@@ -149,7 +149,7 @@ def same_numbers(here: Here) -> None:
 
 
 def same_numbers_with_sampled_times(here: Here) -> None:
-    """Some steps replay a graph with events; and an eager run with the same marks."""
+    """Some steps replay a graph with events; also an eager run with the same marks."""
     timings = LayerTimings(every_n_steps=3)
     monitor = LayerTimingsMonitor(timings)
     plain, graph = here.assert_same_runs(CUDAGraphCallback(timings=timings), max_epochs=4)
@@ -160,7 +160,7 @@ def same_numbers_with_sampled_times(here: Here) -> None:
 
 
 def same_numbers_accumulated(here: Here) -> None:
-    """Gradients of four batches: three graphs, of which one averages."""
+    """Gradients of four batches: three graphs, one of which averages."""
     _, graph = here.assert_same_runs(
         max_epochs=4, accumulate_grad_batches=4, train_loader=loader(batches=40)
     )
@@ -169,7 +169,7 @@ def same_numbers_accumulated(here: Here) -> None:
 
 
 def same_numbers_accumulated_with_sampled_times(here: Here) -> None:
-    """Each capture of a step that does not average broadcasts buffers, and not the first one alone."""
+    """Every capture instance of a step that does not average broadcasts buffers."""
     _, graph = here.assert_same_runs(
         CUDAGraphCallback(timings=LayerTimings(every_n_steps=2)),
         max_epochs=6,
@@ -187,7 +187,7 @@ def same_numbers_in_buckets(here: Here) -> None:
 
 
 def same_numbers_in_buckets_accumulated(here: Here) -> None:
-    """Views of buckets to which other batches add before they are averaged."""
+    """Views of buckets to which other batches add before the average."""
     wrapper = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005}
     _, graph = here.assert_same_runs(
         CUDAGraphCallback(timings=None),
@@ -200,7 +200,7 @@ def same_numbers_in_buckets_accumulated(here: Here) -> None:
 
 
 def same_numbers_compiled(here: Here) -> None:
-    """The step is compiled inside of the wrapper, which averages the gradients as ever."""
+    """The step is compiled inside the wrapper, which averages gradients as before."""
     torch.compiler.reset()
     with torch.compiler.set_stance("default", force_backend="eager"):
         _, graph = here.assert_same_runs(CUDAGraphCallback(compile=True), max_epochs=4)
@@ -240,33 +240,33 @@ def a_group_that_averages_on_the_host(here: Here) -> None:
 
 
 def same_numbers_with_expandable_segments(here: Here) -> None:
-    """On GPUs: NCCL was told not to register buffers."""
+    """On GPUs: NCCL is told not to register buffers."""
     callback = CUDAGraphCallback()
     _, graph = here.assert_same_runs(callback, accumulate_grad_batches=2, max_epochs=8)
     assert graph.counts.replayed >= 10, graph.counts
 
 
 def expandable_segments_alone(here: Here) -> None:
-    """On GPUs: NCCL was not told, and registers buffers."""
+    """On GPUs: NCCL is not told, and registers buffers."""
     here.train("plain", None)
     graph = here.train("graph", CUDAGraphCallback(), raises=ConfigurationError)
     assert "NCCL_GRAPH_REGISTER is not set" in str(graph.error), graph.error
 
 
 def registered_buffers_that_move(here: Here) -> None:
-    """On GPUs: NCCL was told to register buffers, of an allocator that has expandable segments."""
+    """On GPUs: NCCL is told to register buffers of an allocator with expandable segments."""
     graph = here.train("graph", CUDAGraphCallback(), raises=ConfigurationError)
     assert "NCCL_GRAPH_REGISTER is 1" in str(graph.error), graph.error
 
 
 def same_numbers_of_one(here: Here) -> None:
-    """A process alone, with the wrapper all the same."""
+    """One process alone, with the wrapper."""
     _, graph = here.assert_same_runs(train_loader=loader(batches=7), max_epochs=4)
     assert graph.counts.replayed >= 10, graph.counts
 
 
 def captures_around_the_hundredth_iteration(here: Here) -> None:
-    """The wrapper takes times in it, which no capture could hold."""
+    """The wrapper times this iteration, which no capture can hold."""
     batches = loader(False, batches=2 * 112)
     plain = here.train("plain", None, max_epochs=1, train_loader=batches, checkpoint_every=0)
     for steps in (97, 98, 99, 100):
@@ -279,7 +279,7 @@ def captures_around_the_hundredth_iteration(here: Here) -> None:
 
 
 class Unused(Net):
-    """Has a parameter that takes no part."""
+    """Has a parameter that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Unused(Net):
 
 
 def unused_parameters_are_refused(here: Here) -> None:
-    """To look for them is to read on the host; or all go on without a graph."""
+    """The search for them reads on the host; or all go on without a graph."""
     wrapper = {"find_unused_parameters": True}
     graph = here.train("graph", CUDAGraphCallback(), Unused, wrapper, raises=UnsupportedError)
     assert "find_unused_parameters=True" in str(graph.error), graph.error
@@ -303,14 +303,14 @@ def unused_parameters_are_refused(here: Here) -> None:
 
 
 def same_numbers_with_a_static_graph(here: Here) -> None:
-    """The wrapper was told that autograd's graph is always the same."""
+    """The wrapper has `static_graph=True`."""
     wrapper = {"static_graph": True, "bucket_cap_mb": 0.0005}
     _, graph = here.assert_same_runs(wrapper=wrapper, max_epochs=4)
     assert graph.counts.replayed >= 10, graph.counts
 
 
 def same_numbers_with_the_optimizer_behind(here: Here) -> None:
-    """The optimizer steps eagerly; gradients of some batches are averaged, and of others not."""
+    """The optimizer steps eagerly; gradients of some batches are averaged, others not."""
     _, graph = here.assert_same_runs(
         CUDAGraphCallback(scope="forward_backward"), accumulate_grad_batches=2, max_epochs=8
     )
@@ -318,7 +318,7 @@ def same_numbers_with_the_optimizer_behind(here: Here) -> None:
 
 
 class SharedLogs(Net):
-    """Logs what all processes have come to, in each step and at the end; and a metric."""
+    """Logs values of all processes, in each step and at the end, and a metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,13 +334,13 @@ class SharedLogs(Net):
 
 
 def same_numbers_with_shared_logs(here: Here) -> None:
-    """What is logged of all processes takes collectives between two replays."""
+    """Values of all processes need collectives between two replays."""
     _, graph = here.assert_same_runs(build=SharedLogs, max_epochs=4)
     assert graph.counts.replayed >= 10, graph.counts
 
 
 def _same_beside(here: Here, make_callback: Callable[[], Callback], **kwargs: Any) -> Trace:
-    """Trains without our callback and with it, each time beside another one; returns the latter."""
+    """Train without and with the callback, each time beside another callback; returns the latter."""
     plain = here.train("plain", None, callbacks=(make_callback(),), **kwargs)
     graph = here.train("graph", CUDAGraphCallback(), callbacks=(make_callback(),), **kwargs)
     assert_same(plain, graph, ignore=("_ms/",))
@@ -348,7 +348,7 @@ def _same_beside(here: Here, make_callback: Callable[[], Callback], **kwargs: An
 
 
 def same_numbers_with_averaged_weights(here: Here) -> None:
-    """Evaluated in the middle of epochs, where the averages are in the place of the weights."""
+    """Evaluation in the middle of epochs, with averaged weights swapped in."""
     graph = _same_beside(here, lambda: EMAWeightAveraging(decay=0.9), max_epochs=4, val_check_interval=3)
     assert graph.counts.replayed >= 10, graph.counts
 
@@ -361,7 +361,7 @@ def same_numbers_with_learning_rates_logged(here: Here) -> None:
 
 
 def same_numbers_with_scheduled_accumulation(here: Here) -> None:
-    """All processes capture anew where gradients of more batches are added."""
+    """All processes re-capture where more batches are accumulated."""
     graph = _same_beside(here, lambda: GradientAccumulationScheduler({0: 1, 3: 2}), max_epochs=8)
     assert "`accumulate_grad_batches` of the trainer changed" in graph.counts.recaptures[0]
     assert graph.counts.replayed >= 20, graph.counts
@@ -379,7 +379,7 @@ def same_numbers_stopped_early(here: Here) -> None:
 
 
 def same_numbers_stopped_by_the_clock(here: Here) -> None:
-    """That of the first process, a second later whenever it looks; those of the others stand still."""
+    """The first process's clock advances a second at each read; those of the others stand still."""
 
     def make_timer() -> Callback:
         look = itertools.count(0, 1 if here.rank == 0 else 0).__next__
@@ -394,7 +394,7 @@ def same_numbers_stopped_by_the_clock(here: Here) -> None:
 
 @contextlib.contextmanager
 def _no_page() -> Iterator[None]:
-    """There is no memory that processes share, as on several machines."""
+    """Disable memory shared by processes, as on several machines."""
 
     def create(size: int) -> str:
         raise OSError("no shared memory")
@@ -405,7 +405,7 @@ def _no_page() -> Iterator[None]:
 
 
 def same_numbers_over_sockets(here: Here) -> None:
-    """Processes without memory that they share, as on several machines."""
+    """Processes without shared memory, as on several machines."""
 
     with _no_page(), _Again() as again:
         _, graph = here.assert_same_runs(
@@ -416,14 +416,14 @@ def same_numbers_over_sockets(here: Here) -> None:
 
 
 def same_numbers_on_several_streams(here: Here) -> None:
-    """What does not need one another lies on streams side by side; averages wait for their gradients."""
+    """Independent ops lie on parallel streams; averages wait for their gradients."""
     _, graph = here.assert_same_runs(CUDAGraphCallback(streams=3), max_epochs=4, wrapper=BUCKETS)
     assert graph.counts.captures == 1, graph.counts
     assert graph.counts.replayed >= 10, graph.counts
 
 
 def sent_back_to_one_stream(here: Here) -> None:
-    """What one process cannot capture on several streams, all capture on one; maybe some steps later."""
+    """If one process cannot capture on several streams, all capture on one, maybe some steps later."""
     told = "planted" if here.size == 1 else "planted (rank 1)"
     for where, in_backward in (("forward", False), ("backward", True)):
         plain = here.train(f"plain {where}", None, max_epochs=4)
@@ -440,7 +440,7 @@ def sent_back_to_one_stream(here: Here) -> None:
 
 
 def _plant(patch: pytest.MonkeyPatch, in_backward: bool, here: bool) -> None:
-    """Captures on several streams are sent back at once, or when some gradients have been made."""
+    """Send captures on several streams back to one, at once or after some gradients."""
     add = Flow.add
 
     def refuses(flow: Flow, *args: Any, **kwargs: Any) -> Any:
@@ -455,7 +455,7 @@ def _plant(patch: pytest.MonkeyPatch, in_backward: bool, here: bool) -> None:
 class NotFused(Net):
     """With an optimizer whose gradients Lightning clips under mixed precision.
 
-    And the same bit for bit on a GPU, which AdamW that is not fused is not (`docs/same_numbers.md`).
+    It has the same bits on a GPU too, unlike AdamW that is not fused (`docs/same_numbers.md`).
     """
 
     def __init__(self) -> None:
@@ -486,7 +486,7 @@ def same_numbers_with_shared_batch_norm(here: Here) -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Batches without a number of them, one of which may be smaller."""
+    """Batches without a known number; one may be smaller."""
 
     def __init__(self, batches: int, odd: int = -1) -> None:
         self.batches = batches
@@ -498,14 +498,14 @@ class Stream(IterableDataset[Any]):
 
 
 class Endless(IterableDataset[Any]):
-    """Batches for as long as anybody wants some."""
+    """Batches without end."""
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.cycle(loader(ragged=False, batches=2))
 
 
 class _Again:
-    """Counts the steps that were plainly one more replay."""
+    """Counts the steps on the fast path."""
 
     def __init__(self) -> None:
         self.plain = 0
@@ -528,7 +528,7 @@ class _Again:
 
 
 def same_numbers_on_the_short_way(here: Here) -> None:
-    """Nobody's code but Lightning's runs between steps."""
+    """The fast path: no user code between steps."""
     with _Again() as again:
         _, graph = here.assert_same_runs(
             watched=False,
@@ -549,7 +549,7 @@ class OddBatch(Net):
 
 
 def another_shape(here: Here) -> None:
-    """One process has a batch of another shape: all take that step eagerly, and keep their graphs."""
+    """One process has a batch of another shape: all run that step eagerly, and keep their graphs."""
     _, graph = here.assert_same_runs(
         build=OddBatch, max_epochs=4, train_loader=loader(False, batches=14)
     )
@@ -568,7 +568,7 @@ class OtherDropout(Callback):
 
 
 def another_shape_on_the_short_way(here: Here) -> None:
-    """One process finds another shape where the others are about to replay."""
+    """One process finds another shape while the others are about to replay."""
     batches = DataLoader(Stream(24, odd=18 if here.rank == 1 else -1), batch_size=None)
     with _Again() as again:
         _, graph = here.assert_same_runs(
@@ -582,7 +582,7 @@ def another_shape_on_the_short_way(here: Here) -> None:
 
 
 def a_guard_in_one_process(here: Here) -> None:
-    """What a graph has baked in changes in one process: all capture anew."""
+    """A baked-in value changes in one process: all re-capture."""
     _, graph = here.assert_same_runs(callbacks=(OtherDropout(),), max_epochs=5)
     assert graph.counts.captures == 2, graph.counts
     assert "(rank 1)" in graph.counts.recaptures[0] or here.rank == 1, graph.counts
@@ -600,7 +600,7 @@ class ReadsOnOne(Net):
 
 
 def a_capture_that_one_refuses(here: Here) -> None:
-    """What one process cannot capture, none does."""
+    """If one process cannot capture, none does."""
     graph = here.train("graph", CUDAGraphCallback(), ReadsOnOne, raises=UnsupportedError)
     found = str(graph.error)
     assert ".item()" in found, found
@@ -608,7 +608,7 @@ def a_capture_that_one_refuses(here: Here) -> None:
 
 
 def a_capture_that_one_refuses_goes_on(here: Here) -> None:
-    """Or all go on without a graph."""
+    """All go on without a graph."""
     callback = CUDAGraphCallback(on_unsupported="eager")
     _, graph = here.assert_same_runs(callback, build=ReadsOnOne)
     assert graph.counts.replayed == 0, graph.counts
@@ -627,7 +627,7 @@ class _ReadsInBackward(torch.autograd.Function):
 
 
 class ReadsInBackwardOnOne(Net):
-    """On one process, the backward pass reads a value back when some gradients are there."""
+    """On one process, the backward pass reads a value after some gradients are made."""
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.features(x)
@@ -645,7 +645,7 @@ def a_capture_that_fails_in_the_backward_pass(here: Here) -> None:
 
 
 class WideReadsInBackwardOnOne(Net):
-    """The same with several large buckets, of which one process has averaged some."""
+    """The same with several large buckets, some of which one process has averaged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -662,7 +662,7 @@ class WideReadsInBackwardOnOne(Net):
 
 
 def a_wide_capture_that_fails_in_the_backward_pass(here: Here) -> None:
-    """NCCL registers large buffers of a capture in all processes, and one of them goes no further."""
+    """NCCL registers large buffers of a capture in all processes, and one process stops early."""
     callback = CUDAGraphCallback(on_unsupported="eager")
     wrapper = {"bucket_cap_mb": 3.0}
     _, graph = here.assert_same_runs(
@@ -672,7 +672,7 @@ def a_wide_capture_that_fails_in_the_backward_pass(here: Here) -> None:
 
 
 class CountsOnOne(Net):
-    """On one process, the loss depends on how often Python has run."""
+    """On one process, the loss depends on the number of Python calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -687,7 +687,7 @@ class CountsOnOne(Net):
 
 
 def a_check_that_one_fails(here: Here) -> None:
-    """A replay that differs in one process is everybody's."""
+    """A replay that differs in one process fails the check in all."""
     callback = CUDAGraphCallback(harmless=["calls"])
     try:
         graph = here.train("graph", callback, CountsOnOne, raises=VerificationError)
@@ -698,7 +698,7 @@ def a_check_that_one_fails(here: Here) -> None:
 
 
 class CountsInBufferOnOne(Net):
-    """On one process, a buffer depends on how often Python has run between steps."""
+    """On one process, a buffer depends on the number of Python calls between steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -716,7 +716,7 @@ class CountsInBufferOnOne(Net):
 
 
 def a_check_that_one_fails_alone(here: Here) -> None:
-    """A replay that differs in one process only, in what is not averaged, ends all."""
+    """A replay that differs in one process, in values that are not averaged, ends all."""
     callback = CUDAGraphCallback(harmless=["calls"])
     with patch.object(
         OpTape, "difference", None
@@ -729,7 +729,7 @@ def a_check_that_one_fails_alone(here: Here) -> None:
 
 
 def a_check_that_one_fails_alone_goes_on(here: Here) -> None:
-    """Or all go on without a graph."""
+    """All go on without a graph."""
     callback = CUDAGraphCallback(harmless=["calls"], on_unsupported="eager")
     with patch.object(OpTape, "difference", None):
         _, graph = here.assert_same_runs(callback, build=CountsInBufferOnOne)
@@ -740,7 +740,7 @@ def a_check_that_one_fails_alone_goes_on(here: Here) -> None:
 
 
 def different_arguments(here: Here) -> None:
-    """The processes were given different arguments."""
+    """The processes have different arguments."""
     callback = CUDAGraphCallback(verify=Verification(replays=1 + here.rank))
     graph = here.train("graph", callback, raises=ConfigurationError)
     said = r"argument `verify`: .*replays=1, .* on rank 0, .*replays=2, .* on rank 1"
@@ -748,7 +748,7 @@ def different_arguments(here: Here) -> None:
 
 
 def evaluation_is_refused_at_the_start(here: Here) -> None:
-    """And not after the first epoch."""
+    """Not only after the first epoch."""
     callback = CUDAGraphCallback(evaluation=True)
     graph = here.train("graph", callback, raises=UnsupportedError)
     assert "Evaluation on 2 device(s) with `DDPStrategy`" in str(graph.error), graph.error
@@ -756,26 +756,26 @@ def evaluation_is_refused_at_the_start(here: Here) -> None:
 
 
 def switched_off_in_one(here: Here) -> None:
-    """One process was told to do without."""
+    """One process has `backend="off"`."""
     callback = CUDAGraphCallback(backend="auto" if here.rank == 0 else "off")
     graph = here.train("graph", callback, raises=ConfigurationError)
     assert "argument `backend`: 'auto' on rank 0, 'off' on rank 1" in str(graph.error), graph.error
 
 
 def a_shorter_loader(here: Here) -> None:
-    """One process has fewer batches, and everybody can know it."""
+    """One process has fewer batches, and all know the number."""
     batches = loader(batches=14 + 4 * here.rank)
     graph = here.train("graph", CUDAGraphCallback(), train_loader=batches, raises=ConfigurationError)
     assert "number of training batches: 8 on rank 0, 10 on rank 1" in str(graph.error), graph.error
 
 
 def fewer_epochs_on_rank_0(here: Here) -> None:
-    """A process that comes to its end first is not waited for, and not in vain by those with more."""
+    """A process that ends first is not waited for, and those with more epochs do not hang."""
     _fewer_epochs(here, here.rank == 0)
 
 
 def fewer_epochs_on_rank_1(here: Here) -> None:
-    """The same where the other one has the store that both use."""
+    """The same if the other process hosts the store."""
     _fewer_epochs(here, here.rank == 1)
 
 
@@ -808,7 +808,7 @@ def different_accumulation(here: Here) -> None:
 
 
 def a_shorter_stream(here: Here) -> None:
-    """One process comes to its end before the others."""
+    """One process ends before the others."""
     batches = DataLoader(Stream(20 + 3 * here.rank), batch_size=None)
     graph = here.train("graph", CUDAGraphCallback(), train_loader=batches, raises=PeerError)
     assert "are before batch 19 of the epoch, which is the last one there" in str(graph.error), (
@@ -829,17 +829,17 @@ class Raises(Callback):
 
 
 def an_error_on_rank_0(here: Here) -> None:
-    """Raises what that process has met."""
+    """Raises the error that this process reports."""
     here.train("graph", CUDAGraphCallback(), callbacks=(Raises(0),))
 
 
 def an_error_on_rank_1(here: Here) -> None:
-    """Raises what that process has met."""
+    """Raises the error that this process reports."""
     here.train("graph", CUDAGraphCallback(), callbacks=(Raises(1),))
 
 
 class RaisesInOneOfThree(Raises):
-    """Raises in the middle, in one process; another one is busy then, and learns of it later."""
+    """Raises in the middle, in one process, while another one is busy and learns of it later."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if trainer.global_rank == 2 and trainer.global_step == 18:
@@ -848,7 +848,7 @@ class RaisesInOneOfThree(Raises):
 
 
 def an_error_on_rank_1_of_three(here: Here) -> None:
-    """Raises what that process has met; that of rank 0, with the store, ends with it at once."""
+    """Raises the reported error; rank 0, which hosts the store, ends at once."""
     with pytest.MonkeyPatch.context() as patch:
         if here.rank == 2:
             patch.setattr(failures, "_LOOK_EVERY_S", 2.5)
@@ -857,7 +857,7 @@ def an_error_on_rank_1_of_three(here: Here) -> None:
 
 
 class Killed(Callback):
-    """Ends in the middle, in one process, without a word."""
+    """Kills its process in the middle, on one rank."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 18:
@@ -865,7 +865,7 @@ class Killed(Callback):
 
 
 def killed_on_rank_1(here: Here) -> None:
-    """Raises in the other process that it is gone."""
+    """Raises in the other process that this one is gone."""
     here.train("graph", CUDAGraphCallback(), callbacks=(Killed(),), fit=pl.Trainer.fit)
 
 
@@ -881,12 +881,12 @@ class RaisesEarly(Callback):
 
 
 def an_error_before_training_on_rank_0(here: Here) -> None:
-    """Raises where the other processes are about to compare what they were asked for with this one."""
+    """Raises where the other processes are about to compare arguments with this one."""
     here.train("graph", CUDAGraphCallback(), callbacks=(RaisesEarly(0),))
 
 
 def an_error_before_training_on_rank_1(here: Here) -> None:
-    """Raises where the other processes are about to compare what they were asked for with this one."""
+    """Raises where the other processes are about to compare arguments with this one."""
     here.train("graph", CUDAGraphCallback(), callbacks=(RaisesEarly(1),))
 
 
@@ -912,23 +912,23 @@ def an_error_in_a_step_on_rank_1(here: Here) -> None:
 
 
 def an_error_in_a_step_on_rank_0(here: Here) -> None:
-    """The same where it has the store, in which the reason lies."""
+    """The same if the failed process hosts the store, which has the reason."""
     here.train("graph", CUDAGraphCallback(), type("RaisesInStep", (RaisesInStep,), {"rank": 0}))
 
 
 class RaisesInCapture(RaisesInStep):
-    """Raises in the step that is captured, in one process; and once more when it is taken eagerly."""
+    """Raises in the captured step, in one process, and again when it runs eagerly."""
 
     at_step = WARM_UP
 
 
 def an_error_in_a_capture_on_rank_1(here: Here) -> None:
-    """Raises where the other processes have captured, and tells what became of its steps."""
+    """Raises where the other processes have captured, and reports the counts of steps."""
     _error_in_a_capture(here, CUDAGraphCallback())
 
 
 def an_error_in_a_capture_on_rank_1_eager(here: Here) -> None:
-    """The same where what cannot be captured is taken eagerly; this cannot be taken at all."""
+    """The same with `on_unsupported="eager"`: the step fails eagerly too."""
     _error_in_a_capture(here, CUDAGraphCallback(on_unsupported="eager"))
 
 
@@ -940,7 +940,7 @@ def _error_in_a_capture(here: Here, callback: CUDAGraphCallback) -> None:
 
 
 class Signalled(Callback):
-    """Ends its process by SIGTERM, once, in the training or in the evaluation behind some step."""
+    """Sends its process SIGTERM once, in training or in the evaluation after some step."""
 
     def __init__(self, global_step: int, evaluates: bool) -> None:
         self.at = (global_step, evaluates)
@@ -958,10 +958,10 @@ class Signalled(Callback):
 
 
 def _ends(here: Here, *callbacks: Callback, **kwargs: Any) -> int:
-    """A run that ends as all runs do that have been sent SIGTERM, behind as many steps in all processes.
+    """Check that a run ends as after SIGTERM, after equally many steps in all processes.
 
     Returns:
-        How many steps it had.
+        The number of steps.
     """
     arguments: dict[str, Any] = {"watched": False, "checkpoint_every": 0, "max_epochs": 10, **kwargs}
     trace = here.train(
@@ -976,13 +976,13 @@ def _ends(here: Here, *callbacks: Callback, **kwargs: Any) -> int:
 
 
 def a_signal_in_an_evaluation(here: Here) -> None:
-    """In all processes, and the evaluation goes on for as long as anybody likes."""
+    """In all processes; the evaluation itself has no end."""
     endless = DataLoader(Endless(), batch_size=None)
     assert _ends(here, Signalled(24, True), val_loader=endless, check_val_every_n_epoch=3) == 24
 
 
 def a_signal_in_an_evaluation_of_one(here: Here) -> None:
-    """All end behind the next batch of the training."""
+    """All end after the next training batch."""
     callbacks = [Signalled(20, True)] if here.rank == 1 else []
     assert _ends(here, *callbacks, val_check_interval=4) == 21
 
@@ -1006,7 +1006,7 @@ def a_signal_before_and_in_an_evaluation(here: Here) -> None:
 
 
 class SharedInEvaluation(Net):
-    """What it logs in an evaluation is of all processes."""
+    """Logs values of all processes in an evaluation."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -1014,13 +1014,13 @@ class SharedInEvaluation(Net):
 
 
 def a_signal_before_what_all_need(here: Here) -> None:
-    """At the end of the evaluation, processes wait for one another in a collective."""
+    """At the end of the evaluation, processes meet in a collective."""
     found = _ends(here, Signalled(20, here.rank == 0), build=SharedInEvaluation, val_check_interval=4)
     assert found in (20, 21), found
 
 
 class SharesEachBatch(Net):
-    """What it computes in each batch of an evaluation is of all processes."""
+    """Has a collective in each batch of an evaluation."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -1030,9 +1030,9 @@ class SharesEachBatch(Net):
 
 
 class SignalledInTurn(Callback):
-    """Ends its process by SIGTERM in one evaluation: that of rank 1 a few batches later than the other.
+    """Sends its process SIGTERM in one evaluation: rank 1 a few batches later than the other.
 
-    Rank 1 is slow behind each batch, so that the other one is in the next by then.
+    Rank 1 is slow after each batch, so the other one is in the next batch by then.
     """
 
     sent = False
@@ -1053,21 +1053,21 @@ class SignalledInTurn(Callback):
 
 
 def a_signal_where_all_share_each_batch(here: Here) -> None:
-    """All end behind the same batch of the evaluation, and none is left alone in its collective."""
+    """All end after the same batch of the evaluation; none hangs in a collective."""
     batches = loader(ragged=False, seed=1, batches=40)
     found = _ends(here, SignalledInTurn(), build=SharesEachBatch, val_loader=batches)
     assert found == 24, found
 
 
 def an_error_behind_a_signal(here: Here) -> None:
-    """Of one process, in the last step, that all have agreed to do."""
+    """In one process, in the last step, on which all have agreed."""
     callbacks = (Signalled(5, False),)
     # The other process may end by the signal, and does not wait for this one then.
     here.train("graph", CUDAGraphCallback(), RaisesInStep, callbacks=callbacks, fit=pl.Trainer.fit)
 
 
 class Notes(Callback):
-    """Says when replays have begun, and where the run ends."""
+    """Writes when replays have begun, and at which step the run ends."""
 
     def __init__(self, here: Here) -> None:
         self.here = here
@@ -1082,7 +1082,7 @@ class Notes(Callback):
 
 
 def trains_for_ever(here: Here) -> None:
-    """Until somebody ends it."""
+    """Train until the process is ended from outside."""
     here.train("graph", CUDAGraphCallback(), callbacks=(Notes(here),), max_epochs=100_000)
 
 

@@ -1,11 +1,11 @@
-"""A process that has imported everything, and from which one rank of each launch is forked.
+"""Fork server: a process that has imported everything, from which one rank of each launch is forked.
 
-To import torch and Lightning takes many times longer than most cases. What a forked process does, and
-how it ends, is as in one that was started: it returns to the end of this module, and Python ends. Where
-all has gone well and a launch does not look at the end, objects are left to the system: to take them
-apart copies their memory, which costs more than many a case.
+Importing torch and Lightning takes many times longer than most cases. A forked process runs and ends as
+a started one: it returns to the end of this module, and Python ends. If all went well and a launch does
+not check the end, objects are left to the system: finalizing them copies their memory, which costs more
+than many a case.
 
-Not for GPUs: CUDA does not go on in a fork.
+Not for GPUs: CUDA does not work in a fork.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _tell(number: int) -> None:
 
 
 def _become(asked: Any) -> None:
-    """What is otherwise so from the start of a process: its environment, its files, its rank."""
+    """Set what is fixed at the start of a process: its environment, its files, its rank."""
     os.environ.clear()
     os.environ.update(asked["environment"])
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -45,7 +45,7 @@ def _become(asked: Any) -> None:
 
 
 def _leave() -> None:
-    """End as Python does, but for its objects."""
+    """End as Python does, without finalizing objects."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -54,7 +54,7 @@ def _leave() -> None:
 
 
 def main() -> int:
-    """Fork a worker for each line that is read; tell its number, and how it has ended."""
+    """Fork a worker for each line that is read; write its process id, and later its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for who has started this
     gc.freeze()  # a collection of garbage in a forked process would have it copied
     for line in sys.stdin:

@@ -1,7 +1,7 @@
-"""Processes that are forked from one that has imported everything (`fork_server.py`).
+"""Workers forked from a process that has imported everything (`fork_server.py`).
 
-Each rank has a server of its own, because the order of Python's sets is drawn when a process is started:
-what depends on it must not be the same in all ranks.
+Each rank has a server of its own, because the order of Python's sets is drawn when a process starts: it
+must not be the same in all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class _Server:
-    """Forks one process after the other; tells of each its number, and then how it has ended."""
+    """A fork server: forks one process after the other, and reports the id and exit status of each."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.distributed.fork_server"]
@@ -33,11 +33,11 @@ class _Server:
         atexit.register(self._process.communicate)  # which closes its input, and waits
 
     def ask(self, **asked: object) -> None:
-        """Let it fork a process."""
+        """Request a fork."""
         cast(IO[bytes], self._process.stdin).write(json.dumps(asked).encode() + b"\n")
 
     def told(self, timeout: float | None) -> int:
-        """The next number that it tells."""
+        """The next number that it writes."""
         output = cast(IO[bytes], self._process.stdout)
         if timeout is not None and not select.select([output], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(self._process.args, timeout)
@@ -53,11 +53,11 @@ class Forked:
     """A worker, with the methods of `subprocess.Popen` that a launch needs.
 
     Args:
-        rank: which server forks it. The one before it must have ended.
+        rank: of the server that forks it. The worker before it must have ended.
         arguments: of `tests.distributed.worker`.
         environment: its variables.
         said: the file for its output and its errors.
-        to_its_end: let Python take all objects apart when it ends.
+        to_its_end: let Python finalize all objects at its end.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Forked:
         self._status: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, negative for a signal."""
+        """The exit status, negative for a signal."""
         if self._pid is None:
             self._pid = self._server.told(timeout)
         if self._status is None:
@@ -86,7 +86,7 @@ class Forked:
         return self._status
 
     def send_signal(self, sig: int) -> None:
-        """Send it a signal, if it has not ended."""
+        """Send a signal, unless the worker has ended."""
         if self._pid is None:
             self._pid = self._server.told(None)
         if self._status is None:

@@ -1,7 +1,7 @@
 """One process of a run on two machines, as `torchrun` starts it.
 
-Both are this machine; the name by which processes tell machines apart is that of the agent which started
-them. So ranks are not local ranks, and processes of one agent have no memory in common with the others.
+Both are this machine; processes identify their machine by the agent that started them. So ranks are not
+local ranks, and processes of different agents share no memory.
 
     torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --rdzv-backend static \
         --master-addr 127.0.0.1 --master-port PORT -m tests.distributed.hosts FOLDER cpu

@@ -1,8 +1,8 @@
-"""Processes that train together, and what became of each.
+"""Launches of processes that train together, with the outcome of each case.
 
-A launch takes seconds, so that one serves many cases: every process runs them in order, and writes for
-each what it came to. A launch has a time limit: a hang is a failure. On a CPU the processes are forked
-from some that have imported everything; CUDA does not go on in a fork.
+A launch takes seconds, so one serves many cases: every process runs them in order, and writes the
+outcome of each. A launch has a time limit: a hang is a failure. On a CPU the processes are forked from
+servers that have imported everything; CUDA does not work in a fork.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ AT_ONCE_S = 30.0
 
 @dataclass
 class Ended:
-    """How one process ended.
+    """The end of one process.
 
     Attributes:
         status: its exit status; negative for a signal, None if it had to be killed.
-        said: what it wrote to its output and its errors.
-        cases: what came of each case, ``"ok"`` or a traceback.
-        ended_s: when, by the monotonic clock; seen in the order of the ranks.
+        said: its standard output and error.
+        cases: the outcome of each case, ``"ok"`` or a traceback.
+        ended_s: time of its end, by the monotonic clock; observed in the order of the ranks.
     """
 
     status: int | None
@@ -49,9 +49,9 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port that nobody listens on.
+    """A port without a listener.
 
-    Not one that the system would give: those are given to every connection that is made meanwhile.
+    Not one that the system assigns: it assigns those to every connection made meanwhile.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
@@ -71,19 +71,19 @@ def launch(
     environment: Mapping[str, str] | None = None,
     to_its_end: bool = True,
 ) -> list[Ended]:
-    """Run cases in processes of one group.
+    """Run cases in the processes of one group.
 
     Args:
-        folder: where everything is written.
+        folder: the folder of all files.
         cases: functions of `tests.distributed.cases` or of the modules beside it that `worker` knows.
         accelerator: ``"cpu"`` or ``"gpu"``.
-        timeout_s: when they must have ended.
+        timeout_s: time after which they must have ended.
         act: called once they have begun, with the folder and the processes.
-        size: how many processes.
-        limit_s: when a process that is still in the same case writes where it is, and ends.
+        size: number of processes.
+        limit_s: time in one case after which a process writes its stack, and ends.
         environment: variables for all of them.
-        to_its_end: let Python take all objects apart at the end of a forked process. False where the end
-            is not what is tested: that costs more than half a second of each.
+        to_its_end: let Python finalize all objects at the end of a forked process, which costs more than
+            half a second. False if the end is not under test.
     """
     port = free_port()
     processes: list[Process] = []
@@ -124,7 +124,7 @@ def launch(
 
 
 def failures(ended: list[Ended], cases: Sequence[str]) -> str:
-    """What did not come out well: every case, in every process; or nothing."""
+    """The failed cases of all processes, in words; empty if none failed."""
     found = []
     for rank, process in enumerate(ended):
         bad = [case for case in cases if process.cases.get(case) != "ok"]
@@ -135,6 +135,6 @@ def failures(ended: list[Ended], cases: Sequence[str]) -> str:
 
 
 def assert_all_ok(ended: list[Ended], cases: Sequence[str]) -> None:
-    """Fail unless every case came out well in every process."""
+    """Fail unless every case passed in every process."""
     if found := failures(ended, cases):
         pytest.fail(found, pytrace=False)

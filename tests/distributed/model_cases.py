@@ -1,8 +1,8 @@
 """Models of the benchmarks, trained by several processes: GPT, ResNet-18, BERT-base.
 
-Each with gradients of one batch and of four, over sixty steps of the optimizer, with validations in the
-middle of the epoch and at its end: what the run leaves is the same with the callback as without it, bit
-for bit. Both average gradients in the same buckets, or their sums would be taken in another order.
+Each with gradients of one batch and of four, over sixty optimizer steps, with validations in the middle
+of the epoch and at its end. The final state is the same with the callback and without it, bit for bit.
+Both runs average gradients in the same buckets, because others would sum them in another order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOLD_OF_BUCKETS = (
 
 
 class Buckets(Callback):
-    """Notes at the end in what buckets gradients were averaged."""
+    """Records at the end the buckets in which gradients were averaged."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, Any] = {}
@@ -48,7 +48,7 @@ class Buckets(Callback):
 
 
 def _module(workload: Workload, tiny: bool) -> pl.LightningModule:
-    """A model that logs its loss in validation, too."""
+    """A model that also logs its loss in validation."""
     pl.seed_everything(3, verbose=False)
     module = workload.make(tiny)
 
@@ -69,12 +69,12 @@ def _batches(workload: Workload, batches: int, tiny: bool) -> DataLoader[Any]:
 
 
 def train_model(here: Here, name: str, accumulated: int) -> str:
-    """Both runs of a model; returns what they had in common, in words.
+    """Train a model without and with the callback; returns a summary in words.
 
     Args:
-        here: where.
+        here: the process and its folder.
         name: of the model.
-        accumulated: how many batches the gradients of a step come from.
+        accumulated: number of batches in an accumulation window.
     """
     workload = next(workload for workload in MODELS if workload.name == name)
     tiny = here.accelerator == "cpu"

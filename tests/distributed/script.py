@@ -1,6 +1,6 @@
-"""Runs a script as Python does, and takes the process group down behind it.
+"""Run a script as Python does, and destroy the process group at its end.
 
-Neither Lightning nor most scripts do that, and then a thread of gloo's is sometimes still running when
+Neither Lightning nor most scripts do that, and then one of gloo's threads sometimes still runs when
 Python ends, which the system takes for a crash; with the callback or without.
 """
 

@@ -1,4 +1,4 @@
-"""Weights that are split between processes: refused with the reason of the table, or eager."""
+"""Cases of sharded weights: captured, refused with the reason of the table, or eager."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ReshardedNever(Sharded):
 
 
 class TensorParallel(Sharded):
-    """Each matrix is split between the processes."""
+    """Each matrix is sharded over the processes."""
 
     def configure_model(self) -> None:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -76,7 +76,7 @@ class TensorParallel(Sharded):
 
 
 class Whole(Sharded):
-    """The strategy does it all."""
+    """The strategy shards the module as a whole."""
 
     def configure_model(self) -> None:
         pass
@@ -111,13 +111,13 @@ def _fit(
 
 
 def _refused_or_eager(here: Here, build: type[Sharded], strategy: Any, reason: str) -> None:
-    """Raise with the reason; with the other policy, say it, and train the same eagerly.
+    """Check that a run raises with the reason, and with the other policy reports it and trains eagerly.
 
     Args:
-        here: where.
+        here: the process and its folder.
         build: makes the module.
         strategy: makes the strategy.
-        reason: why.
+        reason: part of the reason.
     """
     batches = loader(ragged=False, seed=here.rank, batches=STEPS)
     with pytest.raises(UnsupportedError, match=reason):
@@ -199,7 +199,7 @@ def fully_sharded(here: Here) -> None:
 
 
 def fully_sharded_in_windows(here: Here) -> None:
-    """Accumulation, in which gradients are reduced in each batch, and clipping by the norm of all."""
+    """Accumulation, with gradients reduced in each batch, and clipping by the norm of all."""
     _same_when_sharded(
         here,
         ShardedNet,
@@ -211,7 +211,7 @@ def fully_sharded_in_windows(here: Here) -> None:
 
 
 class Unfinished(Callback):
-    """In an epoch, what reduces gradients is waited for once in a window, behind its last batch."""
+    """In one epoch, reductions are waited for once in an accumulation window, after its last batch."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch in (2, 3):
@@ -219,7 +219,7 @@ class Unfinished(Callback):
 
 
 def fully_sharded_in_windows_that_wait_once(here: Here) -> None:
-    """No graph waits for what an eager step has left to be waited for."""
+    """No graph waits for reductions that an eager step has left pending."""
     runs = {"max_epochs": 6, "accumulate_grad_batches": 4, **_SHARDED}
     plain = here.train("plain", None, callbacks=(Unfinished(),), **runs)
     graph = here.train("graph", CUDAGraphCallback(), callbacks=(Unfinished(),), **runs)
@@ -233,7 +233,7 @@ def fully_sharded_in_windows_that_wait_once(here: Here) -> None:
 
 
 class SyncedBehind(Callback):
-    """Gradients are reduced with those of the next batch; a hook in the step takes the switch back."""
+    """Gradients are reduced with those of the next batch; a hook in the step resets the switch."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         pl_module.set_requires_gradient_sync(trainer.current_epoch != 2 or batch_idx % 2 == 1)
@@ -243,7 +243,7 @@ class SyncedBehind(Callback):
 
 
 def fully_sharded_with_a_switch_that_is_back(here: Here) -> None:
-    """What an eager step has left is seen, whatever the switches say behind it."""
+    """Pending work of an eager step is detected, even if the switches are reset."""
     runs = {"max_epochs": 5, **_SHARDED}
     plain = here.train("plain", None, callbacks=(SyncedBehind(),), **runs)
     graph = here.train("graph", CUDAGraphCallback(), callbacks=(SyncedBehind(),), **runs)
@@ -254,7 +254,7 @@ def fully_sharded_with_a_switch_that_is_back(here: Here) -> None:
 
 
 class SwitchesInStep(ShardedNet):
-    """The step itself says that gradients wait for those of the next batch."""
+    """The step itself defers its reductions to the next batch."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.syncs = batch_idx % 2 == 1
@@ -265,7 +265,7 @@ class SwitchesInStep(ShardedNet):
 
 
 def fully_sharded_with_a_switch_in_the_step(here: Here) -> None:
-    """A replay would not turn it; so there is none."""
+    """A replay would not set the switch, so the step is not captured."""
     runs = _SHARDED | {"build": SwitchesInStep, "accumulate_grad_batches": 2}
     refused = here.train("refused", CUDAGraphCallback(), raises=CaptureError, **runs)
     assert "The step changes " in str(refused.error)
@@ -277,7 +277,7 @@ def fully_sharded_with_a_switch_in_the_step(here: Here) -> None:
 
 
 class Meddling(Callback):
-    """Asks the module between two steps, writes into its weights, and has them gathered too early."""
+    """Reads the module between two steps, writes into its weights, and gathers them too early."""
 
     def __init__(self) -> None:
         self.said: list[Tensor] = []
@@ -303,7 +303,7 @@ class Meddling(Callback):
 
 
 def fully_sharded_and_meddled_with(here: Here) -> None:
-    """What finds weights gathered uses them as they are."""
+    """Weights that are gathered already are used as they are."""
     runs = {"max_epochs": 4, **_SHARDED}
     plain, graph = Meddling(), Meddling()
     one = here.train("plain", None, callbacks=(plain,), **runs)
@@ -318,7 +318,7 @@ def fully_sharded_and_meddled_with(here: Here) -> None:
 
 
 class Reading(ShardedNet):
-    """Reads a value in the middle of the forward pass, or of the backward pass."""
+    """Reads a value in the middle of the forward or of the backward pass."""
 
     in_backward = False
 
@@ -340,7 +340,7 @@ class ReadingInBackward(Reading):
 
 
 def fully_sharded_and_not_captured(here: Here) -> None:
-    """A capture that ends in the middle leaves nothing gathered, and nothing that is waited for."""
+    """A capture that fails in the middle leaves nothing gathered, and no pending work."""
     for build in (Reading, ReadingInBackward):
         runs = _SHARDED | {"build": build}
         plain = here.train(f"plain {build.__name__}", None, **runs)
@@ -352,11 +352,11 @@ def fully_sharded_and_not_captured(here: Here) -> None:
 
 
 def _leave(gradients: Tensor) -> None:
-    """In the place of an all-reduce that there is not, with a mesh of one dimension."""
+    """Replaces an all-reduce that a one-dimensional mesh does not have."""
 
 
 class Changing(Callback):
-    """Changes what `fully_shard` does, in the second epoch and the third."""
+    """Changes settings of `fully_shard` in the second and third epoch."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch == 1:
@@ -371,7 +371,7 @@ class Changing(Callback):
 
 
 def fully_sharded_with_settings_that_change(here: Here) -> None:
-    """Settings of `fully_shard` are compared; steps that keep something on the host are eager."""
+    """Settings of `fully_shard` are guarded; steps that keep something on the host are eager."""
     runs = {"max_epochs": 5, **_SHARDED}
     plain = here.train("plain", None, callbacks=(Changing(),), **runs)
     graph = here.train("graph", CUDAGraphCallback(), callbacks=(Changing(),), **runs)
@@ -405,13 +405,13 @@ class Hybrid(ShardedNet):
 
 
 def fully_sharded_in_two_ways(here: Here) -> None:
-    """Refused: some processes have copies of what others split."""
+    """Refused: some processes have copies of other processes' shards."""
     with pytest.raises(UnsupportedError, match="split between processes in more than one way"):
         here.train("graph", CUDAGraphCallback(), **_SHARDED | {"build": Hybrid})
 
 
 def a_torch_that_is_built_differently(here: Here) -> None:
-    """Said when training starts."""
+    """Reported when training starts."""
     with pytest.MonkeyPatch.context() as patch:
 
         def lose(trainer: Any, pl_module: Any) -> None:  # which torch itself needs until then
@@ -424,7 +424,7 @@ def a_torch_that_is_built_differently(here: Here) -> None:
 
 
 def fully_sharded_in_ways_of_ones_own(here: Here) -> None:
-    """Refused: what works on the host, or by code of the user's, whenever weights are gathered."""
+    """Refused: host work or user code in each gathering of weights."""
     for build, reason in (
         (Offloaded, "keeps weights in host memory"),
         (ReducedByHand, "all_reduce_hook"),
@@ -434,23 +434,23 @@ def fully_sharded_in_ways_of_ones_own(here: Here) -> None:
 
 
 def several_streams_of_sharded_weights(here: Here) -> None:
-    """Refused: memory that changes its size in the middle of a step has one order alone."""
+    """Refused: memory resized in the middle of a step allows one order only."""
     with pytest.raises(UnsupportedError, match="on several streams"):
         here.train("graph", CUDAGraphCallback(streams=2), **_SHARDED)
 
 
 def fully_sharded_always(here: Here) -> None:
-    """All weights are let go of behind the forward pass."""
+    """All weights are released after the forward pass."""
     _same_when_sharded(here, NetReshardedAlways)
 
 
 def fully_sharded_never(here: Here) -> None:
-    """All weights stay gathered until the backward pass is done."""
+    """All weights stay gathered until the end of the backward pass."""
     _same_when_sharded(here, NetReshardedNever)
 
 
 def tensor_parallel(here: Here) -> None:
-    """What is one matrix to the module is half of one to each process."""
+    """A matrix of the module is sharded: each process has half of it."""
 
     def strategy() -> ModelParallelStrategy:
         return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
@@ -459,12 +459,12 @@ def tensor_parallel(here: Here) -> None:
 
 
 def fully_sharded_as_one(here: Here) -> None:
-    """FSDP1, which Lightning has on GPUs alone."""
+    """FSDP1, which Lightning has on GPUs only."""
     _refused_or_eager(here, Whole, FSDPStrategy, "FSDP1 gathers weights")
 
 
 def sharded_steps(here: Here) -> None:
-    """`GraphedStep` on weights that are split, in a plain loop and under Fabric."""
+    """`GraphedStep` on sharded weights, in a plain loop and under Fabric."""
     _join(here)
     device = _device(here)
     mesh = dist.init_device_mesh(device.type, (2,))

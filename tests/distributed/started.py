@@ -17,7 +17,7 @@ from tests.harness import Net, loader, make
 
 
 class _Replays(Callback):
-    """Fails in a process that has not replayed: what it is there does not come back."""
+    """Fails in a process without replays: its own state does not return to the caller."""
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What processes do with `GraphedStep`: under Fabric, and in loops of their own."""
+"""Cases of `GraphedStep` in several processes: under Fabric, and in plain loops."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _device(here: Here) -> torch.device:
 
 
 def _join(here: Here) -> None:
-    """Be in a process group, which lasts for the launch."""
+    """Join a process group, which lasts for the launch."""
     if not dist.is_initialized():
         os.environ["RANK"] = os.environ["LOCAL_RANK"]
         if here.accelerator == "gpu":
@@ -59,7 +59,7 @@ def _join(here: Here) -> None:
 
 
 class Plain:
-    """A loop of its own around a `DistributedDataParallel`; each process has its own batches."""
+    """A plain loop around a `DistributedDataParallel`; each process has its own batches."""
 
     steps = STEPS
     wrapper: ClassVar[dict[str, Any]] = {}
@@ -98,7 +98,7 @@ class Plain:
         return loss
 
     def around(self, index: int) -> None:
-        """What the loop does on the host after each call."""
+        """The loop's host work after each call."""
 
     def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
         return step(x, y)
@@ -135,7 +135,7 @@ class Plain:
 
 
 def _same(here: Here, loop: Callable[[Here], Plain], replays: int) -> GraphedStep[..., Any]:
-    """Fail unless the graphed loop does the same as the plain one, and as many replays as expected."""
+    """Fail unless the loop with graphs equals the one without, with the expected number of replays."""
     plain, _ = loop(here).run(graphed=False)
     graphed, step = loop(here).run(graphed=True)
     assert step.summary.calls.replayed == replays, step.summary
@@ -145,7 +145,7 @@ def _same(here: Here, loop: Callable[[Here], Plain], replays: int) -> GraphedSte
 
 
 def plain_loop(here: Here) -> None:
-    """Dropout, and batch norm whose buffers are broadcast."""
+    """Dropout, and batch norm with broadcast buffers."""
     step = _same(here, Plain, STEPS - WARM_UP)
     assert step.summary.calls.captures == 1, step.summary
     assert not step.summary.calls.eager, step.summary
@@ -163,7 +163,7 @@ def plain_loop_in_buckets(here: Here) -> None:
 
 
 class Accumulates(Plain):
-    """Gradients of four calls, of which the last one averages; the optimizer steps outside."""
+    """Gradients of four calls, the last of which averages; the optimizer steps outside."""
 
     steps = 4 * WARM_UP + 12
 
@@ -185,7 +185,7 @@ class Accumulates(Plain):
 
 
 def accumulated(here: Here) -> None:
-    """Three graphs: of calls that broadcast buffers, of those that do not, and of those that average."""
+    """Three graphs: calls that broadcast buffers, calls that do not, and calls that average."""
     step = _same(here, Accumulates, 12)
     assert step.summary.calls.captures == 3, step.summary
 
@@ -224,13 +224,13 @@ class Validates(Plain):
 
 
 def validated(here: Here) -> None:
-    """Calls after a validation have a graph of their own, as soon as they have come up often enough."""
+    """Calls after a validation get a graph of their own after enough warm-up."""
     step = _same(here, Validates, 18 - 1)
     assert step.summary.calls.captures == 2, step.summary
 
 
 class OddBatch(Plain):
-    """One process has a smaller batch in the middle, and one at which all have."""
+    """One process has a smaller batch in the middle; later all have one."""
 
     def size(self, index: int) -> int:
         return 5 if index == 18 or (index == 15 and self.here.rank == 1) else 8
@@ -244,13 +244,13 @@ def another_shape(here: Here) -> None:
 
 
 def another_shape_over_sockets(here: Here) -> None:
-    """The same without memory that processes share."""
+    """The same without shared memory."""
     with _no_page():
         another_shape(here)
 
 
 class OtherDropout(Plain):
-    """In one process, dropout becomes another."""
+    """In one process, the dropout rate changes."""
 
     def around(self, index: int) -> None:
         if index == 14 and self.here.rank == 1:
@@ -258,7 +258,7 @@ class OtherDropout(Plain):
 
 
 def a_guard_in_one_process(here: Here) -> None:
-    """All capture anew."""
+    """All re-capture."""
     step = _same(here, OtherDropout, STEPS - WARM_UP - 3)
     assert step.summary.calls.captures == 2, step.summary
     assert "(rank 1)" in step.summary.calls.recaptures[0] or here.rank == 1, step.summary
@@ -279,7 +279,7 @@ class ReadsOnOneAndGoesOn(ReadsOnOne):
 
 
 def a_capture_that_one_refuses(here: Here) -> None:
-    """What one process cannot capture, none does; or all go on without a graph."""
+    """If one process cannot capture, none does; or all go on without a graph."""
     with pytest.raises(UnsupportedError, match=r"\.item\(\)") as caught:
         ReadsOnOne(here).run(graphed=True)
     assert str(caught.value).startswith("On rank 1: ") == (here.rank == 0), caught.value
@@ -296,18 +296,18 @@ class RaisesOnOne(Plain):
 
 
 def an_error_in_one_process(here: Here) -> None:
-    """The other one ends with it, in seconds."""
+    """The other one ends with it within seconds."""
     _ends_all(here, RaisesOnOne(here), ValueError, "no more cheese")
 
 
 def an_error_in_one_process_over_sockets(here: Here) -> None:
-    """The same without memory that processes share."""
+    """The same without shared memory."""
     with _no_page():
         an_error_in_one_process(here)
 
 
 def _ends_all(here: Here, loop: Plain, kind: type[BaseException], reason: str = "") -> None:
-    """Fail unless rank 1 meets an error, and the others end with it in seconds."""
+    """Fail unless rank 1 meets an error, and the others end with it within seconds."""
     started_s = time.monotonic()
     with pytest.raises(kind if here.rank == 1 else PeerError) as caught:
         loop.run(graphed=True)
@@ -317,7 +317,7 @@ def _ends_all(here: Here, loop: Plain, kind: type[BaseException], reason: str = 
 
 
 class RaisesInTheStep(Plain):
-    """In one process, a call of the function ends with an error: when all have averaged, or before."""
+    """In one process, a call of the function raises: after the averages, or before."""
 
     call_index = 0
 
@@ -339,17 +339,17 @@ class RaisesInTheStep(Plain):
 
 
 def an_error_in_the_step(here: Here) -> None:
-    """Behind its averages: the others learn of it at the next call."""
+    """After its averages: the others learn of it at the next call."""
     _ends_all(here, RaisesInTheStep(here, is_behind=True), ValueError, "no more cheese")
 
 
 def an_error_in_the_step_before_averages(here: Here) -> None:
-    """The others wait for gradients. On a CPU they end with the process that does not come."""
+    """The others wait for gradients. On a CPU they end with the missing process."""
     RaisesInTheStep(here, is_behind=False).run(graphed=True)
 
 
 class RaisesInTheCapture(Plain):
-    """In one process, the function ends with an error where it is captured."""
+    """In one process, the function raises in the capture."""
 
     def step(self, x: Tensor, y: Tensor) -> Any:
         loss = super().step(x, y)
@@ -359,7 +359,7 @@ class RaisesInTheCapture(Plain):
 
 
 def an_error_in_the_capture(here: Here) -> None:
-    """What one process cannot capture, none does."""
+    """If one process cannot capture, none does."""
     with pytest.raises((PeerError, UnsupportedError), match="ValueError in the capture: no more cheese"):
         RaisesInTheCapture(here).run(graphed=True)
 
@@ -393,25 +393,26 @@ class Interrupted(Plain):
 
 
 def ctrl_c_in_one_process(here: Here) -> None:
-    """In the start of a run, and behind the capture."""
+    """At the start of a run, and after the capture."""
     for at in (0, WARM_UP + 4):
         _ends_all(here, Interrupted(here, at), KeyboardInterrupt)
 
 
 def ctrl_c_over_sockets(here: Here) -> None:
-    """Nobody catches it; what is exchanged can still reach those that come later, and so they end with
-    the process that does not come.
+    """Uncaught, so that the process ends.
+
+    Its last message can still reach the others, which end with the missing process.
     """
     with _no_page():
         Interrupted(here, WARM_UP + 4).run(graphed=True)
 
 
 class UncaughtError(BaseException):
-    """Nobody catches it, so that it ends Python."""
+    """An uncaught error, which ends Python."""
 
 
 def an_uncaught_error_without_with(here: Here) -> None:
-    """The step is closed at the end of Python, and knows that this is no good end."""
+    """The step is closed at the end of Python, and reports the failure."""
     loop = Plain(here)
     step = GraphedStep(loop.step, loop.net, loop.optimizer)
     for index, (x, y) in enumerate(loop.batches()):
@@ -421,7 +422,7 @@ def an_uncaught_error_without_with(here: Here) -> None:
 
 
 def an_uncaught_error_before_the_first_call(here: Here) -> None:
-    """The step was made, and so the others know."""
+    """The step exists, so the others are told."""
     loop = Plain(here)
     step = GraphedStep(loop.step, loop.net, loop.optimizer)
     if here.rank == 1:
@@ -431,7 +432,7 @@ def an_uncaught_error_before_the_first_call(here: Here) -> None:
 
 
 def an_uncaught_error_between_two_steps(here: Here) -> None:
-    """The one is closed, and the other not made in the process that ends."""
+    """One step is closed, and the next not made in the failed process."""
     loop = Plain(here)
     loop.run(graphed=True)
     if here.rank == 1:
@@ -440,7 +441,7 @@ def an_uncaught_error_between_two_steps(here: Here) -> None:
 
 
 def an_uncaught_error_well_before_another_step(here: Here) -> None:
-    """Who comes to the next one later finds word of it."""
+    """A process that makes the next step later finds the failure."""
     loop = Plain(here)
     loop.run(graphed=True)
     if here.rank == 1:
@@ -450,7 +451,7 @@ def an_uncaught_error_well_before_another_step(here: Here) -> None:
 
 
 class RaisesAtOnce(Plain):
-    """In one process, inside of `with`, before the first call."""
+    """In one process, inside `with`, before the first call."""
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.here.rank == 1:
@@ -459,7 +460,7 @@ class RaisesAtOnce(Plain):
 
 
 def an_error_before_the_first_call(here: Here) -> None:
-    """The other one ends with it, in seconds."""
+    """The other one ends with it within seconds."""
     _ends_all(here, RaisesAtOnce(here), ValueError, "no more cheese")
 
 
@@ -483,12 +484,12 @@ class Teacher(Plain):
 
 
 def a_teacher_without_gradients(here: Here) -> None:
-    """The capture does not wait until it has averaged something."""
+    """The capture does not wait for its first average."""
     _same(here, Teacher, STEPS - WARM_UP)
 
 
 class AlternatesOnOne(Plain):
-    """In one process, a number is another one in every second call."""
+    """In one process, a number alternates between two calls."""
 
     def step(self, x: Tensor, y: Tensor, factor: float = 1.0) -> Any:
         self.optimizer.zero_grad()
@@ -502,7 +503,7 @@ class AlternatesOnOne(Plain):
 
 
 def a_number_that_alternates_in_one_process(here: Here) -> None:
-    """Each lets go of what the other has not; and what was heard of it is not told as one's own."""
+    """Each drops graphs that the other lacks; reasons of others are not repeated as one's own."""
     loop = AlternatesOnOne(here)
     loop.steps = 60
     plain, _ = loop.run(graphed=False)
@@ -522,14 +523,14 @@ class DifferentArguments(Plain):
 
 
 class SameArguments(Plain):
-    """Sets have no order that processes have in common."""
+    """Sets have a different order in each process."""
 
     steps = 3
     kwargs: ClassVar[dict[str, Any]] = {"harmless": [f"name{index}" for index in range(20)]}
 
 
 def different_arguments(here: Here) -> None:
-    """Nothing is begun."""
+    """No step begins."""
     with pytest.raises(
         ConfigurationError,
         match=r"argument `verify`: .*replays=0, .* on rank 0, .*replays=1, .* on rank 1",
@@ -539,7 +540,7 @@ def different_arguments(here: Here) -> None:
 
 
 class AnotherBackend(Plain):
-    """In one process, another backend than in the others."""
+    """One process has another backend than the others."""
 
     steps = 3
 
@@ -554,14 +555,14 @@ class WithoutGraphs(Plain):
 
 
 def another_backend_in_one(here: Here) -> None:
-    """Graphs of another device: said in all. Without graphs in all processes, it is as good as any."""
+    """Reported in all, if both have graphs. Without graphs in all processes it makes no difference."""
     other = "emulator" if here.accelerator == "gpu" else "cuda"
     _ends_all(here, AnotherBackend(here, other), ConfigurationError, "where the step runs")
     _same(here, WithoutGraphs, 0)
 
 
 def _on_gpus(patch: pytest.MonkeyPatch) -> None:
-    """As if on GPUs, with expandable segments."""
+    """Pretend to be on GPUs, with expandable segments."""
     patch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     settings = {"allocator_settings": {"expandable_segments": True}}
     patch.setattr(torch.cuda.memory, "_snapshot", lambda: settings)
@@ -569,7 +570,7 @@ def _on_gpus(patch: pytest.MonkeyPatch) -> None:
 
 
 def buffers_that_move_are_refused(here: Here) -> None:
-    """NCCL would register them. A function that works on no wrapper does not concern it."""
+    """NCCL would register them. A function without a wrapper is not affected."""
     with pytest.MonkeyPatch.context() as patch:
         _on_gpus(patch)
         with pytest.raises(ConfigurationError, match="NCCL_GRAPH_REGISTER is not set"):
@@ -580,7 +581,7 @@ def buffers_that_move_are_refused(here: Here) -> None:
 
 
 def averages_on_the_host_are_refused(here: Here) -> None:
-    """By what the group has for GPUs, and not by what it is called."""
+    """By the group's backend for GPUs, not by its name."""
     loop = Plain(here)
     with pytest.MonkeyPatch.context() as patch:
         on_gpu = SimpleNamespace(device=torch.device("cuda"))
@@ -608,7 +609,7 @@ class WithOwnHook(Plain):
 
 
 class Joins(Plain):
-    """Processes may end at batches of their own."""
+    """Processes may end after different numbers of batches."""
 
     def run(self, graphed: bool) -> Any:
         with self.net.join():
@@ -630,7 +631,7 @@ class WithPartOfTheProcesses(Plain):
 
 
 def wrappers_that_are_refused(here: Here) -> None:
-    """Each with its reason; or all calls are eager, and the same."""
+    """Each with its reason; or all calls are eager, with equal results."""
     for loop, reason in (
         (FindsUnused, "`find_unused_parameters=True` reads on the host"),
         (WithStaticGraph, "with `static_graph` is not known"),
@@ -644,7 +645,7 @@ def wrappers_that_are_refused(here: Here) -> None:
 
 
 def unequal_batches(here: Here) -> None:
-    """All decide together, and so all have to come."""
+    """All decide together, so all have to call."""
     with pytest.raises(ConfigurationError, match=r"inside of `DistributedDataParallel\.join\(\)`"):
         Joins(here).run(graphed=True)
 
@@ -657,7 +658,7 @@ class Shorter(Plain):
 
 
 def fewer_batches_in_one(here: Here) -> None:
-    """The other one does not wait for what does not come."""
+    """The other one does not wait for the missing calls."""
     if here.rank == 1:
         Shorter(here).run(graphed=True)
         return
@@ -692,7 +693,7 @@ class Manual(pl.LightningModule):
 
 
 def manual_optimization_is_refused(here: Here) -> None:
-    """The wrapper's forward pass lies around the part."""
+    """The wrapper's forward pass is around the captured part."""
     trainer = pl.Trainer(
         accelerator=here.accelerator,
         devices=2,
@@ -725,7 +726,7 @@ class Collective(Plain):
 
 
 class Hidden:
-    """Where no search for modules looks."""
+    """A wrapper that a search for modules does not find."""
 
     __slots__ = ("net",)
 
@@ -747,7 +748,7 @@ class HiddenWrapper(Plain):
 
 
 class Waits(Plain):
-    """For the other processes, on the host."""
+    """Waits for the other processes on the host."""
 
     def step(self, x: Tensor, y: Tensor) -> Any:
         dist.barrier()
@@ -755,7 +756,7 @@ class Waits(Plain):
 
 
 def collectives_that_are_refused(here: Here) -> None:
-    """By hand, by a wrapper that nobody was told of, and one in which the host waits."""
+    """By hand, in a wrapper that was not passed, and one that blocks the host."""
     for loop, reason in (
         (Collective, r"`c10d::allreduce_`\) in a function that works on no `DistributedDataParallel`"),
         (HiddenWrapper, r"`DistributedDataParallel`"),
@@ -766,14 +767,14 @@ def collectives_that_are_refused(here: Here) -> None:
 
 
 class OnOneAlone(Collective):
-    """Nothing that concerns other processes."""
+    """A step without collectives."""
 
     def step(self, x: Tensor, y: Tensor) -> Any:
         return Plain.step(self, x, y)
 
 
 def a_step_of_one_process(here: Here) -> None:
-    """It may be called by one of them alone."""
+    """One process alone may call it."""
     if here.rank == 1:
         _join(here)
         return
@@ -782,7 +783,7 @@ def a_step_of_one_process(here: Here) -> None:
 
 
 class WithFabric(Accumulates):
-    """Fabric wraps net and optimizer, casts, clips, and keeps from averaging."""
+    """Fabric wraps net and optimizer, casts, clips, and skips averages."""
 
     precision: Any = "32-true"
 
@@ -817,13 +818,13 @@ class WithFabric(Accumulates):
 
 
 def fabric_accumulated(here: Here) -> None:
-    """As `examples/fabric_ddp.py` does it, with the optimizer outside."""
+    """As in `examples/fabric_ddp.py`, with the optimizer outside."""
     step = _same(here, WithFabric, 12)
     assert step.summary.calls.captures == 3, step.summary
 
 
 class FabricInOne(WithFabric):
-    """All of the step in one graph."""
+    """The whole step in one graph."""
 
     steps = STEPS
     precision: Any = "bf16-mixed"
@@ -886,12 +887,12 @@ class Compressed(Plain):
 
 
 def plain_loop_compressed(here: Here) -> None:
-    """A hook that keeps nothing from call to call."""
+    """A hook without state."""
     _same(here, Compressed, STEPS - WARM_UP)
 
 
 class HookedLater(Plain):
-    """A hook is put in in the middle of the loop."""
+    """Registers a hook in the middle of the loop."""
 
     hook: Any = staticmethod(default_hooks.allreduce_hook)
 
@@ -905,7 +906,7 @@ class WithOwnHookLater(HookedLater):
 
 
 def a_hook_in_the_middle_of_the_loop(here: Here) -> None:
-    """Calls with it are of another mode, which has graphs of its own, or none."""
+    """Calls with it are another specialization, with graphs of its own or none."""
     _same(here, HookedLater, STEPS - WARM_UP - 3)
     plain, _ = WithOwnHookLater(here).run(graphed=False)
     loop = WithOwnHookLater(here)
@@ -932,7 +933,7 @@ def plain_loop_with_shared_batch_norm(here: Here) -> None:
 
 
 class OnTheDefaultStream(Plain):
-    """The wrapper is made on the stream that no capture may wait for: torch adds to gradients there."""
+    """The wrapper is made on the default stream: torch adds gradients there, and no capture may wait."""
 
     def build(self) -> None:
         self.net = DistributedDataParallel(Net().to(self.device), [self.here.rank])
@@ -940,7 +941,7 @@ class OnTheDefaultStream(Plain):
 
 
 def a_wrapper_on_the_default_stream(here: Here) -> None:
-    """Is refused by name. What was captured in the process before is none the worse for it."""
+    """It is refused by name, and leaves earlier captures of the process intact."""
     reason = "on the default stream, where something that keeps its nodes, such as a `Distributed"
     with pytest.raises(UnsupportedError, match=reason):
         OnTheDefaultStream(here).run(graphed=True)
@@ -948,12 +949,12 @@ def a_wrapper_on_the_default_stream(here: Here) -> None:
 
 
 def expandable_segments(here: Here) -> None:
-    """On GPUs: NCCL was told not to register buffers."""
+    """On GPUs: NCCL is told not to register buffers."""
     _same(here, Plain, STEPS - WARM_UP)
 
 
 def expandable_segments_alone(here: Here) -> None:
-    """On GPUs: NCCL was not told, and registers buffers."""
+    """On GPUs: NCCL is not told, and registers buffers."""
     with pytest.raises(ConfigurationError, match="NCCL_GRAPH_REGISTER is not set"):
         Plain(here).run(graphed=True)
 

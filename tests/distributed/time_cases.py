@@ -1,4 +1,4 @@
-"""What processes measure of their steps. Each case is called in all of them at once."""
+"""Cases of step times in several processes. All processes call each case at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train_shown(here: Here, name: str, callback: CUDAGraphCallback | None, **kwa
 
 
 def shown(here: Here, name: str) -> EventAccumulator:
-    """What the first process has written of a run."""
+    """The TensorBoard data of a run, from the first process."""
     folder = str(here.folder / name)
     accumulator = EventAccumulator(folder, size_guidance={"scalars": 0, "tensors": 0})
     accumulator.Reload()
@@ -50,7 +50,7 @@ def times_ms(accumulator: EventAccumulator, tag: str) -> dict[int, float]:
 
 
 def all_reduces_are_timed(here: Here) -> None:
-    """In every replay; and in eager steps, where the numbers stay what they are."""
+    """In every replay, and in eager steps with unchanged numbers."""
     plain = train_shown(here, "plain", None)
     graph = train_shown(here, "graph", CUDAGraphCallback())
     timings = LayerTimingsMonitor()
@@ -77,7 +77,7 @@ def all_reduces_are_timed(here: Here) -> None:
 
 
 class SlowOnOne(Net):
-    """On one process, the forward pass computes something that nobody needs."""
+    """On one process, the forward pass has extra work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class SlowOnOne(Net):
 
 
 def the_slowest_is_named(here: Here) -> None:
-    """In a graph and in eager steps; all wait for it, so that it waits least itself."""
+    """In a graph and in eager steps; all wait for it, so it waits least itself."""
     few = LayerTimings(window_steps=8, trace_steps=4)
     callback = CUDAGraphCallback(timings=few)
     graph = train_shown(here, "graph", callback, build=SlowOnOne, max_epochs=5)
@@ -128,7 +128,7 @@ def the_slowest_is_named(here: Here) -> None:
 
 
 class SleepsOnOne(Callback):
-    """The host of the second process is late to each batch."""
+    """The host of the second process is late for each batch."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_rank == 1:
@@ -136,7 +136,7 @@ class SleepsOnOne(Callback):
 
 
 def a_late_host_is_named(here: Here) -> None:
-    """Who has nothing left to do waits for it, be it in a collective, or before the launch."""
+    """Other processes wait for it, in a collective or before the launch."""
     for name, batches in (("graph", 1), ("accumulated", 2)):
         callback = CUDAGraphCallback(timings=LayerTimings(window_steps=8))
         late = {"callbacks": (SleepsOnOne(),), "accumulate_grad_batches": batches}
@@ -155,7 +155,7 @@ def a_late_host_is_named(here: Here) -> None:
 
 
 def all_reduces_are_timed_with_accumulation(here: Here) -> None:
-    """Once for each step of the optimizer, by the last of its batches."""
+    """Once for each optimizer step, by the last of its batches."""
     graph = train_shown(here, "graph", CUDAGraphCallback(), max_epochs=8, accumulate_grad_batches=3)
     assert graph.counts.captures == 3, graph.counts
     if here.rank == 0:

@@ -1,6 +1,6 @@
-"""What one process has and the others have not, and what a strategy does not tell of.
+"""Cases of differences between processes, and of a wrapper or group that the strategy does not know.
 
-Each case is called in all processes at once. Plain runs go through in all of them.
+All processes call each case at once. Without the callback all these runs succeed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.harness import BATCH_SIZE, Net, Trace, assert_same
 
 
 class BeforeBackward(Callback):
-    """Has a turn of the host in the middle of each step."""
+    """Has a graph break in the middle of each step."""
 
     def on_before_backward(self, *args: Any) -> None:
         self.called = True
@@ -49,14 +49,14 @@ class BeforeZeroGrad(Callback):
 
 
 class BeforeOptimizerStep(Callback):
-    """Has the optimizer step behind the graph."""
+    """Makes the optimizer step eagerly after the replay."""
 
     def on_before_optimizer_step(self, *args: Any) -> None:
         self.called = True
 
 
 def _same_beside_on_rank_0(here: Here, kind: Callable[[], Callback], **kwargs: Any) -> Trace:
-    """Train without our callback and with it, with another one in the first process alone."""
+    """Train without and with our callback, with another one in the first process only."""
     runs = []
     for name, callback in (("plain", None), ("graph", CUDAGraphCallback())):
         others = (kind(),) if here.rank == 0 else ()
@@ -69,17 +69,17 @@ def _same_beside_on_rank_0(here: Here, kind: Callable[[], Callback], **kwargs: A
 
 
 def a_turn_before_the_backward_pass_of_one(here: Here) -> None:
-    """All check without the turns of the first process, and take the step afterwards."""
+    """All check without the first process's graph breaks, and replay the step afterwards."""
     _same_beside_on_rank_0(here, BeforeBackward, max_epochs=4)
 
 
 def a_turn_before_gradients_are_dropped_of_one(here: Here) -> None:
-    """The same where another hook has the turn."""
+    """The same with a graph break at another hook."""
     _same_beside_on_rank_0(here, BeforeZeroGrad, max_epochs=4)
 
 
 class SharedNorm(Net):
-    """Behind the backward pass, sums up something of all processes."""
+    """Has a collective after the backward pass."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norm = self.head.weight.grad.norm().detach().clone()  # type: ignore[union-attr]
@@ -88,26 +88,26 @@ class SharedNorm(Net):
 
 
 def the_optimizer_is_behind_in_one(here: Here) -> None:
-    """So it is in all: what a check does again has the same collectives everywhere."""
+    """So it is in all: a check repeats the same collectives everywhere."""
     graph = _same_beside_on_rank_0(here, BeforeOptimizerStep, build=SharedNorm, max_epochs=4)
     report = str(graph.callback and str(graph.callback.summary))
     assert ("so it does in other processes" in report) == (here.rank > 0), report
 
 
 class ReadsNorm(Net):
-    """Behind the backward pass, reads on the host."""
+    """Reads on the host after the backward pass."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         assert float(self.head.weight.grad.norm()) < 1e9  # type: ignore[union-attr]
 
 
 def the_optimizer_is_behind_in_one_and_cannot_be_captured_in_others(here: Here) -> None:
-    """Nothing is left to be put behind when the others find out."""
+    """The optimizer has left the graph already when the others refuse it."""
     _same_beside_on_rank_0(here, BeforeOptimizerStep, build=ReadsNorm, max_epochs=4)
 
 
 class StopsOnOne(Callback):
-    """Tells the second process alone to stop, which then has another validation."""
+    """Stops the second process only, which then has another validation."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 20 and trainer.global_rank == 1:
@@ -115,7 +115,7 @@ class StopsOnOne(Callback):
 
 
 class SkipsOnOne(Net):
-    """Has the second process alone leave out the last batch of an epoch."""
+    """Skips the last batch of an epoch in the second process only."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         is_last = batch_idx == self.trainer.num_training_batches - 1
@@ -123,7 +123,7 @@ class SkipsOnOne(Net):
 
 
 class OtherWindowsOnOne(Callback):
-    """Has the second process alone accumulate gradients."""
+    """Accumulates gradients in the second process only."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.current_epoch == 1 and trainer.global_rank == 1:
@@ -131,7 +131,7 @@ class OtherWindowsOnOne(Callback):
 
 
 def processes_that_part(here: Here) -> None:
-    """All end at once, and say where they are."""
+    """All end at once, and report their positions."""
     cases: dict[str, dict[str, Any]] = {
         "`trainer.should_stop`": {"callbacks": (StopsOnOne(),)},
         "before batch 7 of the epoch, and others at the end of the epoch, behind": {"build": SkipsOnOne},
@@ -143,11 +143,11 @@ def processes_that_part(here: Here) -> None:
 
 
 class HookedByHand(Callback):
-    """Gives the wrapper a communication hook, past the strategy.
+    """Registers a communication hook on the wrapper, unknown to the strategy.
 
     Args:
         hook: the hook.
-        step: before which step of the optimizer.
+        step: the optimizer step before which it is registered.
     """
 
     def __init__(self, hook: Callable[..., Any], step: int = 0) -> None:
@@ -171,12 +171,12 @@ class HookedBefore(HookedByHand):
 
 
 def _of_the_users(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations in words
-    """A hook that may keep anything."""
+    """A hook that may have state."""
     return default_hooks.allreduce_hook(state, bucket)
 
 
 def hooks_by_hand(here: Here) -> None:
-    """Those that keep nothing are captured; others are refused, also in the middle of a fit."""
+    """Hooks without state are captured; others are refused, also in the middle of a fit."""
     known = default_hooks.allreduce_hook
     plain = here.train("plain", None, callbacks=(HookedBefore(known),), max_epochs=4)
     graph = here.train("graph", CUDAGraphCallback(), callbacks=(HookedBefore(known),), max_epochs=4)
@@ -192,7 +192,7 @@ def hooks_by_hand(here: Here) -> None:
 
 
 def a_known_hook_in_mid_fit(here: Here) -> None:
-    """The graph before is stale."""
+    """The existing graph is invalidated."""
     runs = []
     for name, callback in (("plain", None), ("graph", CUDAGraphCallback())):
         other = HookedByHand(default_hooks.allreduce_hook, step=20)
@@ -204,14 +204,14 @@ def a_known_hook_in_mid_fit(here: Here) -> None:
 
 
 class WrapsItself(DDPStrategy):
-    """A strategy of the user's, with arguments for the wrapper that it does not tell."""
+    """A user's strategy that passes arguments to the wrapper without exposing them."""
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, find_unused_parameters=True)
 
 
 def a_strategy_that_wraps_by_itself(here: Here) -> None:
-    """Its wrapper is looked at."""
+    """The wrapper itself is checked."""
     callback = CUDAGraphCallback()
     refused = here.train("graph", callback, Unused, strategy=WrapsItself, raises=UnsupportedError)
     assert "find_unused_parameters=True" in str(refused.error), refused.error
@@ -219,7 +219,7 @@ def a_strategy_that_wraps_by_itself(here: Here) -> None:
 
 
 class AveragesByItself(Net):
-    """Averages gradients of all processes in its step."""
+    """Averages gradients by a collective in its step."""
 
     def on_after_backward(self) -> None:
         for parameter in self.parameters():
@@ -229,7 +229,7 @@ class AveragesByItself(Net):
 
 
 class AveragesInValidation(AveragesByItself):
-    """And has one number of all of them behind each of its validation steps."""
+    """Also has a collective after each of its validation steps."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
@@ -239,7 +239,7 @@ class AveragesInValidation(AveragesByItself):
 
 
 class OneOdd(IterableDataset[Any]):
-    """Batches of which one is smaller, in the second process."""
+    """Batches, one of them smaller in the second process."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -253,7 +253,7 @@ class OneOdd(IterableDataset[Any]):
 
 
 def a_group_that_the_strategy_does_not_know(here: Here) -> None:
-    """Each process decides by itself, so its graphs hold no collectives."""
+    """Each process decides alone, so its graphs hold no collectives."""
     device = torch.device("cuda", here.rank) if here.accelerator == "gpu" else torch.device("cpu")
     kind = "nccl" if here.accelerator == "gpu" else "gloo"
     dist.init_process_group(kind, rank=here.rank, world_size=here.size, timeout=timedelta(seconds=25))
@@ -282,14 +282,14 @@ def a_group_that_the_strategy_does_not_know(here: Here) -> None:
 
 
 def a_trace_in_one(here: Here) -> None:
-    """Where traces go is not asked of the others before all have compared what they were asked for."""
+    """The processes exchange no trace folder before all have compared their arguments."""
     timings = LayerTimings(trace_steps=5 if here.rank == 0 else 0)
     trace = here.train("graph", CUDAGraphCallback(timings=timings), raises=ConfigurationError)
     assert "differ in their argument `timings`" in str(trace.error), trace.error
 
 
 def a_trace_and_a_refusal_in_one(here: Here) -> None:
-    """Nor where another process finds that it cannot capture."""
+    """The same if another process refuses the run."""
     callback = CUDAGraphCallback(on_unsupported="eager", timings=LayerTimings(trace_steps=5))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lightning_cudagraph: all steps eager")  # on rank 0
@@ -299,7 +299,7 @@ def a_trace_and_a_refusal_in_one(here: Here) -> None:
 
 
 def times_after_a_refusal_in_one(here: Here) -> None:
-    """The next fit has the times of all: it has the same name everywhere."""
+    """The next fit has the times of all: its name is the same everywhere."""
     a_trace_and_a_refusal_in_one(here)
     callback = CUDAGraphCallback()
     here.train("next", callback, max_epochs=4)
@@ -308,7 +308,7 @@ def times_after_a_refusal_in_one(here: Here) -> None:
 
 
 def an_eager_clock_in_one(here: Here) -> None:
-    """The first process has its trace, and says that it has no times of the others."""
+    """The first process has its trace, and reports that the times of the others are missing."""
     timings = LayerTimingsMonitor(LayerTimings(trace_steps=3))
     logger = TensorBoardLogger(here.folder / "alone", name="", version="")
     others = (timings,) if here.rank == 0 else ()

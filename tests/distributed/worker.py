@@ -1,7 +1,7 @@
-"""One process of a launch: runs cases, and writes what became of each.
+"""One process of a launch: runs cases, and writes the outcome of each.
 
-A warning is a failure, as in all tests, but it is no error in the middle of a step: in one process
-alone, that would leave the others waiting for it. A case that hangs says where.
+A warning is a failure, as in all tests, but not an error in the middle of a step: in one process alone,
+that would leave the others waiting for it. A case that hangs writes its stack.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ _FAILED_ELSEWHERE_S = 25.0
 
 
 class _Results:
-    """What came of the cases in each process, as files that all of them read.
+    """The outcomes of the cases in each process, as files that all of them read.
 
     Args:
         folder: of the files.
         rank: of this process.
-        size: how many there are.
+        size: number of processes.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
@@ -80,7 +80,7 @@ class _Results:
         part.replace(path)  # whole, or not at all
 
     def of_others(self, case: str) -> list[str | None]:
-        """What came of a case in the other processes, as far as it is known."""
+        """The outcomes of a case in the other processes, as far as known."""
         found: list[str | None] = []
         for rank in range(self._size):
             path = self._folder / f"cases{rank}.json"
@@ -89,7 +89,7 @@ class _Results:
         return found
 
     def wait_for_others(self, case: str) -> None:
-        """Until all processes have noted what came of a case."""
+        """Wait until all processes have written the outcome of a case."""
         while None in self.of_others(case):
             threading.Event().wait(_LOOK_EVERY_S)
 
@@ -98,7 +98,7 @@ class _Results:
 
 
 def _watch(results: _Results, case: str, ended: threading.Event) -> None:
-    """In a thread: do not wait for ever for a process in which the case has failed."""
+    """In a thread: end the wait for a process in which the case has failed."""
     while not ended.wait(_LOOK_EVERY_S):
         if results.has_failed_elsewhere(case):
             break
@@ -109,7 +109,7 @@ def _watch(results: _Results, case: str, ended: threading.Event) -> None:
 
 
 def _run(case: str, here: cases.Here) -> str:
-    """What comes of a case: ``"ok"``, or what was raised or warned of."""
+    """The outcome of a case: ``"ok"``, or the exception or warning."""
     warned: list[str] = []
 
     def note(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Everything in this folder needs a CUDA GPU, and skips itself where there is none."""
+"""Fixtures of the tests that need a CUDA GPU, and are skipped without one."""
 
 from __future__ import annotations
 

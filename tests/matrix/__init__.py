@@ -1,5 +1,6 @@
-"""Places to keep state, moments at which it changes, and effects of a step: never silently wrong.
+"""Matrix of tests: places that hold state, moments at which it changes, and effects of a step.
 
-`places.py`, `moments.py` and `effects.py` are three lists, to which one adds; `runs.py` runs one case,
-`judge.py` says how it came out, and `cases.py` chooses some. `python -m tests.matrix` prints the table.
+No case may be silently wrong. `places.py`, `moments.py` and `effects.py` are lists of small classes;
+`runs.py` runs one case, `judge.py` finds its outcome, and `cases.py` selects cases. `python -m
+tests.matrix` prints the table.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.matrix`: the table of the matrix, or a part of it; `--help` says which."""
+"""`python -m tests.matrix`: prints the table of the matrix, or a part of it (see `--help`)."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Which fields of the matrix are run: a few of them in every run of the tests, or the whole of it."""
+"""Selection of cases: a few in every run of the tests, or the whole matrix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _has(name: str, mode: Mode) -> bool:
 
 
 def _turns(names: list[str], mode: Mode, changes: int) -> Iterator[Case]:
-    """A case for each place, with all moments in turn, and so uses and verification."""
+    """One case for each place, cycling through moments, uses and verification."""
     moments = moments_of(mode)
     for index, name in enumerate(names):
         yield Case(
@@ -40,7 +40,7 @@ def _turns(names: list[str], mode: Mode, changes: int) -> Iterator[Case]:
 
 
 def few() -> list[Case]:
-    """Each place at some moment, each moment with three places or more, and some effects."""
+    """Each place at one moment, each moment with at least three places, and some effects."""
     names = [name for name in PLACES if name not in SELDOM]
     cases = list(_turns(names, "train", changes=1))
     for mode in ("evaluate", "step"):

@@ -1,7 +1,7 @@
-"""Mechanisms, each with what switches it off and a case that trains wrong without it.
+"""Negative controls: each switches a mechanism off, with a case that then trains wrong.
 
-A mechanism without a control here has no proof that a case needs it. To add one: say what is patched, by
-its path and with what, and name the case.
+Without a control, nothing proves that a case needs the mechanism. To add one, give the patches by path,
+and name the case.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Control:
     """A mechanism, switched off.
 
     Attributes:
-        patches: what stands in for what, by path.
-        case: it is right with the mechanism, and wrong without.
-        needs_gpu: it is wrong on a GPU alone.
+        patches: the replacements, by path.
+        case: a case that is right with the mechanism, and wrong without.
+        needs_gpu: the case is wrong on a GPU only.
     """
 
     patches: dict[str, Any]

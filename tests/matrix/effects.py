@@ -1,7 +1,7 @@
-"""Effects that a step has on Python objects: counters in all places, and others, one small class each.
+"""Effects of a step on Python objects: counters in all places, and others, one small class each.
 
-A new one is a subclass of `Effect` with a name. It must come out of a run as a plain run leaves it,
-replayed, refused or eager: never lost, never doubled.
+A new one is a subclass of `Effect` with a name. Replayed, refused or eager, the effect must be that of
+the run without graphs: neither lost nor doubled.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tests.matrix.places import PLACES, Place
 
 
 class Effect:
-    """Something that a step does beside its numbers.
+    """A side effect of a step.
 
     Attributes:
-        packages: what has to be installed for it.
-        needs_trainer: it is done through a trainer, so that plain loops do not have it.
-        needs_datamodule: the batches come from a datamodule.
-        callbacks: what it puts among the callbacks of a trainer.
+        packages: packages that must be installed.
+        needs_trainer: it needs a trainer, so plain loops do not have it.
+        needs_datamodule: it needs batches of a datamodule.
+        callbacks: callbacks for the trainer.
     """
 
     packages: ClassVar[tuple[str, ...]] = ()
@@ -55,21 +55,21 @@ class Effect:
         self.make()
 
     def make(self) -> None:
-        """Make what it works on."""
+        """Make the objects that it works on."""
 
     def start(self) -> None:
-        """Make what needs a trainer or an optimizer."""
+        """Make the objects that need a trainer or an optimizer."""
 
     def act(self, x: Tensor) -> None:
         """Have the effect, in a step on `x`."""
         raise NotImplementedError
 
     def seen(self) -> Any:
-        """What it has come to, at the end of the run."""
+        """The result at the end of the run."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Take back what outlives the run."""
+        """Undo everything that outlives the run."""
 
 
 EFFECTS: dict[str, type[Effect]] = {}
@@ -112,7 +112,7 @@ for _name, _kind in PLACES.items():
 
 
 class _Appends(Effect):
-    """One more member of a list somewhere."""
+    """Appends to a list in one of the places."""
 
     def members(self) -> list[Any]:
         raise NotImplementedError

@@ -113,7 +113,7 @@ LEAVES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any
 
 
 class Grown(Place):
-    """A number at the end of a chain of holders, each with other objects beside it."""
+    """A number at the end of a chain of holders, which hold other objects too."""
 
     def __init__(self, net: Any, links: tuple[str, ...], leaf: str, beside: int) -> None:
         self.links, self.leaf, self.beside = links, leaf, beside

@@ -1,4 +1,4 @@
-"""How a case came out: equal to a plain run, refused, eager, wrong, or refused with a vague message."""
+"""Outcome of a case: equal to the run without graphs, refused, eager, wrong, or a vague refusal."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ EQUAL, REFUSED, EAGER, WRONG, VAGUE = "equal", "refused", "eager", "WRONG", "VAG
 
 @dataclass(frozen=True)
 class Case:
-    """One field of the matrix.
+    """One case of the matrix.
 
     Attributes:
         name: of the place, or of the effect.
-        moment: at which the place is changed; none for an effect.
-        mode: what is graphed.
-        setting: how.
-        use: how the number of the place reaches the loss.
-        where: where in the step the effect is.
-        changes: how often the place is changed.
+        moment: of the change of the place; none for an effect.
+        mode: the kind of step that is graphed.
+        setting: the settings of its graphs.
+        use: the way in which the place's number enters the loss.
+        where: the position of the effect in the step.
+        changes: number of changes of the place.
         make: makes a place that is in no list.
     """
 
@@ -71,11 +71,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a case came out.
+    """The outcome of a case.
 
     Attributes:
         outcome: one of the five.
-        detail: what differs, or the error, or the report.
+        detail: the difference, the error, or the report.
     """
 
     outcome: str
@@ -93,10 +93,10 @@ _plain: dict[Any, Record] = {}
 
 
 def _plain_run(case: Case, accelerator: str, *, own: bool) -> Record:
-    """The plain run to compare with.
+    """The run without graphs to compare with.
 
-    A place that keeps what is written to it trains as an attribute does: all share one run. Where that
-    differs, the place has its own.
+    A place that returns what was written to it trains as an attribute does: all such places share one
+    run. Other places have their own.
     """
     if own:
         return case.run(None, accelerator)
@@ -122,7 +122,7 @@ def message_of(error: CUDAGraphError) -> str:
 
 
 def _lacks(error: CUDAGraphError | None, recaptures: list[str]) -> str:
-    """What a refusal, or a reason for a new capture, does not say; or nothing."""
+    """The part that is missing in a refusal, or in a reason for a re-capture; or nothing."""
     message = "" if error is None else message_of(error)
     if message and not _NAME.search(message):
         return f"the refusal does not name what was found: {message}"

@@ -1,7 +1,7 @@
 """Moments at which user code changes what a step reads: one small class each.
 
-A new one is a subclass of `Moment` with a name. It says what it adds to a run, and there calls `turn`,
-which writes a new number when one is due. Only the chosen moment adds code of the user's to a run.
+A new one is a subclass of `Moment` with a name. It adds user code to a run that calls `turn`, which
+writes a new number if one is due. Only the chosen moment adds user code to a run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.matrix.places import HIGH, LOW, Place
 
 Mode = Literal["train", "evaluate", "step"]
 EPOCH = 6  # batches in each of three
-_DUE = ((8, HIGH), (14, LOW))  # the second after the graph has been captured anew
+_DUE = ((8, HIGH), (14, LOW))  # the second one after a re-capture
 _DUE_BY_EPOCH = ((EPOCH, HIGH), (2 * EPOCH, LOW))
 O = torch.optim  # noqa: E741
 
@@ -31,10 +31,10 @@ class Moment:
 
     Attributes:
         modes: the kinds of runs that have it.
-        due: from which step on which number is due.
+        due: the first step of each new number.
         module_hooks: hooks of the module, by name.
-        place: what is changed; set by the run.
-        now: how many steps are done; set by the run.
+        place: the place to change; set by the run.
+        now: number of finished steps; set by the run.
     """
 
     modes: ClassVar[tuple[Mode, ...]] = ("train", "evaluate")
@@ -55,7 +55,7 @@ class Moment:
         self.make()
 
     def make(self) -> None:
-        """Make what the run will be given."""
+        """Make the objects that the run needs."""
 
     def next_number(self) -> float | None:
         """The number that is due now, once."""
@@ -64,7 +64,7 @@ class Moment:
         return None
 
     def is_over(self) -> bool:
-        """Whether all numbers have been written."""
+        """True if all numbers have been written."""
         return not self.left
 
     def turn(self) -> None:
@@ -73,7 +73,7 @@ class Moment:
             self.place.write(number)
 
     def hook(self) -> Callable[..., None]:
-        """A hook of a module or a callback that takes its turn and does nothing else."""
+        """A hook of a module or a callback that only calls `turn`."""
 
         def takes_its_turn(*args: Any, **kwargs: Any) -> None:
             self.turn()
@@ -106,14 +106,14 @@ class Moment:
         """Run between two calls of a step in a plain loop."""
 
     def close(self) -> None:
-        """End what it has started."""
+        """Stop everything that it has started."""
 
 
 MOMENTS: dict[str, type[Moment]] = {}
 
 
 class Never(Moment):
-    """Nothing is changed; for runs in which only the step itself writes."""
+    """No change; for runs in which only the step itself writes."""
 
     modes = ("train", "evaluate", "step")
     due = ()
@@ -248,9 +248,9 @@ class OptimizerStep(Moment, name="optimizer_step of the module"):
 
 
 class _InTheStep(Moment):
-    """Something in the step writes in one step, for which other code between two steps arms it.
+    """Code in the step that writes in one step only: other code between two steps arms it.
 
-    In the steps that are watched in the warm-up it does nothing.
+    It does nothing in the warm-up, which is watched.
     """
 
     modes = ("train", "step")
@@ -334,7 +334,7 @@ class LogMetrics(Moment, name="log_metrics of a logger"):
 
 
 class OtherThread(Moment, name="another thread"):
-    """Takes its turn while the loop waits for the next batch."""
+    """A thread that writes while the loop waits for the next batch."""
 
     modes = ("train", "evaluate", "step")
 
@@ -394,7 +394,7 @@ class SavesCheckpoint(Moment, name="on_save_checkpoint of a callback"):
 
 
 class Finalizer(Moment, name="finalizer of an object"):
-    """Of one that the dataset drops."""
+    """The finalizer of an object that the dataset drops."""
 
     def dataset(self, data: Any) -> Any:
         return _Items(data, self.drop)

@@ -1,7 +1,7 @@
 """Places to keep a Python number that a step reads: one small class each.
 
-A new one is a subclass of `Place` with a name: it makes its holder, reads the number as a step would,
-and writes it as code between two steps would. The tests and the table find it by themselves.
+A new one is a subclass of `Place` with a name: it makes its holder, reads the number as a step does, and
+writes it as code between two steps does. Tests and table find it automatically.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Place:
     """A place that keeps a number.
 
     Attributes:
-        packages: what has to be installed for it.
-        needs_trainer: it is found through a trainer, so that plain loops do not have it.
-        counts: it can keep any number, so that a step can count there.
-        callbacks: what it puts among the callbacks of a trainer.
-        needs_datamodule: the batches come from a datamodule.
+        packages: packages that must be installed.
+        needs_trainer: it is reached through a trainer, so plain loops do not have it.
+        counts: it can keep any number, so a step can count there.
+        callbacks: callbacks for the trainer.
+        needs_datamodule: it needs batches of a datamodule.
     """
 
     packages: ClassVar[tuple[str, ...]] = ()
@@ -92,11 +92,11 @@ class Place:
         raise NotImplementedError
 
     def seen(self) -> Any:
-        """What is there at the end of the run."""
+        """The state at the end of the run."""
         return self.read()
 
     def close(self) -> None:
-        """Take back what outlives the run."""
+        """Undo everything that outlives the run."""
 
     def optimizer(self) -> torch.optim.Optimizer:
         if isinstance(self.net, pl.LightningModule):
@@ -117,7 +117,7 @@ class _Box:
 
 
 class _InABox(Place):
-    """A number in the attribute `scale` of something."""
+    """A number in the attribute `scale` of an object."""
 
     def box(self) -> Any:
         raise NotImplementedError
@@ -155,7 +155,7 @@ class _ByKey(Place):
 
 
 class _Either(Place):
-    """A place that knows two numbers only."""
+    """A place for one of two numbers."""
 
     counts = False
 
@@ -1006,7 +1006,7 @@ class GeneratorFrame(Place, name="frame of a generator"):
 
 
 class _Iterated(_Either):
-    """A number by where an iterator stands, which a step looks up in a copy."""
+    """A number given by the position of an iterator, which a step reads from a copy."""
 
     iterator: Any
 

@@ -33,7 +33,7 @@ BATCH = 4
 
 
 def used(how: Use, loss: Tensor, logits: Tensor, number: float) -> Tensor:
-    """A loss that depends on a number: as an argument of an op, by a branch, or through a shape."""
+    """A loss that depends on a number: by an argument of an op, a branch, or a shape."""
     if how == "factor":
         return loss * (1 + 0.25 * number)
     if how == "branch":
@@ -42,7 +42,7 @@ def used(how: Use, loss: Tensor, logits: Tensor, number: float) -> Tensor:
 
 
 class _Body:
-    """What a module and a net of a plain loop have in common."""
+    """Common part of a module and of a net for a plain loop."""
 
     body: nn.Sequential
     made: Place | Effect
@@ -64,7 +64,7 @@ class _Body:
         return loss
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the effect where it belongs, if that is not in the forward pass."""
+        """Register the effect, if it is not in the forward pass."""
         if isinstance(self.made, Place):
             return
         act, weight = self.made.act, self.body[2].weight
@@ -137,14 +137,14 @@ class _Batches(pl.LightningDataModule):
 
 @dataclass
 class Record:
-    """All about a run that must not depend on whether its steps are graphed.
+    """The record of a run, with everything that must not depend on graphs.
 
     Attributes:
-        left: tensors, numbers, logs, and what the place or the effect has come to.
-        replayed: steps that were replays.
-        recaptures: why graphs were dropped.
-        error: the error of this package that ended the run, if one did.
-        report: what the callback says of the run.
+        left: tensors, numbers, logs, and the final state of the place or the effect.
+        replayed: number of replays.
+        recaptures: the reasons of invalidations.
+        error: the error of this package that ended the run, or None.
+        report: the report of the run.
     """
 
     left: dict[str, Any] = field(default_factory=dict)
@@ -156,10 +156,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the steps of a run are graphed.
+    """Settings of the graphs of a run.
 
     Attributes:
-        verify: the first replays that are checked.
+        verify: number of first replays that are verified.
         quick: without timings, which take a second capture, and without trials of streams.
         eager: `on_unsupported="eager"`.
     """
@@ -212,13 +212,13 @@ def run(
 
     Args:
         make: the place that the step reads, or the effect that it has, given the net.
-        mode: what is graphed.
-        setting: how, or None for a plain run.
+        mode: the kind of step that is graphed.
+        setting: the settings of its graphs, or None for a run without.
         accelerator: ``"cpu"`` or ``"gpu"``.
-        moment: when the place is changed.
-        use: how its number reaches the loss.
-        where: where in the step the effect is.
-        changes: how often the place is changed; the second time after the graph has been captured anew.
+        moment: of the change of the place.
+        use: the way in which its number enters the loss.
+        where: the position of the effect in the step.
+        changes: number of changes of the place; the second one comes after a re-capture.
     """
     made: list[Place | Effect] = []
 
@@ -337,7 +337,7 @@ def _fitted(net: TrainedNet, moment: Moment, setting: Setting | None, accelerato
 
 
 def _left(net: Any, optimizer: torch.optim.Optimizer, others: dict[str, Any]) -> dict[str, Any]:
-    """What is there at the end of a run, as it is now."""
+    """A copy of the final state of a run."""
     device = net.body[0].weight.device
     return copy.deepcopy(
         {

@@ -1,4 +1,4 @@
-"""The table of `python -m tests.matrix`: places by moments, or effects, and how each came out."""
+"""The table of `python -m tests.matrix`: places by moments, or effects, with the outcome of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines of the report at the end of a run: what became of the steps, and where the time goes."""
+"""The report at the end of a run, as lines of text: counts of steps, reasons, times."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _SLOWEST_LAYERS = 10
 _NAME_WIDTH = 48
 _BAR_WIDTH = 24
 _PARTS = (*STEP_PARTS, "copy")
-# The share of a step from which on a gap, or what the host does for timings, is worth a word.
+# The share of a step from which on a gap, or host time for timings, is reported.
 _LARGE_GAP = 0.1
-# A gain below the first is not worth a graph; one below the second is given with two digits.
+# A gain below the first is reported as not launch-bound; one below the second gets two decimals.
 _LAUNCH_BOUND = 1.05
 _SMALL_GAIN = 2.0
 _NO_TIMES = WindowSummary([])
@@ -41,13 +41,8 @@ _WATCHED = "watched, so slower: no measure of what is gained"
 
 
 def verdict(stage: StageSummary, unit: str) -> str:
-    """Say what is gained by graphs, where that was measured, and how much was replayed.
-
-    Args:
-        stage: the steps.
-        unit: what these are called.
-    """
-    # Rounded down: 100.0% is all of them.
+    """State the gain, if it was measured, and the share of replays; `unit` is the plural of a step."""
+    # Rounded down, so that 100.0% means all of them.
     percent = 1000 * stage.replayed // max(stage.steps, 1) / 10
     share = f"{stage.replayed} of {stage.steps} {unit} replayed ({percent}%)"
     speedup = stage.speedup
@@ -60,12 +55,7 @@ def verdict(stage: StageSummary, unit: str) -> str:
 
 
 def stage_lines(label: str, stage: StageSummary) -> list[str]:
-    """Say what became of the steps of a stage.
-
-    Args:
-        label: its name.
-        stage: the steps.
-    """
+    """Format the counts of a stage, with the reasons of eager steps and re-captures, and step times."""
     captured = f"captured {stage.captures} time(s)"
     if stage.captures:
         captured += f" in {stage.capture_ms:.0f} ms, {stage.memory_bytes / 2**20:.1f} MiB taken"
@@ -91,7 +81,7 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
 
 
 def ended_lines(ended: str) -> list[str]:
-    """Name what has ended a run, if it has not come to its end."""
+    """Name the exception that ended a run; no line without one."""
     return (
         [f"  ended     by {ended}; what had not been read of the last times is left out"]
         if ended
@@ -100,7 +90,7 @@ def ended_lines(ended: str) -> list[str]:
 
 
 def note_lines(notes: Sequence[str]) -> list[str]:
-    """Say what the user should know besides."""
+    """Format notes for the user."""
     return [f"  note      {note}" for note in notes]
 
 
@@ -110,13 +100,13 @@ def time_lines(
     ranks: Sequence[str] = (),
     event_host_us: float = 0.0,
 ) -> list[str]:
-    """Say where the time of steps goes.
+    """Format the times of the parts of a step, of the gap between steps, and of several processes.
 
     Args:
         graph: the times inside the last replays.
         eager: the times inside the eager steps of the warm-up, if they were timed.
-        ranks: what there is to say of several processes.
-        event_host_us: what an event takes of the host in each step, in microseconds, if all are timed.
+        ranks: lines on several processes.
+        event_host_us: host time of one event per step in microseconds, if every step is timed.
     """
     lines = _parts_line("graph", graph)
     lines += [f"{line}; {_WATCHED}" for line in _parts_line("warm-up", eager)]
@@ -124,12 +114,7 @@ def time_lines(
 
 
 def layer_lines(graph: WindowSummary, eager: WindowSummary = _NO_TIMES) -> list[str]:
-    """Make a table of the slowest layers.
-
-    Args:
-        graph: the times inside the last replays.
-        eager: the times inside the eager steps of the warm-up, if they were timed.
-    """
+    """Format a table of the slowest layers, in replays and in eager steps of the warm-up."""
     return _layer_lines(graph, eager) or _layer_lines(eager, _NO_TIMES, "in warm-up, watched: ")
 
 
@@ -140,9 +125,9 @@ def eager_report(
 
     Args:
         times: the times of its last steps.
-        notes: what the user should know besides.
-        ranks: what there is to say of several processes.
-        ended: the exception that has ended the run, and where; nothing if it came to its end.
+        notes: notes for the user.
+        ranks: lines on several processes.
+        ended: the exception that ended the run, and after which step; empty without one.
     """
     lines = ["lightning_cudagraph: the times of an eager run", *ended_lines(ended)]
     lines += _parts_line("step", times)
@@ -168,7 +153,7 @@ def _ranks_lines(ranks: Sequence[str]) -> list[str]:
 
 
 def _gap_line(summary: WindowSummary, event_host_us: float = 0.0) -> list[str]:
-    """In a sentence, how much time passes between two steps."""
+    """The time between two steps, and its likely cause, as a sentence."""
     gap, period = summary.get(GAP_TAG), summary.period
     if gap is None or period is None or period.p50_ms <= 0:
         return []
@@ -192,7 +177,7 @@ def _gap_line(summary: WindowSummary, event_host_us: float = 0.0) -> list[str]:
 
 
 def _layer_lines(summary: WindowSummary, eager: WindowSummary, which: str = "") -> list[str]:
-    """The slowest layers, in the graph and, where they were timed there, in eager steps beside it."""
+    """The slowest layers of `summary`, with a second pair of columns if `eager` has times of them."""
     layers = sorted(layers_of(summary), key=lambda layer: -layer.median_ms)[:_SLOWEST_LAYERS]
     if not layers:
         return []

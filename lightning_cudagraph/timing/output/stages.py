@@ -1,4 +1,4 @@
-"""The steps of one stage of a run, in numbers."""
+"""Counts and times of one stage of a run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ __all__ = ["StageSummary"]
 
 @dataclass(frozen=True, kw_only=True)
 class StageSummary:
-    """Counts and times of the steps of one stage: of a `fit`, of its validations, of calls of a step.
+    """Counts and times of one stage: a `fit`, its validations, or the calls of a step.
 
     Attributes:
-        warmed_up: steps that ran eagerly to make ready for a capture.
-        replayed: steps that were replays.
-        eager: other steps that ran eagerly, by reason.
-        captures: captures that succeeded.
-        recaptures: why graphs were dropped, in order.
-        not_captured: why nothing was captured, if batches look too different for it; or nothing.
-        capture_ms: host time of the captures together.
-        memory_bytes: device memory that the graphs have taken.
-        checked: replays that were checked against eager steps.
-        replay_ms: the mean time of a replayed step from end to end, without those that were checked;
-            None where it was not measured.
-        plain_ms: the same of `plain_steps`; None where it was not measured.
-        plain_steps: those steps of the warm-up that ran as without this package, for this measurement.
+        warmed_up: number of warm-up steps, which ran eagerly before a capture.
+        replayed: number of replayed steps.
+        eager: number of other eager steps, by reason.
+        captures: number of successful captures.
+        recaptures: the reasons of invalidations, in order.
+        not_captured: the reason why nothing was captured, if the batches have too many signatures; or
+            empty.
+        capture_ms: host time of all captures together, in milliseconds.
+        memory_bytes: device memory that the graphs have taken, in bytes.
+        checked: number of replays that were verified against eager steps.
+        replay_ms: mean time from the end of one step to the end of the next, of replays that were not
+            verified, in milliseconds; None if it was not measured.
+        plain_ms: the same for the `plain_steps`.
+        plain_steps: number of warm-up steps that ran as without this package, to be measured.
     """
 
     warmed_up: int = 0
@@ -46,12 +47,12 @@ class StageSummary:
 
     @classmethod
     def of(cls, counts: StepCounts, checked: int, pace: StepPace | None = None) -> StageSummary:
-        """The numbers as they are now.
+        """A snapshot of the numbers.
 
         Args:
-            counts: what became of the steps.
-            checked: how many replays were checked.
-            pace: how long they took, if that was measured.
+            counts: the counts of the run's steps.
+            checked: number of verified replays.
+            pace: the step times; None if they were not measured.
         """
         return cls(
             warmed_up=counts.warmed_up,
@@ -70,28 +71,28 @@ class StageSummary:
 
     @property
     def eager_steps(self) -> int:
-        """The steps that ran eagerly, but for those of the warm-up."""
+        """Number of eager steps outside of the warm-up."""
         return sum(self.eager.values())
 
     @property
     def steps(self) -> int:
-        """All steps."""
+        """Number of all steps."""
         return self.warmed_up + self.replayed + self.eager_steps
 
     @property
     def replayed_share(self) -> float:
-        """The share of steps that were replays, from 0 to 1; 0 of no steps."""
+        """The share of replays among all steps, from 0 to 1; 0 without steps."""
         return self.replayed / self.steps if self.steps else 0.0
 
     @property
     def speedup(self) -> float | None:
-        """The time of a plain step by that of a replayed one; None where either was not measured."""
+        """`plain_ms` divided by `replay_ms`; None if either was not measured."""
         if self.plain_ms is None or not self.replay_ms:
             return None
         return self.plain_ms / self.replay_ms
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, in a form that JSON can write."""
+        """All numbers, as values that JSON can hold."""
         return {
             **asdict(self),
             "recaptures": list(self.recaptures),

@@ -1,4 +1,4 @@
-"""The summary of a run: numbers, and the report that is printed at its end."""
+"""Summary of a run: counts and times by stage, and the report printed at its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_cudagraph.timing.output.stages import StageSummary
 
 __all__ = ["RunSummary"]
 
-# What the steps of a stage are called.
+# The plural of a step of each stage.
 _UNITS = {
     "fit": "steps",
     "validate": "batches",
@@ -24,21 +24,21 @@ _UNITS = {
 class RunSummary:
     """Summary of a run, stage by stage; `str` of it is the report.
 
-    A stage that had no steps in graphs is one of zeros.
+    A stage without graphs has counts of zero.
 
     Attributes:
-        backend: what the graphs ran on, in words.
+        backend: the device and mechanism that the graphs ran on, in words; empty before a run.
         fit: the training steps.
-        validate: the batches of validation, in a `fit` or alone, if they had graphs.
-        test: those of `trainer.test`.
-        predict: those of `trainer.predict`.
+        validate: the batches of validation, in a `fit` or alone.
+        test: the batches of `trainer.test`.
+        predict: the batches of `trainer.predict`.
         calls: the calls of a `GraphedStep`.
-        refused: why all steps were eager, in a sentence; or nothing.
-        ended: the exception that has ended the run, and where; or nothing.
-        tensorboard_dir: the folder in which TensorBoard finds the times of the run, if there is one.
-        notes: what the user should know besides.
-        times: where the time goes, in lines; known at the end of a run.
-        layers: the slowest layers, as the lines of a table; known at the end of a run.
+        refused: the reason why all steps were eager, as a sentence; empty if they were not.
+        ended: the exception that ended the run, in a `fit` with the last step; empty if none did.
+        tensorboard_dir: the log folder that TensorBoard reads the times of the run from, or None.
+        notes: notes for the user.
+        times: the parts of a step in milliseconds, as lines of text; empty until the run ends.
+        layers: the slowest layers, as the lines of a table; empty until the run ends.
     """
 
     backend: str = ""
@@ -62,7 +62,7 @@ class RunSummary:
 
     @property
     def verdict(self) -> str:
-        """The first line of the report: what the graphs have gained, or how much was replayed."""
+        """The first line of the report: the gain if it was measured, and the share of replays."""
         if self.refused:
             return self.refused
         if not self.backend:
@@ -71,7 +71,7 @@ class RunSummary:
         return f"{verdict(stage, _UNITS[name])}; {self.backend}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it but the tables of times, in a form that JSON can write."""
+        """Everything except `times` and `layers`, as values that JSON can hold."""
         return {
             "verdict": self.verdict,
             "backend": self.backend,
@@ -83,7 +83,7 @@ class RunSummary:
         }
 
     def with_stage(self, name: str, stage: StageSummary) -> RunSummary:
-        """The same with another stage of this name."""
+        """A copy with `stage` as the stage of this name."""
         return replace(self, **{name: stage})  # type: ignore[arg-type]
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""The seat in Lightning's training loop: a step as it is captured, and what stays on the host."""
+"""The training loop: a batch on its way to the replay, and the host's work after it."""

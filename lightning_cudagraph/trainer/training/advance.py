@@ -1,14 +1,13 @@
-"""From one replay to the next in Lightning's loop, without the calls that lead nowhere.
+"""The fast path of Lightning's training loop: from one replay to the next without calls to empty hooks.
 
 Around a replay of a few hundred microseconds, most of the host's time is Lightning's own: for every
-batch it looks up, announces and times some ten hooks that nobody has overridden, inspects the signature
-of `training_step`, asks over and over which loop is active, and collects values that nobody looks at.
-From one replay to the next, if no code of the user's comes in between, the same is done here in the
-same order, without those.
+batch it looks up, announces and times some ten hooks that are not overridden, inspects the signature of
+`training_step`, asks repeatedly which loop is active, and collects values that no code reads. The fast
+path does the rest, in the same order, as long as no user code runs between two replays.
 
-That is only right for a loop that does what it did when this was written
-(`compat/lightning_source.py`). For every batch that is not plainly one more replay, and with any other
-loop, Lightning's own code runs; of such a loop the report says so.
+It is correct only for a loop equivalent to the one that it repeats (`compat/lightning_source.py`).
+With another loop, which the report then names, and for every batch that needs more than a replay,
+Lightning's own code runs.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
 __all__ = ["QuickAdvance"]
 
-# Of the epoch loop; one of its own would be called around `advance`.
+# Methods that the epoch loop calls around `advance`; one set on the instance has to be called.
 _AROUND = ("run", "done", "on_advance_end", "on_iteration_done", "update_lr_schedulers")
 
-# Of the strategy; what somebody else has put in the place of our stand-ins would be called.
-_OURS = ("batch_to_device", "optimizer_step")
+# Methods of the strategy that this package patches; a patch of other code on top has to be called.
+_PATCHED = ("batch_to_device", "optimizer_step")
 
 
 @dataclass
 class _Fetched:
-    """In the place of a data fetcher from which the batch has been taken already."""
+    """Replaces a data fetcher whose batch has already been taken."""
 
     fetched: Any
     done: bool
@@ -65,7 +64,7 @@ class _Holder:
 
 
 def _references_of_attribute() -> int:
-    """How many references are counted to what nobody but one object's attribute refers to."""
+    """The reference count of an object that only one attribute refers to."""
     holder = _Holder()
     return sys.getrefcount(holder.held)
 
@@ -74,7 +73,7 @@ _REFERENCES_OF_ATTRIBUTE = _references_of_attribute()
 
 
 def _are_kept(connector: Any) -> bool:
-    """Whether somebody keeps a dictionary of metrics, in which he would see the values of each step."""
+    """True if user code holds a dictionary of metrics, which Lightning updates in each step."""
     return (
         sys.getrefcount(connector._callback_metrics) > _REFERENCES_OF_ATTRIBUTE
         or sys.getrefcount(connector._logged_metrics) > _REFERENCES_OF_ATTRIBUTE
@@ -82,12 +81,12 @@ def _are_kept(connector: Any) -> bool:
     )
 
 
-# Of the loop: called before each batch where there are several processes, which meet elsewhere here.
+# Called by the loop before each batch of several processes; the votes of this package replace it.
 _SIGTERM = "_broadcast_sigterm_tensor"
 
 
 class QuickAdvance:
-    """In the place of `_TrainingEpochLoop.advance`; one call takes as many batches as it may."""
+    """Patch of `_TrainingEpochLoop.advance`; one call takes batches until more than a replay is due."""
 
     def __init__(self, run: TrainingRun, steps: TrainingSteps) -> None:
         self._run = run
@@ -98,23 +97,23 @@ class QuickAdvance:
         self._loop = run.trainer.fit_loop.epoch_loop
         self._original: Callable[[Any], None] = self._loop.advance
         self._is_known = available(SHORT_WAY)
-        # Looked at once, after a replay, and valid until something else than replays happens.
+        # Found once, after a replay, and valid until something other than a replay happens.
         self._looked = False
         self._can = False
         self._takes_batch_idx = False
         self._starts = self._ends = False
         self._validates = self._accumulates = False
-        # Where a hook is put that has not been there when it was looked: the code of a dataloader can.
+        # Code of a dataloader can add a callback, or set a hook on an instance: then `vars` grows.
         self._callbacks: list[Callback] = []
-        self._places: list[Any] = []
+        self._dicts: list[Any] = []
         self._sizes: list[int] = []
-        # What says whether there is validation in this epoch, which such code can set too.
+        # Settings of the validation in this epoch, which such code can change too.
         self._validation: tuple[Any, Any] = None, None
-        # The logger connector has yet to collect the values of the last batch.
+        # True while the logger connector has not yet collected the values of the last batch.
         self._owes = False
 
     def suspect(self) -> None:
-        """Something other than training steps has happened, and can have changed the hooks."""
+        """Look for hooks again: code other than training steps has run."""
         self._looked = False
 
     def __call__(self, data_fetcher: Any) -> None:
@@ -148,7 +147,7 @@ class QuickAdvance:
             and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
             and module.automatic_optimization
             and not is_overridden("on_train_batch_start", strategy, Strategy)
-            and all(type(vars(strategy).get(name)) is StandIn for name in _OURS)
+            and all(type(vars(strategy).get(name)) is StandIn for name in _PATCHED)
             and undisturbed(trainer, module)
             and self._steps.is_plain()
         ):
@@ -162,8 +161,8 @@ class QuickAdvance:
         self._validates = loop._should_check_val_epoch()
         self._validation = self._validation_now()
         self._callbacks = [*callbacks]
-        self._places = [vars(module), *map(vars, callbacks)]
-        self._sizes = [*map(len, self._places)]
+        self._dicts = [vars(module), *map(vars, callbacks)]
+        self._sizes = [*map(len, self._dicts)]
         return True
 
     def _validation_now(self) -> tuple[Any, Any]:
@@ -171,16 +170,16 @@ class QuickAdvance:
         return trainer.check_val_every_n_epoch, trainer.limit_val_batches
 
     def _advance(self, data_fetcher: Any) -> None:
-        """As `advance` in lightning 2.6, without what is known to do nothing."""
+        """Do what `advance` of lightning 2.6 does, without the calls that are known to do nothing."""
         loop, trainer, results = self._loop, self._trainer, self._loop._results
         progress, connector = loop.batch_progress, trainer._logger_connector
         if loop.val_loop.restarting:
             loop.val_loop.restarting = False
         fetched = next(data_fetcher)
-        if callbacks_of(trainer) != self._callbacks or [*map(len, self._places)] != self._sizes:
+        if callbacks_of(trainer) != self._callbacks or [*map(len, self._dicts)] != self._sizes:
             self._looked = False
             self._settle()
-            self._run.guards.suspect()  # and not the clock: time goes on being measured
+            self._run.guards.suspect()  # but not the clock, which goes on measuring
             self._transfer.suspect()
             self._original(_Fetched(fetched, data_fetcher.done))
             return
@@ -230,14 +229,14 @@ class QuickAdvance:
         """The batch on the device."""
         if (static := self._transfer.straight(batch, dataloader_idx=0)) is not None:
             return static
-        names = vars(self._module)  # the `__setattr__` of modules takes its time
+        names = vars(self._module)  # `nn.Module.__setattr__` is slow
         names["_current_fx_name"] = TRANSFER
         batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         names["_current_fx_name"] = None
         return batch
 
     def _step(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
-        """The step itself; returns what callbacks are given of it, if there are any."""
+        """Do the step. Returns the outputs for callbacks, or None if none of them takes outputs."""
         trainer, loop = self._trainer, self._loop
         window = trainer.accumulate_grad_batches
         steps = is_last or (batch_idx + 1) % window == 0
@@ -251,14 +250,14 @@ class QuickAdvance:
         return output
 
     def _shows_metrics(self) -> bool:
-        """Whether loggers may be due; the connector knows exactly."""
+        """True if loggers may be due; the connector decides."""
         trainer: Any = self._trainer  # which sets attributes without declaring them
         n_steps = trainer.log_every_n_steps
         is_due = n_steps != 0 and (self._loop._batches_that_stepped + 1) % n_steps == 0
         return bool(is_due or trainer.should_stop or trainer.fast_dev_run)
 
     def _settle(self) -> None:
-        """Let the connector collect the values of the last batch, before there are others."""
+        """Let the connector collect the values of the last batch before the next ones replace them."""
         self._run.logs.settle()
         if self._owes:
             self._owes = False
@@ -268,7 +267,7 @@ class QuickAdvance:
             results.batch, results.batch_size = batch
 
     def _goes_on(self, data_fetcher: Any) -> bool:
-        """Whether the loop would do nothing now but count, and call `advance` again."""
+        """True if the loop would only count, and call `advance` again."""
         loop, trainer, progress = self._loop, self._trainer, self._loop.batch_progress
         return not (
             not self._looked
@@ -284,7 +283,7 @@ class QuickAdvance:
         )
 
     def _between(self) -> None:
-        """As `on_advance_end` in lightning 2.6 where it does not validate, and the end of the turn."""
+        """Do what `on_advance_end` of lightning 2.6 does without validation, and end the iteration."""
         loop = self._loop
         if self._trainer.lr_scheduler_configs:
             loop.update_lr_schedulers("step", update_plateau_schedulers=True)

@@ -1,4 +1,4 @@
-"""Lightning's automatic optimization, with closures that can be captured instead of called."""
+"""Closures of Lightning's automatic optimization that can be captured or replayed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Call = Callable[["GraphClosure", Callable[[], Tensor | None]], Tensor | None]
 
 
 class GraphClosure(Closure):
-    """A closure that remembers its batch, so that it can be captured or replayed instead of called.
+    """A closure that holds its batch, so that it can be captured or replayed instead of called.
 
     Args:
-        closure: Lightning's own.
+        closure: Lightning's own closure.
         kwargs: the arguments of `training_step`, the batch first.
-        batch_idx: the index of the batch.
-        call: what a call of this closure does, given the closure and what Lightning's own would do.
+        batch_idx: index of the batch.
+        call: does the step, given this closure and the call of Lightning's own.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GraphClosure(Closure):
 
     @property
     def drops_gradients(self) -> bool:
-        """Whether this is the first batch in a window of those whose gradients are accumulated."""
+        """True for the first batch of an accumulation window."""
         return self._zero_grad_fn is not None
 
     @property
@@ -51,18 +51,18 @@ class GraphClosure(Closure):
 
 
 class GraphedOptimization(_AutomaticOptimization):
-    """Lightning's automatic optimization, with closures that can be captured.
+    """Lightning's automatic optimization, with a `GraphClosure` for each batch.
 
     Attributes:
-        call: what a call of one of its closures does.
-        skipped: told why a batch is none that could be captured.
+        call: called by its closures, see `GraphClosure`.
+        skipped: called with the reason why a batch gets no such closure.
     """
 
     call: Call
     skipped: Callable[[str], None]
 
     def __init__(self) -> None:
-        """Nothing yet: `install` takes over all that the loop's own has."""
+        """Do nothing yet: `install` takes over the attributes of the loop's own object."""
 
     def install(
         self,
@@ -71,7 +71,7 @@ class GraphedOptimization(_AutomaticOptimization):
         skipped: Callable[[str], None],
         patches: ExitStack,
     ) -> None:
-        """Take the place of a loop's own until `patches` is closed, with all that is in it."""
+        """Replace the loop's own object, with its attributes, until `patches` is closed."""
         original = loop.automatic_optimization
         self.__dict__.update(original.__dict__)
         self.call = call
@@ -86,7 +86,7 @@ class GraphedOptimization(_AutomaticOptimization):
         patches.callback(give_back)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are Lightning's own, and belong to no run with graphs."""
+        """Copy and pickle as Lightning's own class, without the references to this run."""
         state = {name: value for name, value in vars(self).items() if name not in ("call", "skipped")}
         return copyreg._reconstructor, (_AutomaticOptimization, object, None), state  # type: ignore[attr-defined]
 

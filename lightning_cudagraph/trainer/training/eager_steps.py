@@ -1,4 +1,4 @@
-"""Steps that run eagerly in a `fit` with graphs; the last one of a warm-up is timed like replays."""
+"""Eager steps in a `fit` with graphs; the last one of a warm-up is timed like a replay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EagerSteps:
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
-        self._marks: StepMarks | None = None  # of a step that is under way
+        self._marks: StepMarks | None = None  # of the timed step that is under way
 
     def run(self, eagerly: Callable[[], object]) -> None:
         """Run a step."""
@@ -31,7 +31,7 @@ class EagerSteps:
         self._run.replicas.ran()
 
     def run_marked(self, eagerly: Callable[[], object], has_optimizer: bool) -> None:
-        """Run a step, and time its parts."""
+        """Run a step and time its parts."""
         trainer, times = self._run.trainer, self._run.times
         self._marks = marks = times.marks(has_optimizer)
         try:
@@ -42,12 +42,7 @@ class EagerSteps:
             self._marks = None
 
     def call(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
-        """Call the closure of a step that is under way.
-
-        Args:
-            closure: the closure.
-            plain: what Lightning's own does.
-        """
+        """Call the closure of the step that is under way; `plain` is the call of Lightning's own."""
         if self._marks is None:
             return plain()
         with timed_closure(closure, self._marks):

@@ -1,4 +1,4 @@
-"""What the host does after a replay, and in the middle of one: what an eager step would have left."""
+"""Host work after a replay and at its graph breaks: the effects that an eager step has on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["HandOver"]
 
 
 class HandOver:
-    """Hands on what the replays of a run leave."""
+    """After-replay work: logs, hooks, counters, gradients and outputs, as an eager step leaves them."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._trainer = run.trainer
@@ -32,7 +32,7 @@ class HandOver:
     def in_the_middle(
         self, outputs: StepOutputs, index: int, closure: GraphClosure, body: StepBody
     ) -> None:
-        """Call the hooks in the middle of a replay, where they are called in an eager step."""
+        """Call the hooks of one graph break, where an eager step calls them."""
         turn = outputs.turns[index]
         turn.logs.hand_over(self._trainer)
         self._count_zero_grads(turn.zero_grads)
@@ -51,16 +51,16 @@ class HandOver:
     def after(
         self, outputs: StepOutputs, place: Place, timed: bool, wanted: bool
     ) -> dict[str, Any] | None:
-        """After a replay, do all that Lightning would have had done by the end of an eager step.
+        """Leave the state that Lightning has at the end of an eager step.
 
         Args:
             outputs: the static outputs of the replay.
-            place: of the step in its window.
-            timed: its times are shown.
-            wanted: its outputs are, at once; if not, what was logged waits until it is asked for.
+            place: the accumulation phase of the step.
+            timed: the times of the step are shown.
+            wanted: return the outputs at once. If not, what was logged waits until it is asked for.
 
         Returns:
-            The outputs of the step as hooks are given them, the loss among them; None if not wanted.
+            Copies of the outputs, as hooks get them, with the loss; None if not wanted.
         """
         self._replicas.replayed(place)
         given: dict[str, Any] | None = None
@@ -85,7 +85,7 @@ class HandOver:
         return given
 
     def _count_zero_grads(self, number: int) -> None:
-        """Count the drops of gradients that a replay has done, as Lightning counts its own."""
+        """Count the `zero_grad` calls inside a replay, as Lightning counts its own."""
         zero_grad: Any = self._optimization.optim_progress.optimizer.zero_grad
         for counts in (zero_grad.total, zero_grad.current):
             counts.ready += number

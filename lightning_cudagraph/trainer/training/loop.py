@@ -1,8 +1,9 @@
-"""The seat in Lightning's training loop.
+"""Installation in Lightning's training loop, for one `fit`.
 
-Lightning's loop stays in charge. One object of it is replaced by a thin subclass, whose closures say
-which batch they belong to, and two methods of the strategy, which move a batch and do its optimizer step
-(`steps.py`). Everything replaced goes through one `ExitStack`.
+Lightning's loop stays in charge. Its automatic optimization is replaced by a thin subclass, with
+closures that hold their batch (`closures.py`). Two methods of the strategy, which move a batch and step
+the optimizer (`steps.py`), and the loop's `advance` (`advance.py`) are patched. All patches go through
+one `ExitStack`.
 """
 
 from __future__ import annotations
@@ -110,25 +111,21 @@ class GraphedTraining:
 
     @property
     def counts(self) -> StepCounts:
-        """What became of the steps so far."""
+        """Counts of the steps so far."""
         return self._engine.counts
 
     @property
     def notes(self) -> list[str]:
-        """What was changed for the capture, in words."""
+        """Notes on changes made for the capture, and on features that are off."""
         off = [*notes_of_captures(self._run.backend.device), *notes(SHORT_WAY), *self._times.off]
         return [*self._part.notes, *profiler_notes(self._trainer), *off]
 
     def agree(self, agreement: Agreement) -> None:
-        """Before the first step: let what all processes capture have the same parts.
-
-        Args:
-            agreement: with the others, which ask, too.
-        """
+        """Capture the same parts of a step in all processes; called in all before the first step."""
         self._part.agree(agreement)
 
     def install(self) -> None:
-        """Take the seat."""
+        """Install all patches."""
         run, patches = self._run, self._patches
         patches.enter_context(run.replicas.unobserved())
         if run.settings.compile or is_step_compiled(self._module):
@@ -145,12 +142,12 @@ class GraphedTraining:
             run.logs.settle()
             return metrics(on_step)
 
-        # What Lightning, and whoever asks the trainer for its metrics, takes them from.
+        # Lightning and user code that reads the trainer's metrics get them from here.
         replace_method(loop._results, "metrics", settled_metrics, patches)
 
     def close(self) -> None:
-        """Leave the seat: put everything back, and let go of graphs and their memory."""
-        with ExitStack() as stack:  # every part, also where one of them fails
+        """Undo all patches, and release the graphs and their memory."""
+        with ExitStack() as stack:  # closes every part, even if one of them fails
             stack.callback(self._run.logs.close)
             stack.callback(self._engine.close)
             stack.callback(self._times.close)
@@ -159,12 +156,12 @@ class GraphedTraining:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step is under way, with a hook of its own in it."""
+        """True while a step is under way; hooks inside the step see that."""
         return self._steps.is_in_step
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the fit has not come to its end; to be asked by who is called in it, if so."""
+        """True if the caller runs inside this `fit`: its loop is on the call stack."""
         loop: Any = self._trainer.fit_loop
         code = inspect.unwrap(type(loop).run).__code__
         frame = inspect.currentframe()
@@ -176,18 +173,18 @@ class GraphedTraining:
 
     @property
     def global_step(self) -> int:
-        """That of the trainer."""
+        """The trainer's `global_step`."""
         return self._trainer.global_step
 
     def suspect(self) -> None:
-        """Something other than training steps has happened, and can have changed what is baked in."""
+        """Compare everything before the next replay: code other than training steps has run."""
         self._engine.pause()
         self._steps.transfer.suspect()
         self._advance.suspect()
         self._times.pause()
 
     def leave(self) -> None:
-        """Graphs of evaluation come now, which may write where those of training keep gradients."""
+        """Prepare for graphs of evaluation, which may write where those of training keep gradients."""
         self._engine.leave()
 
     @property
@@ -198,18 +195,15 @@ class GraphedTraining:
     def finish(
         self, summary: RunSummary, notes: Sequence[str] = (), exception: BaseException | None = None
     ) -> RunSummary:
-        """Read what is left to read.
+        """Complete the summary of the run with times and notes, and show it.
 
         Args:
             summary: of the run so far.
-            notes: what the user should know besides.
-            exception: what has ended the run, if it has not come to its end. Then nothing is read.
-
-        Returns:
-            The summary of the whole run.
+            notes: further notes for the user.
+            exception: the exception that ended the run, or None. With one, no device value is read.
         """
         said = [*self._notes(), *notes]
-        # A device that has failed, or hangs, would not answer.
+        # A read would block on a device that has failed or hangs.
         if self._part.scaler is not None and exception is None:
             skipped = int(self._part.scaler.skipped_steps)
             said.append(f"{skipped} step(s) skipped, because a gradient overflowed")
@@ -227,7 +221,7 @@ class GraphedTraining:
         if is_timed and self._part.behind is not None:
             untimed = untimed | {
                 "what comes after the backward pass": (
-                    "it runs eagerly, behind the graph; shares are of what comes before"
+                    "it runs eagerly after the replay; shares are of the work before it"
                 )
             }
         notes += untimed_notes(untimed)

@@ -1,4 +1,4 @@
-"""One `fit` with graphs, as the parts of it know it, and the guards of its graphs."""
+"""Shared state of one `fit` with graphs, and the guards of its graphs."""
 
 from __future__ import annotations
 
@@ -30,18 +30,15 @@ __all__ = ["TrainingRun"]
 
 @dataclass
 class TrainingRun:
-    """One `fit` with graphs: what its parts share.
+    """Shared state of one `fit` with graphs.
 
     Attributes:
-        times: what is measured of it.
+        times: clocks of the run, and the output of their readings.
         part: the optimizer's part of the steps.
-        optimization: Lightning's automatic optimization, with closures that can be captured.
         replicas: of the module, in the processes of the run.
-        metrics: the metrics of the module.
-        hooks: those inside the steps, which run on the host in every replay.
-        guards: what a graph bakes in.
-        carried: attributes whose tensors are others in every step.
-        logs: what the steps log.
+        hooks: those inside a step that run on the host in every replay.
+        guards: comparison of what the graphs have baked in.
+        carried: rebound attributes: each step binds them to another tensor.
     """
 
     trainer: pl.Trainer
@@ -69,7 +66,7 @@ class TrainingRun:
 
     @property
     def steps_before(self) -> int:
-        """How many steps of the optimizer came before the one that the batch at hand belongs to."""
+        """Number of optimizer steps before the one that the current batch belongs to."""
         return self.optimization.optim_progress.optimizer_steps
 
 

@@ -1,9 +1,9 @@
-"""Batches of training on their way to the engine, and what is done around their steps.
+"""Training steps between Lightning's loop and the engine.
 
-Lightning makes a closure of each batch and hands it to the strategy, in which the whole optimizer step
-happens: that is where a batch is warmed up, captured or replayed. Where the optimizer steps behind the
-graph, or not at all on this batch, the call of the closure is that place. Where a replay is all there is
-to do, Lightning's loop needs no closure, and asks for the replay at once (`again`).
+Lightning makes a closure for each batch and passes it to `Strategy.optimizer_step`, in which the whole
+step happens: there a batch is warmed up, captured or replayed. If the optimizer steps eagerly after the
+replay, or not at all on this batch, it happens in the call of the closure. On the fast path, the loop
+(`advance.py`) makes no closure and asks for the replay itself (`TrainingSteps.again`).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ R = TypeVar("R")
 
 NOT_PLAIN = object()
 
-# Of the optimization; what somebody else has put in the place of one would be called.
+# Methods of the automatic optimization; one set on the instance has to be called.
 _METHODS = ("run", "_make_closure", "_optimizer_step")
 
 
 class TrainingSteps:
-    """Takes the batches of a `fit` through their phases.
+    """The training steps of a `fit`, passed to the engine.
 
     Attributes:
-        phase: of the step before.
-        is_in_step: a step is under way.
-        transfer: takes batches to the device, from when this is installed.
+        phase: of the previous step.
+        is_in_step: True while a step is under way.
+        transfer: set by `install`.
     """
 
     transfer: BatchTransfer
@@ -68,7 +68,7 @@ class TrainingSteps:
         recorder: Recorder,
     ) -> None:
         self._run = run
-        # Each replay asks for these.
+        # Read in every replay, so held directly.
         self._part = run.part
         self._strategy = run.trainer.strategy
         self._optimization = run.optimization
@@ -89,7 +89,7 @@ class TrainingSteps:
         self._is_in_optimizer = False  # in an eager step, whose closure the optimizer calls
 
     def install(self, patches: ExitStack) -> None:
-        """Take the places of Lightning's where batches come by, until `patches` is closed."""
+        """Patch Lightning where it moves batches and does their steps, until `patches` is closed."""
         run, strategy = self._run, self._strategy
         loop = run.trainer.fit_loop.epoch_loop
         run.optimization.install(loop, self._call_closure, self._engine.counts.note_eager, patches)
@@ -101,7 +101,7 @@ class TrainingSteps:
     def _optimizer_step(
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
     ) -> Any:
-        """In the place of `Strategy.optimizer_step`: the whole training step happens in here."""
+        """Patch of `Strategy.optimizer_step`, in which the whole training step happens."""
         run, part = self._run, self._part
         try:
             part.adopt(optimizer, not self._engine.given_up)
@@ -109,7 +109,7 @@ class TrainingSteps:
             self._engine.unsupported(error)
 
         def eagerly() -> Any:
-            """In the arithmetic of the captured step."""
+            """Step eagerly, with the arithmetic of the captured step."""
             part.optimizer.refresh()
             with part.arithmetic(optimizer, capturing=False):
                 self._is_in_optimizer = True
@@ -128,11 +128,11 @@ class TrainingSteps:
         if plain is not Plain.NOT and not self._engine.given_up:
             return self._plainly(plain, eagerly)
         if part.behind is not None:
-            # The closure is what is captured, wherever the optimizer calls it.
+            # The closure alone is captured, in the call that the optimizer makes of it.
             with part.arithmetic(optimizer, capturing=False):
                 result = self._eager_step(optimizer, closure, model, **kwargs)
             run.times.pace.tick(self.phase)
-            if self.phase is Phase.CAPTURED:  # only now it has ended
+            if self.phase is Phase.CAPTURED:  # the step ends here, after the eager optimizer step
                 is_next_due = self._clock.is_due(run.steps_before + 1)
                 self._clock.ended(None, step_number(run.trainer), is_next_due)
             return result
@@ -145,7 +145,7 @@ class TrainingSteps:
         return self._take(closure, body, eagerly)
 
     def _plainly(self, plain: Plain, eagerly: Callable[[], Any]) -> Any:
-        """Do a step that nothing watches, to measure it."""
+        """Do a warm-up step that is not watched, to measure the eager step time."""
         backend, times = self._run.backend, self._run.times
         self.is_in_step = True
         try:
@@ -160,7 +160,7 @@ class TrainingSteps:
         return result
 
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
-        """In the place of `Closure.__call__`."""
+        """Do the step of a closure: the call of `GraphClosure.__call__`."""
 
         def eagerly() -> Tensor | None:
             self.transfer.use_own(closure)
@@ -169,7 +169,7 @@ class TrainingSteps:
         if self._is_in_optimizer:
             with self._part.optimizer.floats_inside():
                 return eagerly()
-        # The optimizer steps behind the graph, or not at all on this batch.
+        # The optimizer steps eagerly after the replay, or not at all on this batch.
         body = StepBody(
             lambda inner: inner(),
             EagerOptimizer(self._part.optimizer.optimizer),
@@ -179,7 +179,7 @@ class TrainingSteps:
         return self._take(closure, body, eagerly)
 
     def is_plain(self) -> bool:
-        """Whether Lightning would do nothing of somebody else's on the way of a batch to its replay."""
+        """True if no user code is called between a batch's arrival and its replay."""
         trainer = self._run.trainer
         optimization = self._optimization
         optimizer: LightningOptimizer = self._strategy._lightning_optimizers[0]
@@ -193,17 +193,17 @@ class TrainingSteps:
         )
 
     def again(self, batch: Any, drops: bool, steps: bool, wanted: bool) -> Any:
-        """Do a step without a closure, if a replay is all there is to do.
+        """Do a step on the fast path: a replay without a closure.
 
         Args:
             batch: the batch of the step.
-            drops: it drops gradients.
-            steps: the optimizer takes its step in it.
-            wanted: the outputs are.
+            drops: the step drops gradients.
+            steps: the optimizer steps.
+            wanted: return the outputs.
 
         Returns:
-            The outputs of the step as hooks are given them, or None if they are not wanted. `NOT_PLAIN`,
-            if nothing has happened.
+            The outputs as hooks get them, or None if not wanted. `NOT_PLAIN` if more than a replay is
+            due; nothing has happened then.
         """
         part, optimization = self._part, self._optimization
         place = Place(drops, steps, steps and bool(self._replicas.wrappers))
@@ -214,7 +214,7 @@ class TrainingSteps:
             or self._replicas.unlike_others(place)
         ):
             return NOT_PLAIN
-        # As Lightning counts the steps of the optimizer.
+        # Lightning's own counters of optimizer steps.
         progress = optimization.optim_progress.optimizer.step
         total, current = progress.total, progress.current
         timed = self._clock.is_due(total.completed)
@@ -235,10 +235,10 @@ class TrainingSteps:
         return given
 
     def _take(self, closure: GraphClosure, body: StepBody, eagerly: Callable[[], R]) -> R | Tensor:
-        """Do a step with a closure of Lightning's, in whichever way its phase says.
+        """Do a step with one of Lightning's closures: eagerly, by capture, or by replay.
 
         Returns:
-            The loss, if it was a replay; or else what `eagerly` has returned.
+            The loss of a replay, or the result of `eagerly`.
         """
         run, place = self._run, body.place
         run.hooks.watch(closure, self._part.optimizer.optimizer)
@@ -255,7 +255,7 @@ class TrainingSteps:
         if self.phase is not Phase.CAPTURED or self._verifier.checked != checked:
             self._clock.interrupted()
         if self._verifier.checked != checked:
-            run.times.pace.pause()  # that took several replays, and an eager step
+            run.times.pace.pause()  # a check takes several replays and an eager step
         if outputs is not None:
             given = self._hand_over.after(outputs, place, timed, wanted=True)
             assert given is not None
@@ -265,7 +265,7 @@ class TrainingSteps:
             return loss
         if self.phase is Phase.WARMING:
             run.logs.warmed_up(place, closure.batch)
-            # The last of them is timed: like the others, it begins on a device with nothing left to do.
+            # The last one is timed, and has to begin on an idle device, as the others do.
             run.backend.synchronize()
             if closure._result is not None and closure._result.closure_loss is None:
                 self._engine.unsupported(self._recorder.returned_none())
@@ -279,7 +279,7 @@ class TrainingSteps:
         run, place, recorder = self._run, body.place, self._recorder
 
         def record(batch: Any, cut: Cut, timed: bool) -> StepOutputs:
-            with run.replicas.undone():  # each capture of the step begins where the first one does
+            with run.replicas.undone():  # each capture instance begins in the same state
                 timings = run.settings.timings if timed else None
                 return recorder.record(batch, closure, body, timings, cut)
 
@@ -318,7 +318,7 @@ class TrainingSteps:
         return place.drops and not self._run.hooks.leave_gradients
 
     def _refresh(self, place: Place) -> None:
-        """Bring what a graph reads, and the host has made, to where it reads it."""
+        """Bring host values (learning rates, metric states, logs) to where the graph reads them."""
         if place.steps:
             self._part.optimizer.refresh()
         self._run.metrics.adopt()
@@ -330,7 +330,7 @@ class TrainingSteps:
     @contextmanager
     def _learning(self) -> Iterator[None]:
         run = self._run
-        detach_recomputed(run.module)  # before effects are watched, which holds what it compares
+        detach_recomputed(run.module)  # first, because the watch of effects keeps references
         with run.metrics.learning(), run.hooks.learning(), run.guards.effects.watched():
             yield
 

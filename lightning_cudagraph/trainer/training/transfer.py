@@ -1,9 +1,9 @@
-"""Batches on their way to the device: from the loader straight into the static buffers.
+"""Transfer of a batch to the device: one copy from the loader's memory into the static inputs.
 
-Lightning moves a batch to the device, and a replay would copy it from there into the buffers that the
-graph reads. Where nobody but Lightning sees the batch in between, one copy does: from the loader's
-memory, pinned or not, into the buffers. Whoever else sees batches (hooks of the user's, his own calls of
-`batch_to_device`, and steps that are not replays) gets ones of their own, which stay as they are.
+Lightning moves a batch to the device, and a replay would copy it from there into the static inputs that
+the graph reads. If no user code sees the batch in between, one copy is enough: from the loader's memory,
+pinned or not, into the static inputs. User hooks, the user's own calls of `batch_to_device`, and eager
+steps get a batch of their own, which no later step overwrites.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lightning_cudagraph.trainer.training.run import TrainingRun
 
 __all__ = ["TRANSFER", "BatchTransfer"]
 
-# What Lightning's loops call the hook that is running, while they move a batch of theirs.
+# The name of the current hook, as Lightning's loops set it while they move a batch.
 TRANSFER = "batch_to_device"
 
 
 class BatchTransfer:
-    """In the place of `Strategy.batch_to_device`, which is there when this is made."""
+    """Patch of `Strategy.batch_to_device`; the method found at construction is the original."""
 
     def __init__(self, run: TrainingRun, engine: StepEngine[StepOutputs]) -> None:
         self._run = run
@@ -39,16 +39,16 @@ class BatchTransfer:
         self._clock = run.times.clock
         self._original: Callable[..., Any] = run.trainer.strategy.batch_to_device
         self._unseen: bool | None = None
-        # The static batch that was handed on last, and what Lightning would have moved.
+        # The latest static batch, and the arguments that Lightning would have moved.
         self._handed: tuple[Any, Any, Any, Any] | None = None
 
     def suspect(self) -> None:
-        """Something other than training steps has happened, and can have changed who sees batches."""
+        """Look for hooks that see batches again: code other than training steps has run."""
         self._unseen = None
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._module._current_fx_name != TRANSFER:
-            # Others who move batches (the user, or a loader of his that does so ahead) may keep them.
+            # User code that moves batches (a prefetching loader, for example) may keep them.
             return self._original(batch, *args, **kwargs)
         self._handed = None
         static = self._static()
@@ -61,12 +61,12 @@ class BatchTransfer:
             return self._original(batch, *args, **kwargs)
 
     def straight(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy a batch of the training loop into the static buffers, if nobody else sees it.
+        """Copy a batch of the training loop into the static inputs, if no user code sees it.
 
         Args:
-            batch: as the loader has it.
-            *args: what else Lightning gives to `batch_to_device`.
-            **kwargs: what else Lightning gives to `batch_to_device`.
+            batch: as the loader yields it.
+            *args: further arguments of `batch_to_device`.
+            **kwargs: further arguments of `batch_to_device`.
 
         Returns:
             The static batch, or None if nothing was copied.
@@ -77,7 +77,7 @@ class BatchTransfer:
             self._unseen = self._is_unseen()
         tensors = None
         if self._unseen:
-            # From where loaders leave batches, or from where the graph reads them.
+            # Loaders leave batches in host memory, or already on the device.
             device_type = self._run.backend.device.type
             tensors = static.tensors_of(batch, "cpu") or static.tensors_of(batch, device_type)
         if tensors is None:
@@ -91,39 +91,28 @@ class BatchTransfer:
         return static.batch
 
     def own(self, batch: Any) -> Any:
-        """For a step that may keep its batch: the one that Lightning would have made.
-
-        Args:
-            batch: the batch of the step.
-
-        Returns:
-            The same, or a batch of its own if it lies in the static buffers.
-        """
+        """The batch for a step that may keep it: a new transfer if `batch` is the static one."""
         if self._handed is None or batch is not self._handed[0]:
             return batch
         _, batch, args, kwargs = self._handed
         return self._original(batch, *args, **kwargs)
 
     def use_own(self, closure: GraphClosure) -> None:
-        """Before an eager step: what it keeps of its batch stays as it is, also where graphs go on.
-
-        Args:
-            closure: Lightning's, for the batch.
-        """
+        """Give an eager step a batch of its own, which later replays do not overwrite."""
         before = closure.batch
         if (batch := self.own(before)) is before:
             return
         closure.kwargs[next(iter(closure.kwargs))] = batch
         results = self._trainer.fit_loop.epoch_loop._results
-        if results.batch is before:  # of which `self.log` takes the batch size
+        if results.batch is before:  # `self.log` takes the batch size from it
             results.batch = batch
 
     def _static(self) -> StaticBatch | None:
-        # Batches that only update batch norm are not for graphs.
+        # Batches that only update batch norm are never replayed.
         return None if self._run.optimization._skip_backward else self._engine.static
 
     def _copying(self) -> AbstractContextManager[None] | None:
-        """A context for the move of the batch of a training step, if that is timed."""
+        """A context that times the transfer of a batch, or None if its step is not timed."""
         return self._clock.copying() if self._clock.is_due(self._run.steps_before) else None
 
     def _is_unseen(self) -> bool:

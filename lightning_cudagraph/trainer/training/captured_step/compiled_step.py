@@ -1,4 +1,4 @@
-"""The training step of a module, compiled for one run."""
+"""Compilation of a module's training step for one run."""
 
 from __future__ import annotations
 
@@ -17,32 +17,26 @@ _LOGGING = ("log", "log_dict")
 
 
 class _CompiledStep(StandIn):
-    """In the place of a step."""
+    """Patch of `training_step` by its compiled form."""
 
 
 def is_step_compiled(module: pl.LightningModule) -> bool:
-    """Whether the training step is compiled as a whole, for one run or by `torch.compile(module)`."""
+    """True if the training step is compiled as a whole, for one run or by `torch.compile(module)`."""
     return module._compiler_ctx is not None or type(vars(module).get(_STEP)) is _CompiledStep
 
 
 def compile_step(module: pl.LightningModule, device: torch.device, patches: ExitStack) -> None:
-    """Compile the training step of a module, unless it is compiled.
-
-    Args:
-        module: the module.
-        device: where it is trained. On a CPU, an emulator has to see its ops, of which the kernels of
-            torch's own compiler do not consist.
-        patches: puts the step back when it is closed.
-    """
+    """Compile the training step of a module until `patches` is closed, unless it is compiled already."""
     if is_step_compiled(module):
         return
+    # On a CPU the emulator records torch's ops, which Inductor's kernels do not call.
     backend = "aot_eager" if device.type == "cpu" else "inductor"
     compiled = torch.compile(getattr(module, _STEP), backend=backend)
     replace_method(module, _STEP, compiled, patches, _CompiledStep)
 
 
 class _LoggingUncompiled:
-    """torch.compile kept out of `self.log`, as long as somebody needs that."""
+    """`self.log` excluded from torch.compile for as long as it has users (reference count)."""
 
     def __init__(self) -> None:
         self._users = 0
@@ -68,7 +62,7 @@ _logging_uncompiled = _LoggingUncompiled()
 
 @contextmanager
 def logging_uncompiled() -> Iterator[None]:
-    """Keep torch.compile out of `self.log`, whose insides are different in every call."""
+    """Exclude `self.log` from torch.compile: its host state differs in every call."""
     _logging_uncompiled.enter()
     try:
         yield

@@ -1,9 +1,8 @@
-"""The optimizer's part of a training step: in the graph, or eagerly behind it.
+"""The optimizer's part of a training step: in the graph, or eager after the replay.
 
-What comes after the backward pass (unscaling, clipping, hooks, the optimizer's step, the scaler's
-update) is captured with the rest where it can be. Where it cannot, it is left as it is and runs behind
-the replay. What guards and verification have to know of it depends on which of the two it is, and is
-asked here.
+Unscaling, clipping, hooks, the optimizer's step and the scaler's update are captured with forward and
+backward if they can be; otherwise they run eagerly after the replay. Guards and verification ask here
+for the state that belongs to the graph in either case.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class OptimizerPart:
     """The optimizer and the gradient scaler of a run, as far as they are captured.
 
     Attributes:
-        optimizer: the optimizer, prepared for capture or left as it is.
+        optimizer: prepared for capture, or unchanged if it steps eagerly.
         scaler: the gradient scaler of a run in fp16, or None.
-        behind: why the optimizer steps eagerly behind the graph; None as long as it is in the graph.
+        behind: why the optimizer steps eagerly after the replay; None if it is in the graph.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class OptimizerPart:
         self._module = module
         self._backend = backend
         self._scope = scope
-        self._drop = drop  # the graphs that hold this part, which are stale
+        self._drop = drop  # invalidates the graphs
         self._announce = announce
         self.behind: str | None = '`scope="forward_backward"`' if scope == "forward_backward" else None
         self.scaler = self._prepared_scaler()
@@ -58,16 +57,16 @@ class OptimizerPart:
 
     @property
     def notes(self) -> list[str]:
-        """What was changed for the capture, in words."""
+        """A note if the optimizer steps eagerly."""
         if not self.behind:
             return []
         return [f"forward and backward are captured, and the optimizer steps eagerly: {self.behind}"]
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Make an optimizer fit for capture, as far as it is in the graph.
+        """Prepare an optimizer for capture, unless it steps eagerly.
 
         Raises:
-            UnsupportedError: if it cannot be in it, and the user asked for that; nothing is changed.
+            UnsupportedError: if it cannot be captured, and the user asked for that; nothing is changed.
         """
         self.optimizer = EagerOptimizer(optimizer)
         if self.behind is not None:
@@ -86,7 +85,7 @@ class OptimizerPart:
             self.behind = error.reason
 
     def put_behind(self, error: UnsupportedError) -> bool:
-        """Let the optimizer step eagerly behind the graph, if that is what `error` asks for."""
+        """Let the optimizer step eagerly after the replay. Returns False if `error` is not about it."""
         if not error.in_optimizer or self._scope != "auto" or self.behind is not None:
             return False
         self.behind = error.reason
@@ -98,12 +97,9 @@ class OptimizerPart:
         return True
 
     def agree(self, agreement: Agreement) -> None:
-        """Before the first step: let the optimizer step behind the graph in all processes, or in none.
+        """Let the optimizer step eagerly in all processes or none. All call this before the first step.
 
-        What is in the graph is done again by checks, with its collectives, and what is behind it is not.
-
-        Args:
-            agreement: with the other processes of the run, which ask, too.
+        Checks repeat what is in the graph, with its collectives, and not what runs after it.
         """
         behind = of_ranks(agreement.gather(self.behind and self.behind.rstrip(".")))
         if behind and self.behind is None:
@@ -112,16 +108,16 @@ class OptimizerPart:
             self.optimizer = EagerOptimizer(self.optimizer.optimizer)
 
     def let_go(self) -> None:
-        """Give the optimizer back as the user made it; it steps eagerly from now on."""
+        """Restore the optimizer to the user's form; it steps eagerly from now on."""
         self.optimizer.restore()
         self.optimizer = EagerOptimizer(self.optimizer.optimizer)
 
     def adopt(self, optimizer: Optimizer, has_graphs: bool) -> None:
-        """Take over an optimizer, or a scaler, that somebody has put in the place of the one before.
+        """Take over another optimizer or scaler, if user code has replaced the trainer's.
 
         Args:
             optimizer: the one that is about to step.
-            has_graphs: the run has not given up its graphs.
+            has_graphs: True unless the run has given up graphs.
 
         Raises:
             UnsupportedError: if it cannot be captured as the user asked for.
@@ -140,7 +136,7 @@ class OptimizerPart:
             self.prepare(optimizer)
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """Whether `adopt` would find nothing new in an optimizer that is about to step."""
+        """True if neither this optimizer nor the scaler has been replaced: `adopt` has nothing to do."""
         return optimizer is self.optimizer.optimizer and self._has_scaler()
 
     def _has_scaler(self) -> bool:
@@ -148,7 +144,7 @@ class OptimizerPart:
 
     @contextmanager
     def arithmetic(self, optimizer: Optimizer, capturing: bool) -> Iterator[None]:
-        """Inside, scaler and optimizer compute as in a graph, whether one is captured or not."""
+        """Let scaler and optimizer compute as in a graph, in captures and in eager steps."""
         with ExitStack() as stack:
             if self.scaler is not None:
                 stack.enter_context(self.scaler.step_arithmetic((optimizer,), capturing))
@@ -157,14 +153,14 @@ class OptimizerPart:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a captured step does to the scaler on the host."""
+        """Undo the host effects of a captured step on the scaler."""
         with ExitStack() as stack:
             if self.scaler is not None:
                 stack.enter_context(self.scaler.undone())
             yield
 
     def is_settled(self) -> bool:
-        """Whether the optimizer has had a step to make its state in."""
+        """True once the optimizer has made its state, in steps that the scaler did not skip."""
         return self.behind is not None or self.scaler is None or self.scaler.applied
 
     def state(self, place: Place, makes_gradients: bool) -> dict[str, Tensor]:
@@ -199,7 +195,7 @@ class OptimizerPart:
         return (stepped, others) if makes_gradients else ([], stepped + others)
 
     def cheap_state(self) -> dict[str, Any]:
-        """What a capture freezes and can be compared before every replay, by name."""
+        """Values that a graph bakes in and that are cheap to compare before every replay, by name."""
         state = self.optimizer.hyperparameters()
         state["`accumulate_grad_batches` of the trainer"] = self._trainer.accumulate_grad_batches
         if self.behind is None:
@@ -223,7 +219,7 @@ class OptimizerPart:
         )
 
     def thorough_state(self) -> dict[str, Any]:
-        """What else a capture freezes: objects, by name."""
+        """Identities of objects that a graph bakes in, by name."""
         plugin = self._trainer.precision_plugin
         described = f"{type(plugin).__qualname__} ({plugin.precision}, {id(plugin)})"
         return {**self.optimizer.addresses(), "the precision plugin of the trainer": described}

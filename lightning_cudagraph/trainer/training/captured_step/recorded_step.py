@@ -1,4 +1,4 @@
-"""What is captured of a training step, and what the capture leaves: outputs, logs, turns of the host."""
+"""The captured part of a training step, and its static outputs: loss, logs, graph breaks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["HostTurn", "StepBody", "StepOutputs"]
 
 @dataclass
 class HostTurn:
-    """A turn of the host in the middle of a replay.
+    """A graph break: hooks that run on the host in the middle of every replay.
 
     Attributes:
-        whose: hooks, in words.
-        logs: what the step has logged since the turn before.
-        zero_grads: how often the step has dropped gradients since the turn before.
+        whose: the names of the hooks, as the subject of a sentence.
+        logs: values logged since the previous graph break.
+        zero_grads: number of `zero_grad` calls since the previous graph break.
         run: calls the hooks, given the closure of the step.
         recomputed: attributes of modules that hooks of torch have set so far.
     """
@@ -45,16 +45,16 @@ class StepOutputs:
     """The static outputs of a captured step.
 
     Attributes:
-        loss: what `training_step` returned.
-        extra: what else it returned.
-        logs: what was logged, after the last turn of the host.
-        marks: the timing events, or None.
-        parameters: those with gradients by name, if the optimizer steps behind the graph.
-        zero_grads: how often gradients were dropped after the last turn of the host. In all once, unless
-            the optimizer calls the closure more often than that, the gradients of several batches are
-            accumulated, or the host drops them.
-        turns: those of the host.
-        after_backward: `on_after_backward` runs on the host.
+        loss: the loss that `training_step` returned.
+        extra: its other outputs.
+        logs: values logged after the last graph break.
+        marks: the timing events; None in an untimed capture instance.
+        parameters: those with gradients by name, if the optimizer steps eagerly after the replay.
+        zero_grads: number of `zero_grad` calls after the last graph break. The step makes one call in
+            all, unless the optimizer calls the closure several times, gradients are accumulated, or a
+            hook drops them.
+        turns: the graph breaks, in the order of the step.
+        after_backward: `on_after_backward` runs on the host, after the replay.
         recomputed: attributes of modules that hooks of torch have set.
     """
 
@@ -69,7 +69,7 @@ class StepOutputs:
     recomputed: list[Recomputed] = field(default_factory=list)
 
     def values(self) -> dict[str, Tensor]:
-        """What can be compared just after the step, by name, in its order."""
+        """Tensors to compare right after the step, by name, in the order of the step."""
         gradients = {
             f"the gradient of `{name}`": local(parameter.grad)
             for name, parameter in self.parameters.items()
@@ -84,13 +84,13 @@ class StepOutputs:
 
 @dataclass
 class StepBody:
-    """What is captured of a step.
+    """The captured part of a step.
 
     Attributes:
-        run: does it, with the closure that it is given.
-        optimizer: the optimizer, as far as it is in the graph.
-        arithmetic: entered around it, told whether a capture is under way.
-        place: in the window of batches whose gradients are accumulated.
+        run: does the step with the given closure.
+        optimizer: the optimizer, if it is in the graph.
+        arithmetic: context around the step; its argument is True in a capture.
+        place: the accumulation phase.
     """
 
     run: Callable[[GraphClosure], object]
@@ -100,5 +100,5 @@ class StepBody:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the optimizer's step is part of it."""
+        """True if the optimizer's step is in the graph."""
         return self.place.steps

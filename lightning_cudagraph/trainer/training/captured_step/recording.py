@@ -1,7 +1,7 @@
-"""The training step as it is captured: Lightning's own code, on the static batch.
+"""Recording of a training step: Lightning's own code runs on the static batch.
 
-Runs in a capture, and, for the verification of replays, without one. Whatever it does on the host is
-undone; what a replay would leave out is refused.
+This happens in a capture, and without one where a replay is verified. Effects on the host are undone;
+those that a replay would miss are refused.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from lightning_cudagraph.trainer.training.times.marked_steps import timed_forwar
 __all__ = ["Recorder"]
 
 
-# A gradient, and how often it was written, or nothing.
+# A gradient and its version counter, or None.
 _Gradient = tuple[Identity, int] | None
 
-# Set by Lightning around each hook, and put back after it.
+# Set by Lightning around each hook, and restored after it.
 _OF_LIGHTNING = frozenset({"_current_fx_name"})
 
 
 class Recorder:
-    """Runs steps so that they can be captured."""
+    """Records the training steps of a run."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
@@ -57,7 +57,7 @@ class Recorder:
         self._metrics = run.metrics
         self._logs = run.logs
         self._harmless = run.settings.harmless
-        self._untimed: dict[str, str] | None = None  # in no step so far
+        self._untimed: dict[str, str] | None = None  # until a timed step was captured
 
     def record(
         self,
@@ -72,12 +72,12 @@ class Recorder:
         Args:
             batch: the static batch.
             closure: Lightning's closure for the batch of this step.
-            body: what is captured of the step.
-            timings: what is timed of it, or None for no events.
-            cut: what is called where the host has a turn in every replay, if a capture is under way.
+            body: the captured part of the step.
+            timings: the timed layers, or None for no events.
+            cut: called at each graph break; None outside of a capture.
 
         Raises:
-            CaptureError: if it leaves something on the host that a replay would not leave.
+            CaptureError: if the step has an effect on the host that a replay would not have.
         """
         capturing = cut is not None
         body.optimizer.check_state()
@@ -105,7 +105,7 @@ class Recorder:
         )
         if marks is not None:
             inner._step_fn = timed_forward(inner._step_fn, marks)
-        # Each call of the closure drops them once, before its backward pass.
+        # Each call of the closure drops gradients once, before its backward pass.
         counts_drops = inner._zero_grad_fn is not None and not self._hooks.around_zero_grad()
         audit: StepAudit | None = None
         behind = False
@@ -138,7 +138,7 @@ class Recorder:
             left_out = self._hooks.left_out(inner, body.optimizer.optimizer, turn, end_backward)
             stack.enter_context(left_out)
             logs = stack.enter_context(self._logs.recorded(place, batch, capturing))
-            if marks is not None:  # before the audit, which would take its hooks for the step's
+            if marks is not None:  # before the audit, which would attribute their hooks to the step
                 stack.enter_context(marks.recording())
                 stack.enter_context(timed_stages(marks, self._trainer, self._module))
             if capturing and self._trainer.world_size == 1 and are_several():
@@ -169,7 +169,7 @@ class Recorder:
         if result.loss is None:
             raise self.returned_none()
         logged = self._logs.finished(logs[taken:], place, capturing, result.loss)
-        # The result still holds autograd's graph, and with it the memory of all activations.
+        # The result still refers to autograd's graph, and so to the memory of all activations.
         refuse_odd_outputs(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
         if marks is not None:
@@ -189,7 +189,7 @@ class Recorder:
 
     @property
     def untimed(self) -> dict[str, str]:
-        """What has times in none of the timed steps that were captured, in words, and why."""
+        """Layers and stages that no captured timed step has times of, with the reason."""
         return self._untimed or {}
 
     def _arguments(self, batch: Any, closure: GraphClosure) -> OrderedDict[str, Any]:
@@ -200,7 +200,7 @@ class Recorder:
         return arguments
 
     def _trained(self, before: Mapping[int, _Gradient]) -> dict[str, nn.Parameter]:
-        """The parameters whose gradients the step has made or added to, and not the host before it."""
+        """The parameters with gradients that the step has written, and not the host before it."""
         return {
             name: parameter
             for name, parameter in self._module.named_parameters()
@@ -217,7 +217,7 @@ class Recorder:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what Lightning's own code does on the host in a capture: counters and names."""
+        """Undo the host effects of Lightning's own code in a capture: counters and hook names."""
         self._logs.begin_transaction()
         progress = self._run.optimization.optim_progress
         saved = deepcopy(progress.state_dict())
@@ -230,7 +230,7 @@ class Recorder:
 
 
 def _run_body(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -> None:
-    """Run it, and say of what fails whether it comes after the backward pass."""
+    """Run the step; mark an error as the optimizer's if it comes after the backward pass."""
     try:
         body.run(closure)
     except Exception as error:
@@ -240,8 +240,8 @@ def _run_body(body: StepBody, closure: GraphClosure, is_behind: Callable[[], boo
         if isinstance(error, UnsupportedError):
             error.in_optimizer = True
             raise error
-        # A hook, or an optimizer of which nothing is known, that cannot do with a tensor for a learning
-        # rate, or makes CUDA wait.
+        # For example a hook that synchronizes with the device, or an unknown optimizer that accepts no
+        # tensor as learning rate.
         raise CaptureError(
             f"What comes after the backward pass cannot be captured: {type(error).__name__}: {error}",
             "Use one of torch's own optimizers, and keep host code out of `on_after_backward`,"

@@ -1,1 +1,1 @@
-"""Hooks between two steps, and those inside a step that run on the host in every replay."""
+"""User hooks: between two steps, and inside a step, where they run on the host in every replay."""

@@ -1,15 +1,15 @@
-"""Hooks that Lightning calls in the middle of a step, and that run on the host in every replay.
+"""User hooks in the middle of a step that run on the host in every replay, at graph breaks.
 
-Those around the dropping of gradients, and those of callbacks. Host code lives in them (moving averages,
-statistics, records), and callbacks keep state of their own. So a step is captured in parts around them:
-in a capture they are left out, and in a replay they run between two parts, where they run in an eager
-step, by Lightning's own functions. The module's hooks after that (`on_before_backward`, `backward`,
-`on_after_backward`, `on_before_optimizer_step`, `configure_gradient_clipping`) are captured with its
+These are the hooks around `zero_grad`, and those of callbacks. They hold host code (moving averages,
+statistics, records), and callbacks have state of their own. So a step is captured in parts: a capture
+leaves these hooks out, and a replay calls them between two parts, by Lightning's own functions, at the
+point where an eager step calls them. The module's later hooks (`on_before_backward`, `backward`,
+`on_after_backward`, `on_before_optimizer_step`, `configure_gradient_clipping`) are captured with
 `training_step`.
 
-Where the optimizer steps behind the graph, `on_after_backward` runs on the host before it, and so do
-`on_before_optimizer_step` and `configure_gradient_clipping`. If a callback has one of these, or if what
-the module does in them cannot be captured, the optimizer does step there.
+If the optimizer steps eagerly after the replay, `on_after_backward`, `on_before_optimizer_step` and
+`configure_gradient_clipping` run on the host before it. It does so if a callback has one of these hooks,
+or if the module's cannot be captured.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from lightning_cudagraph.trainer.training.closures import GraphClosure
 
 __all__ = ["InnerHooks", "TakeTurn"]
 
-# Called by a step that is captured: whose turn it is, in words, whether gradients are dropped in it, and
-# what runs then, given the closure of the step.
+# Called by a step under capture at a graph break, with the names of the hooks, True if they drop
+# gradients, and the function that calls them, given the closure of the step.
 TakeTurn = Callable[[str, bool, Callable[[GraphClosure], None]], None]
 
 _OF_MODULES = frozenset({"on_before_zero_grad", "optimizer_zero_grad"})
@@ -58,11 +58,11 @@ _OF_AUTOGRAD = frozenset(
 
 
 class _AutogradOfLoss(OwnFunctionMode):
-    """Notices who asks for the autograd of the loss, which a replay has only in its graph.
+    """Function mode that detects use of the loss's autograd graph, which a replayed loss does not have.
 
     Args:
-        loss: what a hook is given.
-        found: called when it asks.
+        loss: the loss that a hook is given.
+        found: called when a hook uses the loss's autograd graph.
     """
 
     def __init__(self, loss: Tensor, found: Callable[[], None]) -> None:
@@ -79,11 +79,11 @@ class _AutogradOfLoss(OwnFunctionMode):
 
 
 def _nothing(*args: Any) -> None:
-    """In the place of a hook during a capture."""
+    """Replaces a hook during a capture."""
 
 
 class InnerHooks:
-    """The hooks of one run.
+    """The user hooks inside the steps of one run.
 
     Attributes:
         leave_gradients: True if those around `zero_grad` leave gradients (`set_to_none=False`), to which
@@ -95,13 +95,13 @@ class InnerHooks:
     ) -> None:
         self._trainer = trainer
         self._module = module
-        self._is_behind = is_behind  # the optimizer steps behind the graph
+        self._is_behind = is_behind  # the optimizer steps eagerly after the replay
         self._zeroed = 0  # steps in which user hooks ran around `zero_grad`
         self.leave_gradients = False
         self._differentiates = ""
 
     def named(self) -> list[str]:
-        """All of them in words; a capture leaves them out, and is stale when there are others."""
+        """The names of all of them. A capture leaves them out, and another list invalidates it."""
         module = [
             described_hook(self._module, name)
             for name in sorted(_OF_MODULES)
@@ -110,7 +110,7 @@ class InnerHooks:
         return module + [text for name in sorted(_OF_CALLBACKS) for text in self._of_callbacks(name)]
 
     def quick(self) -> tuple[Any, ...]:
-        """What changes when there are others, at the price of every replay."""
+        """Values that change with the list of hooks, cheap enough to compare before every replay."""
         callbacks = callbacks_of(self._trainer)
         return (
             _OF_MODULES.isdisjoint(vars(self._module)),
@@ -119,7 +119,7 @@ class InnerHooks:
         )
 
     def around_zero_grad(self) -> str:
-        """Those that are called when gradients are dropped, in words; empty if there are none."""
+        """The names of the hooks around `zero_grad`; empty if there are none."""
         found = self._of_callbacks("on_before_zero_grad") + [
             described_hook(self._module, name)
             for name in ("on_before_zero_grad", "optimizer_zero_grad")
@@ -129,7 +129,7 @@ class InnerHooks:
 
     @property
     def after_backward(self) -> bool:
-        """Whether `on_after_backward` runs behind the replay."""
+        """True if `on_after_backward` runs on the host after the replay."""
         return bool(self._overriding("on_after_backward")) or (
             self._is_behind() and is_overridden("on_after_backward", self._module, pl.LightningModule)
         )
@@ -154,7 +154,7 @@ class InnerHooks:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Around a warm-up step: note which `on_before_backward` asks for the autograd of the loss."""
+        """Detect, in a warm-up step, an `on_before_backward` that uses the loss's autograd graph."""
         with ExitStack() as stack:
             for callback in self._overriding("on_before_backward"):
                 stack.enter_context(in_place(callback, "on_before_backward", self._watched(callback)))
@@ -181,12 +181,12 @@ class InnerHooks:
         turn: TakeTurn,
         end_backward: Callable[[], None],
     ) -> Iterator[None]:
-        """Leave them out of a step, and say where they would have run.
+        """Leave the hooks out of a step, and call `turn` at each graph break instead.
 
         Args:
             closure: the closure of the step, which is changed.
-            optimizer: whose gradients it drops.
-            turn: told where the host has a turn.
+            optimizer: the owner of the gradients that the step drops.
+            turn: called at each graph break.
             end_backward: called before `on_after_backward`, if that is captured.
         """
         whose = self.around_zero_grad()
@@ -202,7 +202,7 @@ class InnerHooks:
             stand_in = self._before_backward(turn)
             for callback in self._overriding("on_before_backward"):
                 stack.enter_context(in_place(callback, "on_before_backward", stand_in))
-                stand_in = _nothing  # all of them take their turn where the first one is called
+                stand_in = _nothing  # all of them run at the graph break of the first one
             if self.after_backward:
                 for owner in (*self._overriding("on_after_backward"), self._module):
                     stack.enter_context(in_place(owner, "on_after_backward", _nothing))
@@ -217,7 +217,7 @@ class InnerHooks:
             yield
 
     def run_after_backward(self) -> None:
-        """Call all `on_after_backward`, behind a replay."""
+        """Call all `on_after_backward` hooks after a replay."""
         call._call_callback_hooks(self._trainer, "on_after_backward")
         call._call_lightning_module_hook(self._trainer, "on_after_backward")
 

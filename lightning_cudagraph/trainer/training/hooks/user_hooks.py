@@ -1,4 +1,4 @@
-"""Whose code runs between two steps, and who sees their batches."""
+"""Detection of user hooks between two steps, and of those that see batches or gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from lightning_cudagraph.trainer.config.support import callbacks_of
 
 __all__ = ["batches_unseen", "gradients_unseen", "undisturbed"]
 
-# The hooks that Lightning calls between two steps in the middle of an epoch, or between two parts of a
-# replay. What runs at its ends, and around validation and checkpoints, makes the guards look at
-# everything anyway.
+# Hooks that Lightning calls between two steps in the middle of an epoch, or at graph breaks. After those
+# at the ends of an epoch, and around validation and checkpoints, all guards are compared anyway.
 _INSIDE_OF_CALLBACKS = (
     "on_before_zero_grad",
     "on_before_backward",
@@ -23,19 +22,13 @@ _INSIDE_OF_CALLBACKS = (
 _INSIDE_OF_MODULES = ("on_before_zero_grad",)
 _OPTIMIZER_METHODS = ("optimizer_zero_grad", "optimizer_step", "lr_scheduler_step")
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-# Of these, the ones that are given a batch on the device, and may keep it.
+# Of these, the hooks that get a batch on the device, and may keep it.
 _ARRIVED = ("transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lightning.", "lightning_cudagraph.", "lightning_utilities.", "torch.")
 
 
 def undisturbed(trainer: pl.Trainer, module: pl.LightningModule, stage: str = "train") -> bool:
-    """Whether only Lightning's own code and this package's runs between two steps.
-
-    Args:
-        trainer: the trainer.
-        module: its module.
-        stage: as the hooks of the steps have it in their names.
-    """
+    """True if no user code runs between two steps; `stage` is as in the names of their hooks."""
     hooks = _hooks(trainer, module, stage, _TRANSFERS)
     if stage == "train":
         hooks += [getattr(module, name) for name in _OPTIMIZER_METHODS]
@@ -44,13 +37,13 @@ def undisturbed(trainer: pl.Trainer, module: pl.LightningModule, stage: str = "t
 
 
 def gradients_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether no hooks between two steps, and no loggers, are the user's and can keep gradients."""
+    """True if no user hook or logger runs between two steps, which could keep gradients."""
     loggers = [logger.log_metrics for logger in trainer.loggers]
     return undisturbed(trainer, module) and _all_known(loggers)
 
 
 def batches_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether nobody's hooks but Lightning's and this package's are given a batch on the device."""
+    """True if no user hook gets a batch on the device."""
     return _all_known(_hooks(trainer, module, "train", _ARRIVED))
 
 
@@ -71,13 +64,13 @@ def _hooks(
 
 
 def _all_known(hooks: list[Any]) -> bool:
-    # By the function and not by the class, so that lambdas and what was set on an instance count.
+    # By the function and not by the class, so that lambdas and attributes of an instance count.
     return all(_is_known(getattr(hook, "__func__", hook)) for hook in hooks)
 
 
 def _is_known(function: Any) -> bool:
-    # The name of a function's module is copied by `functools.wraps`, the globals of its code are not;
-    # a decorator of torch's has globals of torch's. So both count, and those of what it wraps.
+    # `functools.wraps` copies the name of the module, and not the globals of the code; a decorator of
+    # torch's has torch's globals. So both must be known, and those of the wrapped function too.
     if not isinstance(function, FunctionType):
         return False
     own = (function.__module__, function.__globals__.get("__name__"))

@@ -1,1 +1,1 @@
-"""The times of a fit: what is measured, and where in a step."""
+"""Times of a `fit`: the clocks, and the marks of the parts of a step."""

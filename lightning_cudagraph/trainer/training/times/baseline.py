@@ -1,4 +1,4 @@
-"""The plain steps of a `fit` that are measured before its capture, so that its report says the gain."""
+"""Baseline of a `fit`: unwatched eager steps before the capture, for the gain in the report."""
 
 from __future__ import annotations
 
@@ -16,23 +16,18 @@ from lightning_cudagraph.trainer.config.settings import Settings
 __all__ = ["PlainSteps", "has_speed"]
 
 _MOST = 10
-# Fewer are no measure.
+# Fewer steps give no reliable time.
 _LEAST = 3
-# They cost what a graph would have gained in them: no more than this share of the steps are plain.
+# Each costs the gain of one replay, so at most this share of the steps is measured.
 _SHARE = 1 / 500
 
 
 class PlainSteps:
-    """Steps between the last but one and the last step of the warm-up, which nothing watches.
+    """Selection of the unwatched steps, between the last but one and the last step of the warm-up.
 
-    None in a short run, nor where a step is not one batch in one process, nor where steps are compiled
-    for the run alone, nor on the emulator, which has no speed. A number of warm-up steps that the user
-    gives is what is done.
-
-    Args:
-        trainer: the trainer, at the start of training.
-        backend: where steps are captured.
-        settings: what the user asked for.
+    There are none in a short run, on the emulator, if a step is not one batch in one process, or if
+    steps are compiled for this run only. If the user sets the number of warm-up steps, there are none
+    either.
     """
 
     def __init__(self, trainer: pl.Trainer, backend: Backend, settings: Settings) -> None:
@@ -41,12 +36,7 @@ class PlainSteps:
         self._looks: list[Any] | None = None
 
     def next(self, counts: StepCounts, batch: Any) -> Plain:
-        """The place of a step among them, if it is one.
-
-        Args:
-            counts: what became of the steps before.
-            batch: that of the step.
-        """
+        """Classify the next step; `counts` are those of the steps before it."""
         if not self._left:
             return Plain.NOT
         looks = [
@@ -55,7 +45,7 @@ class PlainSteps:
             if isinstance(leaf, Tensor)
         ]
         if counts.eager or counts.captures or (self._looks is not None and looks != self._looks):
-            self._left = 0  # steps that differ are no measure of those that are replayed
+            self._left = 0  # steps that differ do not compare with those that are replayed
         self._looks = looks
         if not self._left or counts.warmed_up < self._watched_before:
             return Plain.NOT
@@ -64,7 +54,7 @@ class PlainSteps:
 
 
 def has_speed(backend: Backend) -> bool:
-    """Tell if the speed of replays is that of a GPU."""
+    """True if replays run on a GPU, so that their times mean something."""
     return backend.device.type == "cuda"
 
 

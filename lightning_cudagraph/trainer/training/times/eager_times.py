@@ -1,7 +1,7 @@
-"""The marks of a captured step, put into the eager steps of a run.
+"""Times of a `fit` without graphs: the same marks as in a captured step.
 
-Where the parts of a step begin and end is told by Lightning's hooks. Modules, gradient scaler and
-strategy have hooks and stand-ins of ours during a timed step only.
+Lightning's hooks tell where the parts of a step begin and end. Modules, gradient scaler and strategy are
+patched during a timed step only.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class EagerTimes:
         self._clock = self._times.clock
         self._marks: StepMarks | None = None
         self._is_recording = False
-        # Those of a step that has come to its end, before its batch has.
+        # The marks of a step that has ended, until its batch ends.
         self._finished: StepMarks | None = None
-        # What is in place during a timed step.
+        # Patches during a timed step.
         self._step = ExitStack()
-        self._untimed: dict[str, str] | None = None  # in no step so far
+        self._untimed: dict[str, str] | None = None  # until a step was timed
         self._patches = ExitStack()
         self._move = trainer.strategy.batch_to_device
         replace_method(trainer.strategy, "batch_to_device", self._batch_to_device, self._patches)
 
     def batch_starts(self) -> None:
-        """A batch of training begins."""
+        """Begin the marks of a training batch, if it is timed."""
         self._abandon()
         if not self._is_due(0):
             return
         trainer, module = self._trainer, self._module
-        # Without the optimizer if the gradients of more batches come to these.
+        # Without the optimizer, unless the batch is the last of its accumulation window.
         steps = not (module.automatic_optimization and trainer.fit_loop._should_accumulate())
         marks = self._marks = self._times.marks(steps)
         places: list[tuple[str, Callable[..., Any]]] = [("training_step", self._forwards)]
@@ -73,20 +73,20 @@ class EagerTimes:
             self._step.enter_context(in_place(trainer.strategy, name, partial(instead, marks, original)))
 
     def forward_ended(self, loss: Any) -> None:
-        """The backward pass from a loss begins."""
+        """Mark the end of the forward pass: the backward pass from this loss begins."""
         if self._marks is not None and self._is_recording:
             self._marks.forward_ended(loss)
 
     def backward_ended(self) -> None:
-        """A backward pass has ended."""
+        """Mark the end of a backward pass."""
         if self._marks is None or not self._is_recording:
             return
         self._marks.backward_ended()
         if not self._module.automatic_optimization:
-            self._marks.forward_began()  # what comes next is told by what it turns out to be
+            self._marks.forward_began()  # until another stage is marked
 
     def batch_ended(self) -> None:
-        """A batch of training has ended."""
+        """Pass the marks of a training batch to the clock."""
         self._end_marks()
         marks, self._finished, self._marks = self._finished, None, None
         step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -95,27 +95,23 @@ class EagerTimes:
             self._untimed = never_timed(self._untimed, marks.untimed)
 
     def pause(self) -> None:
-        """Something that is not a training step comes now (validation, a checkpoint), even in a step."""
+        """Pause the clocks for work that is no training step, even in the middle of a step."""
         self._times.pause()
 
     def epoch_changes(self) -> None:
-        """An epoch begins or ends."""
+        """Abandon an open step and pause the clocks: an epoch begins or ends."""
         self._abandon()  # a batch that a hook has skipped has no end
         self._times.pause()
 
     def finish(self, exception: BaseException | None = None) -> str:
-        """Read what is left to read, and write the report.
-
-        Args:
-            exception: what has ended the run, if it has not come to its end.
-        """
+        """Read the remaining events, and write the report; `exception` is what ended the run."""
         step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
         ended = ended_by(self._trainer, exception)
         return self._times.eager_report(self._untimed or {}, step, ended)
 
     def close(self) -> None:
-        """Put everything back, and write what is left."""
-        with ExitStack() as stack:  # every part, also where one of them fails
+        """Undo all patches, and write the remaining readings."""
+        with ExitStack() as stack:  # closes every part, even if one of them fails
             stack.callback(self._times.close)
             stack.callback(self._patches.close)
             stack.callback(self._abandon)
@@ -124,7 +120,7 @@ class EagerTimes:
         """True if a batch is timed.
 
         Args:
-            batches_ahead: 0 for the one that Lightning counts as the latest, 1 for the next one.
+            batches_ahead: 0 for the latest batch that Lightning has counted, 1 for the next one.
         """
         if self._module.automatic_optimization:
             return self._clock.is_due(self._trainer.global_step)
@@ -134,8 +130,8 @@ class EagerTimes:
     def _forwards(
         self, marks: StepMarks, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """In the place of `Strategy.training_step`, with which a timed step begins, as in a graph."""
-        if self._is_recording:  # LBFGS comes here several times in a step
+        """Patch of `Strategy.training_step`, with which a timed step begins, as in a graph."""
+        if self._is_recording:  # LBFGS calls it several times in a step
             marks.forward_began()
         else:
             self._is_recording = True
@@ -146,13 +142,13 @@ class EagerTimes:
         return original(*args, **kwargs)
 
     def _steps(self, marks: StepMarks, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of `Strategy.optimizer_step`, with which a timed step ends."""
+        """Patch of `Strategy.optimizer_step`, with which a timed step ends."""
         result = original(*args, **kwargs)
         self._end_marks()
         return result
 
     def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of `Strategy.batch_to_device`."""
+        """Patch of `Strategy.batch_to_device`, which times the copy of a batch."""
         by_loop = self._trainer.training and self._module._current_fx_name == TRANSFER
         if not (by_loop and self._is_due(1)):
             return self._move(batch, *args, **kwargs)
@@ -160,13 +156,13 @@ class EagerTimes:
             return self._move(batch, *args, **kwargs)
 
     def _end_marks(self) -> None:
-        """The step has come to its end, if it has begun. What the batch still does has no marks."""
+        """End the marks of a step, if it has begun. The rest of the batch is not timed."""
         self._step.close()
         if self._is_recording:
             self._finished, self._is_recording = self._marks, False
 
     def _abandon(self) -> None:
-        """Leave a step that has not come to its end."""
+        """Abandon a step that has not ended."""
         self._step.__exit__(GeneratorExit, GeneratorExit(), None)
         self._marks = self._finished = None
         self._is_recording = False

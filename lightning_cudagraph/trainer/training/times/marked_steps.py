@@ -1,7 +1,4 @@
-"""Begins and ends of the parts of a step, which Lightning's own code passes to its marks.
-
-For a step that is captured, and for one that runs eagerly.
-"""
+"""Patches that mark where the parts of a step begin and end, in captured and in eager steps."""
 
 from __future__ import annotations
 
@@ -23,12 +20,7 @@ __all__ = ["timed_closure", "timed_forward", "timed_optimizers", "timed_stages"]
 
 
 def timed_forward(step: Callable[[], ClosureResult], marks: StepMarks) -> Callable[[], ClosureResult]:
-    """A call of `training_step` that tells the marks of the forward pass.
-
-    Args:
-        step: that of a closure.
-        marks: those of the step.
-    """
+    """Wrap the `training_step` of a closure so that it marks the forward pass."""
 
     def timed() -> ClosureResult:
         marks.forward_began()
@@ -41,7 +33,7 @@ def timed_forward(step: Callable[[], ClosureResult], marks: StepMarks) -> Callab
 
 @contextmanager
 def timed_closure(closure: Closure, marks: StepMarks) -> Iterator[None]:
-    """Around an eager call of a closure: tell the marks of forward and backward pass."""
+    """Mark the forward and the backward pass in an eager call of a closure."""
     before = closure._step_fn
     closure._step_fn = timed_forward(before, marks)
     try:
@@ -53,12 +45,12 @@ def timed_closure(closure: Closure, marks: StepMarks) -> Iterator[None]:
 
 @contextmanager
 def timed_stages(marks: StepMarks, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Tell the marks what of that which comes after the backward pass is clipping, or the scaler's."""
+    """Mark the stages after the backward pass: clipping, and the scaler's work."""
     scaler = scaler_of(trainer)
     clip = "configure_gradient_clipping"
     places: list[tuple[Any, str, Stage]] = []
     if not module.automatic_optimization:
-        places.append((module, "clip_gradients", "clipping"))  # which the step calls itself
+        places.append((module, "clip_gradients", "clipping"))  # called by the step itself
     elif trainer.gradient_clip_val or is_overridden(clip, module, pl.LightningModule):
         places.append((module, clip, "clipping"))
     if scaler is not None:
@@ -71,17 +63,13 @@ def timed_stages(marks: StepMarks, trainer: pl.Trainer, module: pl.LightningModu
 
 @contextmanager
 def timed_optimizers(marks: StepMarks, trainer: pl.Trainer) -> Iterator[None]:
-    """Tell the marks of an eager step where manual optimization has optimizers step.
+    """Mark the optimizer steps in an eager step of manual optimization.
 
-    They step by their wrappers, through the strategy, with the scaler and hooks around them; or by
-    themselves. What a closure does is no part of it.
-
-    Args:
-        marks: those of the step.
-        trainer: the trainer, with its optimizers.
+    User code calls the wrapped optimizer, which steps through the strategy with scaler and hooks, or
+    the raw optimizer. The time of a closure is not the optimizer's.
     """
     by_strategy = False
-    by_themselves: list[AbstractContextManager[None]] = []  # a class may call the step of its base
+    raw_steps: list[AbstractContextManager[None]] = []  # a class may call the step of its base
 
     def timed(closure: Any) -> Any:
         if closure is do_nothing_closure or not callable(closure):
@@ -104,21 +92,21 @@ def timed_optimizers(marks: StepMarks, trainer: pl.Trainer) -> Iterator[None]:
             with marks.stage("optimizer"):
                 return original(optimizer, timed(closure), *args, **kwargs)
         finally:
-            by_strategy = around  # it may be the step of another one's closure
+            by_strategy = around  # the closure of one optimizer may step another one
 
     def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if by_strategy or torch.compiler.is_compiling():
             return None
-        by_themselves.append(marks.stage("optimizer"))
-        by_themselves[-1].__enter__()
+        raw_steps.append(marks.stage("optimizer"))
+        raw_steps[-1].__enter__()
         itself, *rest = args
         if "closure" in kwargs:
             kwargs = kwargs | {"closure": timed(kwargs["closure"])}
         return (itself, *map(timed, rest[:1]), *rest[1:]), kwargs
 
     def behind(*_: Any) -> None:
-        if by_themselves and not by_strategy and not torch.compiler.is_compiling():
-            by_themselves.pop().__exit__(None, None, None)
+        if raw_steps and not by_strategy and not torch.compiler.is_compiling():
+            raw_steps.pop().__exit__(None, None, None)
 
     with ExitStack() as stack:
         stack.enter_context(in_place(trainer.strategy, "optimizer_step", through_strategy))

@@ -1,4 +1,4 @@
-"""All that is measured of one run, and where it is shown."""
+"""Clocks of one run, and the outputs that show their readings: TensorBoard, trace, report."""
 
 from __future__ import annotations
 
@@ -46,19 +46,12 @@ from lightning_cudagraph.trainer.replicas import has_replicas
 
 __all__ = ["RunTimes", "batch_of_step", "ended_by", "step_number"]
 
-# Under which the first process leaves the folder of its trace.
+# Key of the store under which the first process leaves the folder of its trace.
 _FOLDER = "folder"
 
 
 def batch_of_step(trainer: pl.Trainer) -> tuple[int, bool]:
-    """The place of the batch at hand among those whose gradients one step of the optimizer takes.
-
-    Args:
-        trainer: the trainer.
-
-    Returns:
-        Its number, the first being 0, and whether it is the last.
-    """
+    """Index of the current batch in its accumulation window, from 0, and True if it is the last."""
     n_batches = trainer.accumulate_grad_batches
     if n_batches == 1:
         return 0, True
@@ -67,30 +60,30 @@ def batch_of_step(trainer: pl.Trainer) -> tuple[int, bool]:
 
 
 def step_number(trainer: pl.Trainer) -> int:
-    """The step at hand as the trainer's loggers count it."""
+    """The current step as the trainer's loggers count it."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def ended_by(trainer: pl.Trainer, exception: BaseException | None) -> str:
-    """In words, what has ended a `fit` before its end; nothing if nothing has."""
+    """The exception that ended a `fit`, and after which step, in words; empty for None."""
     return "" if exception is None else f"{type(exception).__name__} after step {trainer.global_step}"
 
 
 class RunTimes:
-    """The clocks of one run, and what shows their readings.
+    """The clocks of one run, and the outputs of their readings.
 
-    Without a choice of what is timed, that is nothing but the pace.
+    Without a choice of layers (`choice` is None), only the step time on the host is measured.
 
     Attributes:
-        names: those of the layers that are timed.
-        off: what of the times is off because private names are gone, in words.
-        pace: how long steps take as the host sees them.
-        clock: that of the steps that are shown.
-        eager_clock: that of eager steps beside them, which are shown in comparison.
-        eager: the readings of these.
+        names: the timed layers.
+        off: notes on features that are off because private names of other packages are missing.
+        pace: step times on the host.
+        clock: times of replays, or of the steps of an eager run.
+        eager_clock: times of the eager step of the warm-up, for comparison.
+        eager: the readings of `eager_clock`.
 
     Raises:
-        ConfigurationError: if the choice names a layer that is not there.
+        ConfigurationError: if the choice names a layer that does not exist.
     """
 
     def __init__(
@@ -120,7 +113,7 @@ class RunTimes:
         others = other_loggers_writer(trainer.loggers, window_steps, lambda: loop._batches_that_stepped)
         model = type(module).__qualname__
         self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
-        # Closed from the last to the first: what writes for others comes before these.
+        # Closed from the last to the first, so a sink that others write to comes before them.
         of_steps: list[Sink] = [others, self._dashboard]
         run = run if trainer.world_size > 1 and dist.is_initialized() else None
         store = None if run is None else own_store(f"times/{run.name}")
@@ -154,30 +147,31 @@ class RunTimes:
         )
 
     def layers(self) -> dict[str, nn.Module]:
-        """The layers that are timed, by name, as they are now."""
+        """The timed layers that the model has now, by name."""
         return layers_at(self._module, self.names)
 
     def takes(self, place: Place, accumulate_grad_batches: int) -> tuple[bool, ...]:
-        """The captures of a step that are needed, by whether they have events.
+        """The capture instances that a step needs: True for one with timing events.
 
         Args:
-            place: its place in the window of batches whose gradients are accumulated.
-            accumulate_grad_batches: the length of this window.
+            place: the accumulation phase of the step.
+            accumulate_grad_batches: the length of the accumulation window, in batches.
         """
         if self._every_n_steps == 0:
             return (False,)
-        # Replayed twice in a row if every step is timed, or in the middle of a window, all of which is.
+        # Two timed instances, where timed replays follow each other: if every step is timed, and in the
+        # middle of a window, since a window is timed as a whole.
         in_the_middle = not (place.drops or place.steps) and accumulate_grad_batches > 3
         in_turn = self._takes_in_turn and (self._every_n_steps == 1 or in_the_middle)
         timed = (True, True) if in_turn else (True,)
         return timed if self._every_n_steps == 1 else (False, *timed)
 
     def marks(self, has_optimizer: bool, placement: Placement = "forked") -> StepMarks:
-        """Marks for a step, eager or captured.
+        """Create the marks of a step, eager or captured.
 
         Args:
-            has_optimizer: the step ends with that of the optimizer, and not with the backward pass.
-            placement: of events in a graph, between kernels or beside them.
+            has_optimizer: the step ends with the optimizer's, and not with the backward pass.
+            placement: of events in a graph: between kernels, or on a branch beside them.
         """
         return StepMarks(
             self._backend,
@@ -188,42 +182,33 @@ class RunTimes:
         )
 
     def pause(self) -> None:
-        """Something that is not a training step comes now (validation, a checkpoint)."""
+        """Pause the clocks for work that is no training step (validation, a checkpoint)."""
         self.pace.pause()
         self.clock.pause()
         self.eager_clock.pause()
         self._tell_ranks()
 
     def _show_ranks(self, table: RankTable) -> None:
-        """The first process has the times of all for a window."""
+        """Show the times of all processes for a window; called in the first process."""
         step = table.rows[0].last_step
         self._tensorboard.add_scalars(table.scalars, step)
         self._others.add_beside(table.scalars)
         self._ranks_shown = table
 
     def _tell_ranks(self) -> None:
-        """In a pause: the last of these windows in words."""
+        """Show the last of these windows as text, in a pause of training."""
         table, self._ranks_shown = self._ranks_shown, None
         if table is not None and self._tensorboard.is_shown:
             self._tensorboard.add_text("cudagraph/ranks", ranks_text(table), table.rows[0].last_step)
 
     def happened(self, text: str, step_number: int) -> None:
-        """Note what became of the graphs, beside their times.
-
-        Args:
-            text: a sentence.
-            step_number: the step at hand as the trainer's loggers count it.
-        """
+        """Show an event of the graphs' life (a capture, an invalidation), as a sentence."""
         self._tensorboard.add_event(text, step_number)
 
     def finish(self, summary: RunSummary) -> RunSummary:
-        """Read what is left to read.
+        """Read the remaining events, and add the times to a summary.
 
-        Args:
-            summary: of the run; if an exception has ended it, nothing is waited for.
-
-        Returns:
-            The same with the times.
+        If an exception has ended the run, no event is waited for.
         """
         ranks = self._finish(summary.ended)
         graph, eager = self._dashboard.window.summary(), self.eager.summary()
@@ -238,21 +223,16 @@ class RunTimes:
         )
 
     def show(self, report: str, step_number: int) -> None:
-        """Show the report in TensorBoard.
-
-        Args:
-            report: the text.
-            step_number: the last step as the trainer's loggers count it.
-        """
+        """Show the report in TensorBoard, at the last step as the trainer's loggers count it."""
         self._tensorboard.add_text("cudagraph/report", report, step_number)
 
     def eager_report(self, untimed: Mapping[str, str], step_number: int, ended: str = "") -> str:
-        """Read what is left to read, and write the report of a run without graphs.
+        """Read the remaining events, and write the report of a run without graphs.
 
         Args:
-            untimed: what is not timed, in words, and why.
+            untimed: parts that have no times, in words, with the reason.
             step_number: the last step as the trainer's loggers count it.
-            ended: the exception that has ended the run, and where. Then nothing is waited for.
+            ended: the exception that ended the run, in words. With one, no event is waited for.
         """
         ranks = self._finish(ended)
         notes = [*untimed_notes(untimed), *self._notes()]
@@ -261,10 +241,10 @@ class RunTimes:
         return text
 
     def _finish(self, ended: str) -> list[str]:
-        """Read what is left to read.
+        """Read the remaining events.
 
         Returns:
-            What there is to say of the processes, in the first of them.
+            The report's lines on all processes, in the first of them.
         """
         if ended:  # the device may never come to its last events, and other processes never to this end
             return []
@@ -292,8 +272,8 @@ class RunTimes:
         return notes
 
     def close(self) -> None:
-        """Write what is left; events that have not been read are left alone."""
-        with ExitStack() as stack:  # both, also where one of them fails
+        """Write the remaining readings; events not yet read are not waited for."""
+        with ExitStack() as stack:  # closes both, even if one of them fails
             stack.callback(self.eager_clock.close)
             stack.callback(self.clock.close)
 
@@ -304,10 +284,10 @@ def _device_name(trainer: pl.Trainer) -> str:
 
 
 class _TracePath:
-    """The file of a process's trace: beside those of the others, in the folder of the first one.
+    """The file of a process's trace, in the folder of the first process.
 
-    Each logger of each process has a folder of its own in mind, and `trainer.log_dir` has all processes
-    wait for the first one's, whether they all ask or not. Here it is left with the run's own store.
+    Loggers of other processes name other folders, and `trainer.log_dir` is a collective, which blocks
+    unless all processes call it. So the first process leaves its folder in the run's own store.
     """
 
     def __init__(self, trainer: pl.Trainer, store: Any) -> None:
@@ -318,8 +298,8 @@ class _TracePath:
             store.set(_FOLDER, self._folder)
 
     def found(self) -> Path:
-        """The file, as far as is known now."""
-        with suppress(RuntimeError):  # the store may be gone, with the process that had it
+        """The file; in a folder of this process's own until the first one's is known."""
+        with suppress(RuntimeError):  # the store may be gone, with the process that hosts it
             if self._store is not None and self._store.check([_FOLDER]):
                 self._folder = self._store.get(_FOLDER).decode()
         name = "layer_trace.json" if self._rank == 0 else f"layer_trace_rank{self._rank}.json"
