@@ -121,6 +121,12 @@ class Trace:
         assert self.callback is not None
         return self.callback.summary.fit
 
+    @property
+    def summary(self) -> Any:
+        """The callback's summary of the run."""
+        assert self.callback is not None
+        return self.callback.summary
+
     def portable(self, tree: Any) -> Any:
         """A tree of saved values, with a common name for the run's own folder."""
         if isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""The style of docstrings and comments: a thing is said by a noun phrase or an imperative verb, in the field's words."""
+"""The style of docstrings and comments: noun phrases or imperative verbs, in the field's words."""
 
 from __future__ import annotations
 
@@ -40,10 +40,8 @@ def _id(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=_id)
 def test_docstrings_name_things(path: Path) -> None:
-    openings = [
-        (line, text.split("\n")[0]) for line, text in _docstrings(path) if text.startswith(OPENINGS)
-    ]
-    assert openings == []
+    firsts = [(line, text.split("\n")[0]) for line, text in _docstrings(path)]
+    assert [(line, first) for line, first in firsts if first.startswith(OPENINGS)] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=_id)
