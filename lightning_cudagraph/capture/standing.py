@@ -16,8 +16,8 @@ __all__ = ["StandingGraphs"]
 
 T = TypeVar("T")
 
-# A run that keeps invalidating its graphs goes on eagerly: after so many captures in a row, with fewer
-# than so many replays each. A new graph in each epoch has no limit.
+# Limits for a run that keeps invalidating its graphs: after this number of captures in a row with fewer
+# than this number of replays each, it goes on eagerly. A new graph in each epoch has no limit.
 _MAX_SHORT_CAPTURES = 8
 _FEW_REPLAYS = 32
 
