@@ -142,11 +142,13 @@ class StepRun:
         )
         self._owns_gradients = of.replicas.own_gradients(self._recorder.parameters().values())
         # Without modules: a function that rebinds attributes is refused.
-        nothing = CarriedTensors(nn.Module(), backend.device, frozenset(), of.surroundings.stays_on_host)
+        no_attributes = CarriedTensors(
+            nn.Module(), backend.device, frozenset(), of.surroundings.stays_on_host
+        )
         self._context = RunContext(
             backend,
             settings,
-            nothing,
+            no_attributes,
             _log.warning,
             WORDING,
             processes,
@@ -274,7 +276,7 @@ class StepRun:
             )
         if torch.is_inference_mode_enabled():
             raise UnsupportedError(
-                "The step is called inside `torch.inference_mode()`, whose tensors cannot be watched.",
+                "The step is called inside `torch.inference_mode()`: its tensors lack version counters.",
                 "Use `torch.no_grad()`.",
             )
         dtype = torch.get_autocast_dtype(device_type) if autocast else None
