@@ -39,9 +39,9 @@ def _refuse_shared_memory(batch: object, captured: CapturedStep[T]) -> None:
     for path, leaf in flatten_batch(batch):
         if isinstance(leaf, Tensor) and storage_id(leaf) in written:
             raise CaptureError(
-                f"The training step writes into memory that `{path}` lies in; a graph reads a copy of"
-                f" `{path}` that was made before.",
-                "Pass a copy, `tensor.clone()`, or use in the step what the tensor is taken from.",
+                f"The training step writes into the memory of `{path}` through another tensor; a graph"
+                f" reads a copy of `{path}` from before the step.",
+                "Pass a copy, `tensor.clone()`, or read in the step the tensor that it writes.",
             )
 
 

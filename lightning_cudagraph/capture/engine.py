@@ -34,7 +34,7 @@ def _only_in_the_capture(raised: str) -> UnsupportedError:
     """Return the error for a step that raises in a capture and not in an eager run."""
     return UnsupportedError(
         f"The training step raised {raised}. Eagerly, from the same state, it did not.",
-        "Find out what in the step does not work in a capture; the message may say.",
+        "Find the code that fails in a capture; the message may name it.",
     )
 
 

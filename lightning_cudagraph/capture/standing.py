@@ -73,7 +73,7 @@ class StandingGraphs(Generic[T]):
     def _copy_out_from_now_on(self) -> None:
         """Leave externally referenced gradients to user code, and copy gradients out from now on."""
         self._copies.are_given = True
-        self.drop("code outside of the step keeps a gradient, or a part of one")
+        self.drop("user code holds a reference to a gradient, or to a part of one")
 
     def drop(self, reason: str, of_others: bool = False) -> None:
         """Invalidate the graphs; later steps are warmed up and captured again.

@@ -155,9 +155,7 @@ class Step(Replay[T]):
             if storage_id(tensor) not in known:
                 known.add(storage_id(tensor))
                 shape = "x".join(map(str, tensor.shape)) or "one number"
-                state[f"a tensor that no module knows as its own ({len(state)}, {shape})"] = whole(
-                    tensor
-                )
+                state[f"a tensor that belongs to no module ({len(state)}, {shape})"] = whole(tensor)
         return state
 
     @property

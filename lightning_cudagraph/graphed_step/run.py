@@ -259,8 +259,8 @@ class StepRun:
                 raise BatchError(
                     f"`{path}` requires a gradient; a graph reads a copy of it, and the gradient would"
                     " be that of the copy.",
-                    "Pass `tensor.detach()`, and call `requires_grad_()` inside, or compute in the step"
-                    " what it comes from.",
+                    "Pass `tensor.detach()`, and call `requires_grad_()` inside, or compute the tensor"
+                    " in the step.",
                 )
         return signature
 

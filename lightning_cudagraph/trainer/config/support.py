@@ -192,7 +192,7 @@ def _check_placement(trainer: pl.Trainer) -> None:
             continue
         raise UnsupportedError(
             f"{described_hook(strategy, name)} is not Lightning's own; it takes part in steps, and what"
-            " it reads from the strategy is not watched.",
+            " it reads from the strategy is not guarded.",
             f"Move it to the module, or pass Lightning's `{base.__qualname__}`.",
         )
 
