@@ -32,7 +32,7 @@ from lightning_cudagraph.graphed_step.surroundings import (
 )
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy
 from lightning_cudagraph.trainer.config.support import callbacks_of, scaler_of
-from lightning_cudagraph.trainer.host_rules import host_rules
+from lightning_cudagraph.trainer.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
@@ -45,8 +45,6 @@ _COUNTERS = ("_on_before_step", "_on_after_step")
 # The attribute with which `untoggle_optimizer` undoes `toggle_optimizer`.
 _OWN_OF_TOGGLING = frozenset({"_param_requires_grad_state"})
 _RETURN_AND_LOG = "Return the value from the step, and log it after the call."
-# Attributes of every module that belong to torch and Lightning.
-_OWN = frozenset(vars(pl.LightningModule()))
 
 
 class ManualOptimization(PlainLoop):
@@ -55,7 +53,7 @@ class ManualOptimization(PlainLoop):
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self.around: Mapping[str, Any] = {"trainer": trainer}
-        self.unwatched = PlainLoop.unwatched | _OWN
+        self.unwatched = PlainLoop.unwatched | OWN_ATTRIBUTES
 
     def optimizer_in(self, optimizer: Any) -> Any:
         return optimizer_inside(optimizer)
