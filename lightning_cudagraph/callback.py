@@ -1,4 +1,4 @@
-"""The callback: Lightning's hooks, and nothing else."""
+"""`CUDAGraphCallback`: the hooks that Lightning calls, without logic of their own."""
 
 from __future__ import annotations
 
@@ -47,64 +47,65 @@ _DEFAULT_CHECKS = Verification()
 
 
 class CUDAGraphCallback(Callback):
-    """Trains through one CUDA graph: forward, backward, clipping and optimizer step in one launch.
+    """Trains with one CUDA graph: forward, backward, clipping and optimizer step in one launch.
 
-    The first batches are ordinary training steps on a side stream. Then the step is captured, and
-    every later batch of the same shape is copied into the graph's static buffers and replayed. The
-    run comes out as it would without this callback; what is known not to is refused with the
-    reason, or run eagerly. On a CPU an emulator takes the place of the GPU.
+    The first batches are the warm-up: training steps on a side stream. Then the step is captured, and
+    every later batch of the same shape is copied into static inputs and replayed. The numbers are those
+    of a run without this callback; a step that is known to differ is refused with the reason, or runs
+    eagerly. On a CPU an emulator replaces the GPU.
 
-    Shown in TensorBoard for each timed replay, in milliseconds: ``layer_forward_ms/{module}``,
-    ``layer_backward_ms/{module}`` and ``step_ms/{forward,backward,clipping,scaler,optimizer,total}``,
-    and before it ``step_ms/{copy,gap}``: the copy of the batch, and what is left of the time since the
-    replay before, which is long if the device waits for the host. Under DDP
-    ``step_ms/{all_reduce,all_reduce_exposed}``: how long the all-reduces of the gradients take, waiting
-    for other processes included, and how long the step waits for them; and for each window
-    ``ranks_ms/work_{fastest,median,slowest,spread}``, what the processes would take for a step without
-    one another, and ``ranks/slowest``, the one with the most, which the others wait for. For each
-    window ``step_band_ms/{p05,p50,p95}``, with charts among the custom scalars; as texts what became
-    of the graphs, ``cudagraph/events``, and at the end of `fit` the ``cudagraph/report``. Other loggers,
-    but a `CSVLogger`, get the medians of each window.
+    TensorBoard shows for each timed replay, in milliseconds:
+
+    - ``layer_forward_ms/{module}`` and ``layer_backward_ms/{module}``;
+    - ``step_ms/{forward,backward,clipping,scaler,optimizer,total}``;
+    - ``step_ms/{copy,gap}``: the copy of the batch, and the rest of the time since the replay before,
+      which is long if the device waits for the host;
+    - under DDP, ``step_ms/{all_reduce,all_reduce_exposed}``: the time of the all-reduces of gradients,
+      including the wait for other processes, and the part of it that the step waits for.
+
+    For each window it shows ``step_band_ms/{p05,p50,p95}``, with charts among the custom scalars, and
+    under DDP ``ranks_ms/work_{fastest,median,slowest,spread}``, the step times of the processes without
+    waits for each other, and ``ranks/slowest``, the rank with the longest. As texts it shows captures
+    and invalidations, ``cudagraph/events``, and at the end of `fit` the ``cudagraph/report``. A
+    `CSVLogger` gets nothing; other loggers get the medians of each window.
 
     Args:
-        scope: what is captured. ``"step"``: everything from forward to the optimizer's step.
-            ``"forward_backward"``: clipping and the optimizer run eagerly behind the graph.
-            ``"auto"``: the first where it can be, else the second, and the report says why.
-        warmup_steps: training steps before the capture. None: 3, and in a `fit` of 1500 steps or more,
-            on one GPU and without accumulation, up to 10 more that run as without this callback and
-            are measured, for the first line of the report. With `DDPStrategy`, warm-up goes on until
-            gradients have been averaged eleven times, which its wrapper needs.
-        on_unsupported: ``"raise"`` an error when something cannot be captured, or train on without a
-            graph (``"eager"``) and say why in the report.
-        timings: which layers are timed by events in the graph; None for none.
-        verify: which replays are checked, bit for bit, against an eager step from the same state on the
-            same batch; None for no checks.
-        evaluation: capture `validation_step`, `test_step` and `predict_step` too, each after warm-up
-            batches of its own. The sanity check runs as without this callback.
-        max_graphs: batches of how many signatures have graphs in an evaluation (full ones, the last one,
-            those of each dataloader); the others run eagerly. In training one signature has graphs.
-        compile: compile the training step with `torch.compile`, in its default mode, as long as `fit`
-            runs (on the emulator, with ``backend="aot_eager"``). The numbers are those of compiled
-            steps, which replays are held against, and differ from those of steps that are not compiled.
-            Layers have no times of their own then.
-        harmless: host code in the step that may stay frozen, or not be repeated by replays, because
-            nothing depends on it: the names that the error for it gives, such as ``["counter",
-            "print", "global_step"]``.
-        backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` insist
-            on one of them. ``"off"``: a run as without this callback.
-        streams: on how many streams of the capture ops are put that do not need one another, so that
-            small kernels run side by side in a replay. Each has workspaces of its own. ``"auto"``: 1, 2,
-            4 or 8, as long as twice as many gain 1 %, and more than one only for 3 %; each is captured
-            and replayed for a moment from the state before the first capture, which is put back.
-            Where there is a process group, that is 1. ``AutoStreams(memory_bytes=...)``: the same, with
-            a bound on the memory that more than one may take.
+        scope: the captured part of a step. ``"step"``: everything from forward to the optimizer step.
+            ``"forward_backward"``: clipping and the optimizer step run eagerly after the replay.
+            ``"auto"``: ``"step"`` if possible, else ``"forward_backward"``, with the reason in the
+            report.
+        warmup_steps: number of training steps before the capture. None: 3, and in a `fit` of 1500 steps
+            or more, on one GPU and without accumulation, up to 10 further steps as without this
+            callback, measured for the first line of the report. With `DDPStrategy`, warm-up goes on
+            until gradients have been averaged eleven times, as the wrapper needs.
+        on_unsupported: ``"raise"`` an error if the step cannot be captured, or train on without a graph
+            (``"eager"``) and give the reason in the report.
+        timings: the layers that are timed by events in the graph; None for none.
+        verify: the replays that are compared, bit for bit, with an eager step from the same state on the
+            same batch; None for none.
+        evaluation: capture `validation_step`, `test_step` and `predict_step` too, each after its own
+            warm-up batches. The sanity check runs as without this callback.
+        max_graphs: the most batch signatures with graphs in an evaluation (full batches, the last one,
+            those of each dataloader); other batches run eagerly. In training one signature has graphs.
+        compile: compile the training step with `torch.compile` in its default mode during `fit` (on the
+            emulator, with ``backend="aot_eager"``). Replays are compared with compiled steps, and their
+            numbers differ from those of steps that are not compiled. Layers are not timed.
+        harmless: names, as the errors give them, of host code in the step that may be frozen by the
+            capture and left out of replays, such as ``["counter", "print", "global_step"]``.
+        backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` require
+            that backend. ``"off"``: a run as without this callback.
+        streams: the number of streams for independent ops in a capture, so that small kernels run side
+            by side in a replay. Each stream has its own workspaces. ``"auto"``: 1, 2, 4 or 8, found by
+            short trials from the state before the first capture, which is restored. Each doubling must
+            gain 1 %, and several streams 3 % over one. With a process group, 1.
+            ``AutoStreams(memory_bytes=...)``: the same, with a bound on the memory beyond one stream.
 
     Attributes:
-        summary: what became of the run under way, or of the last one; `str` of it is the report, which
-            is printed at the end of a run, however it ends.
+        summary: summary of the present run or the last one. Its `str` is the report, which is printed at
+            the end of a run, also after an error.
 
     Raises:
-        ConfigurationError: if an argument is not one of the above.
+        ConfigurationError: if an argument is invalid.
 
     Example::
 
@@ -159,16 +160,16 @@ class CUDAGraphCallback(Callback):
         self._no_evaluation: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._description = ""
-        self._interrupted: RunSummary | None = None  # of a `fit` that a hook has interrupted
+        self._interrupted: RunSummary | None = None  # of a `fit` interrupted by a hook
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is bound to a trainer, so that copies and pickles work at any time."""
+        """Leave out objects bound to a trainer, so that copies and pickles always work."""
         bound = ("_training", "_evaluation", "_processes", "_wrapping", "_no_evaluation", "_backend")
         return {**self.__dict__, **dict.fromkeys(bound), "_summary": self.summary}
 
     @property
     def summary(self) -> RunSummary:
-        """Summary of the run under way, or of the last one."""
+        """Summary of the present run or the last one."""
         found = self._summary
         if self._training is not None:
             found = found.with_stage("fit", self._training.stage)
@@ -180,14 +181,14 @@ class CUDAGraphCallback(Callback):
         training = self._training
         if stage != TrainerFn.FITTING and training is not None and training.is_under_way:
             self._interrupt(training, stage)
-        self._close()  # a run that another callback's exception ended before our hooks
+        self._close()  # a run that ended in an exception of another callback, before our hooks
         check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
         if stage == TrainerFn.FITTING:
-            self._begin()  # now, because it may end before its first step
+            self._begin()  # now, because the run may end before its first step
         if stage != TrainerFn.FITTING or self.backend == "off":
             return
         require(CAPTURES, TRAINING)
-        # From now on, so that the others know why this process does not come to the start of training.
+        # Already now, to tell other processes of a failure before the start of training.
         self._processes = Distributed(trainer)
         strategy = trainer.strategy
         if isinstance(strategy, DDPStrategy):
@@ -195,7 +196,7 @@ class CUDAGraphCallback(Callback):
             wrapped_on_side_stream(strategy, self._backend_for(trainer), self._wrapping)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        backend = self._backend  # of the wrapper's stream, if there is one
+        backend = self._backend  # a DDP wrapper was made on its side stream
         processes, self._processes = self._processes or Distributed(trainer), None
         self._close()
         self._backend, self._processes = backend, processes
@@ -218,9 +219,9 @@ class CUDAGraphCallback(Callback):
         self._training.install()
         self._processes.install()
         self._summary = RunSummary(backend=self._description)
-        lacking = gpu_without_cuda(torch.version.cuda, torch.version.hip)
-        said = (self._description, newer_than_tested(), lacking, *self._training.notes)
-        for line in filter(None, said):
+        missing = gpu_without_cuda(torch.version.cuda, torch.version.hip)
+        lines = (self._description, newer_than_tested(), missing, *self._training.notes)
+        for line in filter(None, lines):
             rank_zero_info(f"lightning_cudagraph: {line}")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -283,23 +284,19 @@ class CUDAGraphCallback(Callback):
         self._close()
 
     def _write_report(self, exception: BaseException | None = None) -> None:
-        """At the end of a run.
-
-        Args:
-            exception: what has ended it, if it has not come to its end.
-        """
+        """Make the report at the end of a run, which may be due to `exception`."""
         if self._training is not None:
             self._summary = self._finished(self._training, exception=exception)
         elif self._interrupted is not None:
             self._summary, self._interrupted = self._interrupted, None
-        elif self._evaluation is not None:  # alone, or in a `fit` without graphs
+        elif self._evaluation is not None:  # without a `fit`, or in one without graphs
             self._summary = self._evaluated(self._evaluation, exception)
         else:
             return
         self._is_printed = False
 
     def _print_report(self, after_progress_bar: bool = False) -> None:
-        """Print the report, once; if asked, below the line that a progress bar has left open."""
+        """Print the report once; after a progress bar, on a new line."""
         if not self._is_printed:
             rank_zero_info(f"\n{self._summary}" if after_progress_bar else str(self._summary))
         self._is_printed = True
@@ -312,24 +309,24 @@ class CUDAGraphCallback(Callback):
         return replace(self.summary, notes=tuple(evaluation.notes), ended=ended)
 
     def _begin(self) -> None:
-        """A run begins, of which nothing is known yet."""
+        """Begin a run with an empty summary."""
         self._summary, self._is_printed = RunSummary(), True
 
     def _interrupt(self, training: GraphedTraining, stage: str) -> None:
-        """A hook of a `fit` has called another of a trainer's methods, which takes all down.
+        """End the graphs of a `fit`, because one of its hooks has called another method of the trainer.
 
         Raises:
-            HookError: if that was in the middle of a step.
+            HookError: if that hook runs in the middle of a step.
         """
         stage = TrainerFn(stage).value
         if training.is_in_step:
             raise HookError(
-                f"In the middle of a step, a hook called `trainer.{stage}`, which takes the step down.",
+                f"In the middle of a step, a hook called `trainer.{stage}`, which tears the step down.",
                 "Call it between two fits.",
             )
         note = (
-            f"the graphs of a `fit` ended behind step {training.global_step}, and what steps it still"
-            f" takes are eager: `trainer.{stage}` was called before its end"
+            f"the graphs of a `fit` were released after step {training.global_step}, and its later steps"
+            f" are eager: `trainer.{stage}` was called before its end"
         )
         self._interrupted = self._finished(training, note)
         rank_zero_warn(f"lightning_cudagraph: {note}. Call it between two fits.")
@@ -337,13 +334,13 @@ class CUDAGraphCallback(Callback):
     def _finished(
         self, training: GraphedTraining, *notes: str, exception: BaseException | None = None
     ) -> RunSummary:
-        """The summary of a training, with the evaluations in it."""
-        said = [*notes, *([] if self._evaluation is None else self._evaluation.notes)]
-        said += [] if self._no_evaluation is None else [self._no_evaluation.reason]
-        return training.finish(self.summary, said, exception)
+        """Return the summary of a `fit`, with its evaluations."""
+        all_notes = [*notes, *([] if self._evaluation is None else self._evaluation.notes)]
+        all_notes += [] if self._no_evaluation is None else [self._no_evaluation.reason]
+        return training.finish(self.summary, all_notes, exception)
 
     def _evaluate(self, trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
-        """An evaluation begins, in a `fit` or in a run of its own."""
+        """Begin an evaluation, in a `fit` or on its own."""
         if not self.evaluation or self.backend == "off" or self._no_evaluation is not None:
             return
         if self._evaluation is None:
@@ -372,7 +369,7 @@ class CUDAGraphCallback(Callback):
     def _graphed(
         self, trainer: pl.Trainer, module: pl.LightningModule, processes: Distributed
     ) -> GraphedTraining:
-        """The training of a run, if all its processes can have graphs, and shall have the same."""
+        """Make the captured training of a run, if all its processes can have the same."""
         settings = self._settings(trainer)
         training: GraphedTraining | None = None
         refused: UnsupportedError | None = None
@@ -381,7 +378,7 @@ class CUDAGraphCallback(Callback):
             if processes.agreement is not None:
                 check_nccl(trainer.strategy.root_device)
             if self.evaluation and self.on_unsupported == "raise":
-                check_where_evaluated(trainer)  # now, and not after the first epoch
+                check_where_evaluated(trainer)  # raise now, not after the first epoch
             backend = self._backend_for(trainer)
             agreement, run = processes.agreement, processes.run
             training = GraphedTraining(trainer, module, backend, settings, agreement, run)
@@ -401,7 +398,7 @@ class CUDAGraphCallback(Callback):
         return training
 
     def _arguments(self) -> dict[str, Any]:
-        """What was asked for, in the form in which the same is equal."""
+        """Return the arguments in a normal form, for the comparison of processes."""
         names = inspect.signature(CUDAGraphCallback).parameters
         return {name: getattr(self, name) for name in names} | {
             "warmup_steps": self.warmup_steps or DEFAULT_WARMUP_STEPS,
@@ -410,7 +407,7 @@ class CUDAGraphCallback(Callback):
         }
 
     def _backend_for(self, trainer: pl.Trainer) -> Backend:
-        """The one backend of a run, whose graphs share their memory."""
+        """Return the backend of a run; there is one, so that all graphs share a memory pool."""
         if self._backend is None:
             self._backend = make_backend(self.backend, trainer.strategy.root_device)
             self._description = self._backend.description
@@ -431,7 +428,7 @@ class CUDAGraphCallback(Callback):
         )
 
     def _leave_others(self) -> None:
-        """This process goes on without graphs, and by itself."""
+        """Go on without graphs and without votes."""
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()
@@ -442,7 +439,7 @@ class CUDAGraphCallback(Callback):
         processes, self._processes = self._processes, None
         self._no_evaluation = self._backend = None
         wrapping, self._wrapping = self._wrapping, None
-        with ExitStack() as stack:  # all, also where one of them fails; graphs before process groups
+        with ExitStack() as stack:  # all of them, even if one fails; graphs before process groups
             if wrapping is not None:
                 stack.callback(wrapping.close)
             if processes is not None:

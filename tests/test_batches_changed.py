@@ -133,7 +133,7 @@ class IsGivenACopy(IsGivenWhatItWrites):
 
 
 def test_an_argument_in_memory_that_the_step_writes(accelerator: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"memory that `arguments\['weight'\]` lies in"):
+    with pytest.raises(UnsupportedError, match=r"memory of `arguments\['weight'\]` through"):
         run(IsGivenWhatItWrites(device_of(accelerator)), graphed=True)
     assert_equal_runs(lambda: IsGivenACopy(device_of(accelerator)), replays=9)
 

@@ -111,7 +111,7 @@ def test_captures_are_told(tmp_path: Path, accelerator: str) -> None:
     for text in (first, second):
         assert re.search(r"Captured in \d+ ms: a step on `batch\[0\]` \(8, 12\) float32, `batch", text)
         assert re.search(r"[\d.]+ MiB taken so far", text)
-    assert "captured anew" in stale
+    assert "captured again" in stale
     assert reason in stale
 
 

@@ -355,7 +355,7 @@ def test_gradients_that_somebody_keeps(
     assert not differences(collectors[0].kept, collectors[1].kept)
     # On a GPU the arrays are copies.
     copies = accelerator == "gpu" and collector is CollectsArrays
-    reason = "code outside of the step keeps a gradient, or a part of one"
+    reason = "user code holds a reference to a gradient, or to a part of one"
     assert graph.counts.recaptures == (() if copies else (reason,))
     assert graph.counts.replayed >= 5
 

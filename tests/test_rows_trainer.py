@@ -617,7 +617,7 @@ ASKING: dict[str, tuple[Callable[[Any], None], str, type[Net], type[Exception] |
 
 
 @pytest.mark.spread(2)
-@pytest.mark.filterwarnings("ignore:lightning_cudagraph. the graphs of a `fit` ended behind step")
+@pytest.mark.filterwarnings("ignore:lightning_cudagraph. the graphs of a `fit` were released after step")
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", ASKING)
 def test_validation_in_a_hook(tmp_path: Path, accelerator: str, name: str, evaluation: bool) -> None:
@@ -645,7 +645,9 @@ def test_validation_in_a_hook(tmp_path: Path, accelerator: str, name: str, evalu
     if "loop" in name and raises is None:
         assert done.graph.counts.replayed >= 15
     if "validate" in name and raises is None:
-        assert "takes are eager: `trainer.validate` was called before its end" in str(callback.summary)
+        assert "its later steps are eager: `trainer.validate` was called before its end" in str(
+            callback.summary
+        )
 
 
 @pytest.mark.filterwarnings("ignore:lightning_cudagraph. the graphs of a `fit` ended behind step")

@@ -65,7 +65,7 @@ def test_a_subclass_has_the_row_of_its_nearest_ancestor() -> None:
 
     assert row_of(Mine).captured
     assert not row_of(of_trainer.SingleDeviceXLAStrategy).captured  # whose base is captured
-    assert "nothing is known" in row_of(Stranger).reason
+    assert "effects in a step are unknown" in row_of(Stranger).reason
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_subclass_has_the_row_of_its_nearest_ancestor() -> None:
         ),
         (object.__new__(of_trainer.DeepSpeedStrategy), "DeepSpeed's engine"),
         (object.__new__(of_trainer.XLAStrategy), "XLA devices have no CUDA graphs"),
-        (object(), "`object` is not captured: nothing is known"),
+        (object(), "`object` is not captured: its effects in a step are unknown"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__module__,
 )

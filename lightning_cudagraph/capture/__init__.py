@@ -1,1 +1,1 @@
-"""Capture and replay of training steps. Knows torch, and nothing of Lightning."""
+"""Capture and replay of steps, without Lightning."""

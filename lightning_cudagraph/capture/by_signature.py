@@ -1,4 +1,4 @@
-"""The graphs of a run: by the signature of the batches, and by the place of the step in its window."""
+"""The captured steps of an engine, by batch signature and accumulation phase."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ NOT_YET: NotYet = "not yet"
 
 @dataclass
 class _Graphs(Generic[T]):
-    """The graphs of one batch signature.
+    """The captured steps of one batch signature.
 
     Attributes:
-        static: the static buffers that they read.
-        beside: other conditions that they were captured under.
-        by_place: the graphs.
+        beside: their specialization: values outside the batch that are part of the signature.
     """
 
     static: StaticBatch
@@ -36,14 +34,13 @@ class _Graphs(Generic[T]):
 
 
 class GraphsBySignature(Generic[T]):
-    """The graphs of one engine.
+    """The captured steps of one engine.
 
     Args:
-        device_type: of the device that they run on.
-        signatures: those that have graphs, in all engines of the run.
+        signatures: the signatures that have graphs, in all engines of the run.
 
     Attributes:
-        plain: graphs that can be replayed again with nothing to do around that, by place.
+        plain: by phase, the captured steps that take the fast path: a replay needs no work around it.
     """
 
     def __init__(self, device_type: str, signatures: Signatures) -> None:
@@ -58,27 +55,27 @@ class GraphsBySignature(Generic[T]):
         return len(self._graphs)
 
     def get(self, signature: Signature, place: Place) -> CapturedStep[T] | None:
-        """The graph for steps of this place on such batches, if there is one."""
+        """Return the captured step of this signature and phase, or None."""
         graphs = self._graphs.get(signature)
         return None if graphs is None else graphs.by_place.get(place)
 
     def add(self, signature: Signature, step: Step[T], captured: CapturedStep[T]) -> None:
-        """Keep the graph that was captured of a step."""
+        """Add a captured step."""
         graphs = self._graphs.setdefault(signature, _Graphs(captured.static, step.beside))
         graphs.by_place[step.place] = captured
         self._signatures.captured(signature)
         self._all.append(captured)
 
     def use(self, signature: Signature) -> None:
-        """A graph of this signature is about to be replayed."""
+        """Note that the next replay is of this signature."""
         self._latest = signature
 
     def all(self) -> list[CapturedStep[T]]:
-        """Every graph."""
+        """Return all captured steps."""
         return self._all
 
     def release(self) -> None:
-        """Release all of them, and their memory."""
+        """Release all graphs and their memory."""
         self.plain.clear()
         for captured in self.all():
             captured.release()
@@ -89,16 +86,16 @@ class GraphsBySignature(Generic[T]):
 
     @property
     def static(self) -> StaticBatch | None:
-        """The static buffers that the latest graph reads."""
+        """The static batch of the latest graph."""
         return None if self._latest is None else self.static_of(self._latest)
 
     def static_of(self, signature: Signature) -> StaticBatch | None:
-        """The static buffers of one signature, if it has a graph."""
+        """Return the static batch of a signature that has a graph, or None."""
         graphs = self._graphs.get(signature)
         return None if graphs is None else graphs.static
 
     def known_signature(self, step: Replay[T]) -> Signature | None:
-        """The signature of the latest graph, if a quick comparison finds it to be that of a step too."""
+        """Return the signature of the latest graph, if a quick comparison shows that the step has it."""
         if self._latest is None:
             return None
         graphs = self._graphs[self._latest]
@@ -110,9 +107,12 @@ class GraphsBySignature(Generic[T]):
         return None
 
     def one_too_many(self, signature: Signature) -> str:
-        """The reason why a signature gets no graph; empty if it has one, or there is room for it."""
+        """Return the reason why a signature gets no graph; empty if it has one or can get one."""
         return "" if signature in self._graphs else self._signatures.one_too_many(signature)
 
     def maker(self, step: Step[T], signature: Signature) -> CapturedStep[T] | NotYet | None:
-        """The graph whose gradients a step adds to, if it adds to those of another step."""
+        """Return the captured step that makes the gradients to which this step adds.
+
+        None: the step makes its gradients itself.
+        """
         return None if step.place.drops else self.get(signature, MAKES_GRADIENTS) or NOT_YET

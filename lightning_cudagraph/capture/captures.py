@@ -1,4 +1,4 @@
-"""The capture of a step, in all processes or in none."""
+"""Capture of a step, in all processes or in none."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ __all__ = ["Captures"]
 
 T = TypeVar("T")
 
-_REPORT_IT = "This is a fault of the package's, and should not be: please report it."
+_REPORT_IT = "This is a bug in `lightning_cudagraph`: please report it."
 
 
 def _refuse_shared_memory(batch: object, captured: CapturedStep[T]) -> None:
-    """Refuse a step that writes the memory of its batch under another name: a graph reads a copy."""
+    """Refuse a step that writes memory shared with its batch: a graph reads a copy of the batch."""
     written = {storage_id(tensor) for tensor in captured.written}
     for path, leaf in flatten_batch(batch):
         if isinstance(leaf, Tensor) and storage_id(leaf) in written:
             raise CaptureError(
-                f"The training step writes into memory that `{path}` lies in; a graph reads a copy of"
-                f" `{path}` that was made before.",
-                "Pass a copy, `tensor.clone()`, or use in the step what the tensor is taken from.",
+                f"The training step writes into the memory of `{path}` through another tensor; a graph"
+                f" reads a copy of `{path}` from before the step.",
+                "Pass a copy, `tensor.clone()`, or read in the step the tensor that it writes.",
             )
 
 
 def _portable(error: UnsupportedError) -> tuple[str, str, bool]:
+    """Return the parts of an error that are sent to other processes."""
     return error.reason, error.remedy, error.in_optimizer
 
 
-def _failure_of_ranks(told: Iterable[tuple[str, str, bool] | None]) -> UnsupportedError | None:
-    """The first error of a process, for those that have none."""
-    for rank, error in enumerate(told):
+def _failure_of_ranks(errors: Iterable[tuple[str, str, bool] | None]) -> UnsupportedError | None:
+    """Rebuild the error of the first rank that has one."""
+    for rank, error in enumerate(errors):
         if error is not None:
             reason, remedy, in_optimizer = error
             return UnsupportedError(f"On rank {rank}: {reason}", remedy, in_optimizer=in_optimizer)
@@ -59,7 +60,7 @@ def _failure_of_ranks(told: Iterable[tuple[str, str, bool] | None]) -> Unsupport
 
 
 class Captures(Generic[T]):
-    """Captures the steps of an engine."""
+    """Captures steps for an engine."""
 
     def __init__(
         self,
@@ -82,16 +83,11 @@ class Captures(Generic[T]):
     def attempt(self, step: Step[T], signature: Signature) -> tuple[CapturedStep[T] | None, str, bool]:
         """Capture a step, in all processes or in none.
 
-        Args:
-            step: the step.
-            signature: that of its batch.
-
         Returns:
-            The captured step; or None with the reason, and True if that was an error of the user's own
-            code in this process.
+            The captured step. Or None, the reason, and True if user code in this process raised it.
 
         Raises:
-            UnsupportedError: if it cannot be captured, and the user wants that raised.
+            UnsupportedError: if the step cannot be captured and `on_unsupported="raise"`.
         """
         captured: CapturedStep[T] | None = None
         failure: UnsupportedError | None = None
@@ -112,8 +108,8 @@ class Captures(Generic[T]):
         is_broken = step.is_broken()
         if (agreement := self._run.agreement) is not None:
             has_breaks = captured is not None and captured.has_breaks
-            said = (failure and _portable(failure), raised, is_broken, sent_back, has_breaks)
-            reasons, texts, broken, back, breaks = zip(*agreement.gather(said), strict=True)
+            outcome = (failure and _portable(failure), raised, is_broken, sent_back, has_breaks)
+            reasons, texts, broken, back, breaks = zip(*agreement.gather(outcome), strict=True)
             is_broken = any(broken)
             if captured is not None:
                 captured.has_breaks_anywhere = any(breaks)
@@ -128,13 +124,13 @@ class Captures(Generic[T]):
         if is_broken:
             step.mend()
         if failure is not None:
-            self._standing.unsupported(failure)  # which puts it into the words of the front end
-            # Steps go on. A suspended generator of the failed one would leave what it has entered on:
-            # in torch 2.10, hooks of a checkpoint, for all tensors that are saved from then on.
+            self._standing.unsupported(failure)  # rephrases it for the front end
+            # Training goes on. A suspended generator in the frames of the error would keep its context
+            # managers entered: in torch 2.10, the saved-tensor hooks of a checkpoint.
             clear_frames(failure)
-            reason, failure = failure.reason, None  # its frames have it, and this is one of them
+            reason, failure = failure.reason, None  # this frame is one of the error's frames
             return None, reason, False
-        if sent_back:  # the step is eager, and a later one is captured
+        if sent_back:  # this step is eager, a later one is captured
             self._streams.send_back(sent_back)
         return captured, raised or sent_back, mine
 
@@ -147,18 +143,18 @@ class Captures(Generic[T]):
                 text = f"The training step cannot be captured: {reason}."
                 raise CaptureError(text, _REPORT_IT) from None
             if self._run.agreement is not None or step.is_broken():
-                raise  # all go back together, and what waits for gradients has to be mended first
+                raise  # all processes retry together, and a broken DDP reducer is repaired before
         self._streams.send_back(reason)
         return self._capture_once(step, signature)
 
     def _capture_once(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
-        self._graphs.plain.clear()  # each is to be replayed by `step` once more, after what comes now
+        self._graphs.plain.clear()  # each replays once through `step` before its next fast path
         self._guards.watch()
         self._guards.effects.kind = signature, step.place
         self._run.carried.watch()
         if moving := self._guards.moving():
             raise UnsupportedError(
-                f"Between any two steps, {moving}: a graph would be stale at once.",
+                f"Between any two steps, {moving}: a graph would be invalid at the next step.",
                 'Keep it constant, or pass `scope="forward_backward"`.',
                 in_optimizer=True,
             )

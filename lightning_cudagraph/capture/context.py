@@ -1,4 +1,4 @@
-"""The context of a run of captured steps, which its engines and their parts share."""
+"""The state that all engines of a run share."""
 
 from __future__ import annotations
 
@@ -21,46 +21,40 @@ __all__ = ["CaptureSettings", "RunContext"]
 
 
 class CaptureSettings(Protocol):
-    """The arguments of the user's that every front end has; each documents its own."""
+    """The settings that all front ends have in common; each front end documents its own."""
 
     @property
     def warmup_steps(self) -> int:
-        """Ordinary steps on the side stream before a capture."""
+        """Number of eager steps on the side stream before a capture."""
 
     @property
     def raise_unsupported(self) -> bool:
-        """Raise when a step cannot be captured, instead of going on eagerly."""
+        """True to raise if a step cannot be captured; False to fall back to eager steps."""
 
     @property
     def verify(self) -> Verification:
-        """The replays that are verified."""
+        """The schedule of verified replays."""
 
     @property
     def streams(self) -> Streams:
-        """Streams of a capture."""
+        """The number of streams of a capture, or the way it is chosen."""
 
 
 @dataclass
 class RunContext:
-    """The context of a run, made once by a front end.
+    """The state that all engines of a run share; made once by a front end.
 
     Attributes:
-        backend: where steps run.
-        settings: the user's.
-        carried: attributes that get another tensor in every step.
-        announce: tells the user something once, in a sentence.
-        wording: the words of the front end.
-        agreement: with the other processes of the run, or None if there are none.
-        max_signatures: number of batch signatures that have graphs. Batches of others run eagerly.
-        learning_rates: the current ones; a replay with others than at the capture is verified too.
-        narrow: given the error of a capture, returns True if less of the step will be captured.
-        on_give_up: called when the run goes on without graphs.
-        around_replays: the context manager around each replay.
-        on_capture: called after each capture with the step and the host time that it took, in
-            milliseconds.
-        counts: the counts of the steps so far.
-        verifier: compares replays with eager steps.
-        signatures: those that have graphs.
+        carried: the rebound attributes of the model.
+        announce: shows a sentence to the user.
+        wording: the terms of the front end in messages.
+        agreement: votes with the other processes; None in a run of one process.
+        max_signatures: the most batch signatures with graphs. Batches of others run eagerly.
+        learning_rates: returns the current ones; a replay with new ones is verified.
+        narrow: given the error of a capture, returns True if a smaller scope is captured from now on.
+        on_give_up: called when the run falls back to eager steps for good.
+        around_replays: makes the context manager around each replay.
+        on_capture: called after each capture with the step and its host time in milliseconds.
     """
 
     backend: Backend

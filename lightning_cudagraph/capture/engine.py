@@ -1,4 +1,4 @@
-"""The life of a batch: warm-up, capture, replay, or an eager step and the reason for it."""
+"""The engine: takes each batch through warm-up, capture, replay or an eager step."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ T = TypeVar("T")
 
 
 def _only_in_the_capture(raised: str) -> UnsupportedError:
+    """Return the error for a step that raises in a capture and not in an eager run."""
     return UnsupportedError(
         f"The training step raised {raised}. Eagerly, from the same state, it did not.",
-        "Find out what in the step does not work in a capture; the message may say.",
+        "Find the code that fails in a capture; the message may name it.",
     )
 
 
@@ -41,12 +42,9 @@ class StepEngine(Generic[T]):
     """Takes batches through their phases.
 
     Args:
-        run: the context of the run. Several engines may share it, each with its guards.
-        guards: what a graph bakes in.
-        is_settled: returns True once all state that steps make is there; warm-up goes on until then.
-
-    Attributes:
-        counts: the counts of the run's steps so far.
+        run: the shared state of the run; engines of one run differ in their guards.
+        guards: compare the values that graphs bake in.
+        is_settled: returns True once steps create no more state; warm-up goes on until then.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class StepEngine(Generic[T]):
         self.counts = run.counts
         self._run = run
         self._guards = guards
-        # Read at every replay, so without a way through the context.
+        # Read at every replay: saves an attribute access.
         self._backend = run.backend
         self._carried = run.carried
         self._verifier = run.verifier
@@ -75,14 +73,14 @@ class StepEngine(Generic[T]):
         self._replays = Replays(run, graphs, standing, copies)
 
     def again(self, step: Replay[T], refresh: Callable[[], None]) -> T | None:
-        """Do one more step of a kind that was a replay before, if a replay is all there is to do.
+        """Replay by the fast path, if the step can take it.
 
         Args:
             step: the step.
             refresh: called before the replay, as in `step`.
 
         Returns:
-            The static outputs; or None, and nothing of the step has happened: `step` will do it.
+            The static outputs. Or None: nothing has run, and the caller must call `step`.
         """
         graphs = self._graphs
         if (
@@ -106,26 +104,25 @@ class StepEngine(Generic[T]):
     def step(
         self, step: Step[T], refresh: Callable[[], None], signature: Signature | None = None
     ) -> tuple[Phase, T | None]:
-        """Do one step, in the way of its phase.
+        """Run one step in the phase of its batch.
 
         Args:
             step: the step.
-            refresh: called before a capture and before a replay, to bring device mirrors of host
-                values up to date.
-            signature: that of the batch, if it is already known.
+            refresh: updates the device mirrors of host values; called before a capture and a replay.
+            signature: the signature of the batch, if the caller knows it.
 
         Returns:
             The phase, and the static outputs if the step was a replay.
 
         Raises:
-            UnsupportedError: if it cannot be captured and the engine was made to raise. Nothing of
-                the step has happened then.
+            UnsupportedError: if the step cannot be captured and `on_unsupported="raise"`. Nothing of
+                the step has run.
         """
         if not self._has_begun:
             self._has_begun = True
             self._patches.enter_context(without_its_graphs(self._note))
-        if unfit := self._carried.put_in(self.has_graphs):
-            step = replace(step, unlike_others=step.unlike_others or unfit)
+        if mismatch := self._carried.put_in(self.has_graphs):
+            step = replace(step, unlike_others=step.unlike_others or mismatch)
         try:
             phase, outputs = self._step(step, refresh, signature)
             if phase is Phase.CAPTURED:
@@ -154,9 +151,8 @@ class StepEngine(Generic[T]):
         if intent is Intent.CAPTURE:
             captured, reason, raised = self._captures.attempt(step, signature)
             if captured is None:
-                # Out of the handler, so that the error is gone, with all that its frames hold. An error
-                # of the user's own code is raised again by the eager step, and leaves what it always
-                # leaves.
+                # Outside the handler: the error and the tensors in its frames are free by now. If user
+                # code raised it, the eager step raises it again, with the usual effects.
                 done = self._eager(step, reason)
                 if raised:
                     self._standing.unsupported(_only_in_the_capture(reason))
@@ -174,17 +170,17 @@ class StepEngine(Generic[T]):
 
     @property
     def static(self) -> StaticBatch | None:
-        """The static buffers of the latest graph; code that fills them may hand on their `batch`."""
+        """The static batch of the latest graph; a caller may fill it and pass its `batch` to `step`."""
         return self._graphs.static
 
     @property
     def has_graphs(self) -> bool:
-        """True if anything is captured."""
+        """True if any step is captured."""
         return bool(self._graphs)
 
     @property
     def given_up(self) -> bool:
-        """True if the run goes on without graphs."""
+        """True if all later steps are eager."""
         return self._standing.given_up is not None
 
     @property
@@ -193,23 +189,24 @@ class StepEngine(Generic[T]):
         return [*self._streams.notes, *self._compiled.notes, *self._without_graphs]
 
     def pause(self) -> None:
-        """User code may have run between two steps: compare everything before the next replay."""
+        """Recheck all guards before the next replay: user code may have run since the last step."""
         self._guards.suspect()
         self._verifier.pause()
 
     def drop(self, reason: str) -> None:
-        """Invalidate the graphs, because `reason`; later steps are warmed up and captured again."""
+        """Invalidate the graphs because of `reason`; later steps are warmed up and captured again."""
         self._standing.drop(reason)
 
     def unsupported(self, error: UnsupportedError) -> None:
-        """No step of this run can be captured: narrow, raise, or give up."""
+        """React to a step that cannot be captured: narrow the scope, raise, or give up."""
         self._standing.unsupported(error)
 
     def leave(self) -> None:
-        """Graphs of another engine in the same pool come next: move gradients to where none writes."""
+        """Prepare for a replay by another engine: move gradients out of the memory pool."""
         self._standing.leave()
 
     def _note(self, text: str) -> None:
+        """Announce a sentence, and keep it for the report."""
         self._without_graphs.append(text)
         self._run.announce(text)
 
@@ -225,8 +222,8 @@ class StepEngine(Generic[T]):
         self._graphs.plain.clear()
         self._carried.take_out()
         self._copies.put_back()
-        # On the side stream too: autograd's nodes remember the stream they were made on, and a node
-        # of the default stream would break a later capture.
+        # On the side stream: autograd nodes keep the stream on which they were made, and a node of the
+        # default stream would break a later capture.
         with self._backend.on_side_stream():
             step.run()
         return Phase.EAGER, None
@@ -249,7 +246,7 @@ class StepEngine(Generic[T]):
             stack.enter_context(self._compiled.noticed())
             is_at_its_end = self._warm_ups.is_at_its_end(signature, step.place)
             (step.run_last if is_at_its_end and step.run_last is not None else step.run)()
-        # Only a step that has returned counts.
+        # A step that raises does not count.
         self._warm_ups.done(signature, step.place)
         self.counts.warmed_up += 1
         return Phase.WARMING, None

@@ -1,4 +1,4 @@
-"""One captured step: static inputs, outputs, gradients, and the ring of capture instances."""
+"""A captured step: the rings of capture instances that share one static batch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["CapturedStep", "Cut", "outside_inference_mode"]
 T = TypeVar("T")
 
 
-# Called by a step at a graph break: with the hooks that run there, in words, and True if gradients are
-# dropped at it, and until then are those of the step before.
+# Called by a step at a graph break, with the names of the hooks that run there, and with True if
+# gradients are dropped there: until then, parameters have the gradients of the step before.
 Cut = Callable[[str, bool], None]
 
 
 def _moved(outputs: T, place: Gradients) -> T:
-    """At the end of a captured step: copy its gradients to the addresses of another instance's."""
+    """Copy the gradients at the end of a captured step to the addresses of another instance."""
     if place:
         made = [local(parameter.grad) for parameter, _ in place if parameter.grad is not None]
         torch._foreach_copy_([local(gradient) for _, gradient in place], made)
@@ -41,11 +41,11 @@ def _moved(outputs: T, place: Gradients) -> T:
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Turn inference mode into `no_grad` for a capture, which computes the same.
+    """Replace inference mode by `no_grad` for a capture: the numbers are the same.
 
-    Tensors made in it are used outside of it too: the state of CUDA's generators, which all graphs
-    share, and the static inputs, which have to count their versions. And in inference mode, ops that
-    consist of others would come whole to the sentry.
+    Tensors of the capture are used outside of inference mode too: the states of CUDA generators, which
+    all graphs share, and static inputs, which need version counters. Also, in inference mode the sentry
+    would see composite ops instead of the ops that they call.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -55,34 +55,32 @@ def outside_inference_mode() -> Iterator[None]:
 
 
 class CapturedStep(Generic[T]):
-    """A training step as graphs that read one set of static buffers.
+    """A step as one or more graphs that read one static batch.
 
-    A step that is timed has a ring of capture instances: so that the events of one replay can be read
-    while the next one runs, or so that most replays are of a graph without any. The instances are equal
-    but for their events and gradients.
+    A timed step has several capture instances, which differ in timing events and gradients only. The
+    events of one replay are read while another instance replays, and most replays use an instance
+    without events.
 
     Args:
-        backend: where it is captured.
-        static: the static buffers of the signature to capture, with the values of a batch in them.
-        record: the step, as a function of the static batch, of the function that it calls at a graph
-            break, and of True for timing events. Runs once for each instance.
-        parameters: those whose gradients the step drops and computes anew, and those to whose it only
-            adds.
-        timed: for each instance, True if it has timing events. Those of one kind are a ring.
-        compiled: the compiled code that the step calls. If there is any, the step is captured once more,
-            to look at the Python that was compiled.
-        one_place: all instances leave their gradients at one address, for steps that add to them.
+        backend: the device, or its emulator.
+        static: the static batch, filled with a batch.
+        record: the step as a function of the static batch, a `Cut`, and True to record timing events.
+            Runs once for each instance.
+        parameters: the parameters with gradients that the step drops and makes, and those with gradients
+            that it only adds to.
+        timed: for each instance, True if it has timing events. Instances of one kind form a ring.
+        compiled: compiled code in the step. If there is any, a further capture runs the step without
+            `torch.compile`, to inspect its Python.
+        one_place: all instances write gradients to the same addresses, for steps that add to them.
 
     Attributes:
-        static: the static buffers that it reads.
-        replays: number of steps that were replays; its caller counts them.
-        tape: the ops of the step, as they were when it was first verified.
-        written: tensors older than the step that it writes into.
-        has_breaks_anywhere: it has graph breaks in some process of the run.
+        replays: number of steps that were replays; counted by the caller.
+        tape: the ops of the step at its first verification.
+        written: the tensors older than the step that it writes.
+        has_breaks_anywhere: the step has graph breaks in at least one process of the run.
 
     Raises:
-        CaptureError: if the step did something that no graph can hold; gradients, memory and random
-            state are then as before.
+        CaptureError: if no graph can hold the step. Gradients, memory and random state are as before.
     """
 
     def __init__(
@@ -107,11 +105,11 @@ class CapturedStep(Generic[T]):
         self.written: list[Tensor] = []
         dropped, added = parameters
         there = gradients_of(added)
-        # The graph adds to these in place, where they are; all instances to the same. Aliases, because a
-        # reference would look like an external one to the gradient.
+        # All instances add to these gradients in place. Kept as aliases: a reference to the gradient
+        # itself would count as an external one.
         self._accumulated = [(parameter, grad.detach()) for parameter, grad in there]
-        # Without a gradient to add to, the step makes one, or leaves that parameter alone, as long as
-        # there is none before it.
+        # Parameters without a gradient to add to: the step makes one, or leaves the parameter alone. The
+        # graph is valid only as long as they have none before the step.
         self._absent = [parameter for parameter in added if parameter.grad is None]
         makes = self._makes = [*dropped, *self._absent]
         before = [parameter.grad for parameter in makes]
@@ -121,11 +119,11 @@ class CapturedStep(Generic[T]):
                     compiled.written = self._examined(compiled, record, makes)
                     for parameter, grad in there:
                         parameter.grad = grad
-                # Kernels of compiled code write where no op says so.
+                # No op tells the memory that compiled kernels write.
                 self.written += compiled.written
             for is_timed in timed:
-                # Without a gradient to add to, the backward pass makes new ones in the graph's pool,
-                # at no cost; the ones of the instance before are kept by it.
+                # Without a gradient to add to, the backward pass makes a new one in the memory pool, at
+                # no cost. The previous instance keeps its own.
                 for parameter in makes:
                     parameter.grad = None
                 place = self._instances[0].gradients if one_place and self._instances else []
@@ -143,7 +141,7 @@ class CapturedStep(Generic[T]):
                     ),
                     is_compiled=compiled.is_called,
                 )
-                # Some are added to, or read, and then dropped: found where they are, and left elsewhere.
+                # Some are added to, or read, and then dropped: they end at an address of the graph.
                 replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
                 made = [*dropped, *replaced]
                 self._instances.append(
@@ -173,10 +171,10 @@ class CapturedStep(Generic[T]):
     def _examined(
         self, compiled: CompiledCode, record: Callable[[Any, Cut, bool], T], makes: list[nn.Parameter]
     ) -> list[Tensor]:
-        """Capture the step without torch.compile, to look at its Python; release the graph.
+        """Capture the step without `torch.compile`, to inspect its Python, and release the graph.
 
         Returns:
-            The tensors older than the step that it writes into.
+            The tensors older than the step that it writes.
         """
         for parameter in makes:
             parameter.grad = None
@@ -189,14 +187,14 @@ class CapturedStep(Generic[T]):
             lambda: compiled.left_out(lambda: record(loan.batch, cut, False))
         )
         try:
-            written = [*self._backend.written(graph)]  # of which the graph's own list is cleared
+            written = [*self._backend.written(graph)]  # a copy: the release clears the list
             loan.refuse_changes(written)
         finally:
             self._backend.release(graph)
         return written
 
     def watch_gradients(self) -> None:
-        """Count references to its gradients: user code between two replays can keep them."""
+        """Detect external references to gradients: user code that runs between replays can hold some."""
         made = [pair for each in self._instances for at in each.breaks for pair in at.made]
         every = [pair for each in self._instances for pair in each.gradients]
         found = gradients_of(parameter for parameter, _ in self._accumulated)
@@ -204,27 +202,27 @@ class CapturedStep(Generic[T]):
 
     @property
     def has_breaks(self) -> bool:
-        """True if hooks run on the host in the middle of the step."""
+        """True if the step has graph breaks in this process."""
         return bool(self._instances[0].breaks)
 
     @property
     def is_checked_apart(self) -> bool:
-        """True if a check leaves the step to be taken, because hooks run in it, which they do once."""
+        """True if a verification does not replace the step: hooks at graph breaks must run once only."""
         return self.has_breaks or self.has_breaks_anywhere
 
     @property
     def is_plain(self) -> bool:
-        """True if a replay needs nothing of the host, and leaves all gradients where the graph does."""
+        """True if a replay needs no host code and no work on gradients."""
         return not self.has_breaks and not self._absent
 
     @property
     def can_be_kept(self) -> bool:
-        """True if user code can keep gradients of the graph."""
+        """True if user code can hold references to gradients of the graph."""
         return self._holds is not None
 
     @contextmanager
     def gradients_kept(self) -> Iterator[None]:
-        """Afterwards, the gradients that the step drops are what they were before."""
+        """Restore the gradients that the step drops on exit."""
         kept = [
             (parameter, None if parameter.grad is None else parameter.grad.clone())
             for parameter in self._makes
@@ -236,21 +234,21 @@ class CapturedStep(Generic[T]):
                 parameter.grad = gradient
 
     def stale(self) -> str | None:
-        """The reason why this is not the step any more, in words, or None."""
+        """Return the reason why the graph no longer matches the step, or None."""
         if any(parameter.grad is not None for parameter in self._absent):
             return "a parameter that had no gradient before the step has one now"
         return None
 
     def adopt_gradients(self) -> None:
-        """Bring the gradients that the step only adds to back to the addresses that the graph knows."""
+        """Move the gradients that the step only adds to back to the addresses in the graph."""
         adopt(self._accumulated)
 
     def put_back_gradients(self) -> None:
-        """Bring the gradients that the step makes back to the addresses at which it makes them."""
+        """Move the gradients that the step makes back to the addresses in the graph."""
         adopt(self._instances[0].gradients)
 
     def run_eagerly(self, step: Callable[[Any], T], batch: Any) -> T:
-        """Run a function of the static batch on a batch of this signature, without a graph."""
+        """Copy a batch of this signature into the static batch, and run `step` on it eagerly."""
         self.static.copy_from(batch)
         loan = self.static.lend()
         outputs = step(loan.batch)
@@ -264,17 +262,17 @@ class CapturedStep(Generic[T]):
         handed: HandedOut | None = None,
         timed: bool = False,
     ) -> T:
-        """Run the step on a batch of this signature.
+        """Replay the step on a batch of this signature.
 
         Args:
-            batch: the batch; its tensors are copied into the static buffers.
-            between: called at each graph break with the static outputs and its number. None: the step
-                without its breaks.
-            handed: the copies that hooks are given instead of the graph's gradients, or None.
-            timed: replay an instance with timing events, if there is one, or else one without.
+            batch: copied into the static batch.
+            between: called at each graph break with the static outputs and the index of the break. None:
+                replay without breaks.
+            handed: the copies of gradients that hooks see; None if they see those of the graph.
+            timed: replay an instance with timing events, if there is one.
 
         Returns:
-            The static outputs of the instance that is replayed. The next replay overwrites them.
+            The static outputs of the instance. Its next replay overwrites them.
         """
         self.static.copy_from(batch)
         self.adopt_gradients()
@@ -286,40 +284,40 @@ class CapturedStep(Generic[T]):
         return instance.replay(between, self._accumulated, handed)
 
     def turn_back(self, timed: bool) -> None:
-        """Turn the ring back, so that the next replay is of the same instance as the last one."""
+        """Turn the ring back: the next replay uses the instance of the last one again."""
         self._rings[timed].rotate(1)
 
     def rerun(self) -> None:
-        """Replay the first instance on the values in the static buffers, and leave gradients alone."""
+        """Replay the first instance on the present static batch, without work on gradients."""
         self._instances[0].graph.replay()
 
     def upcoming(self, timed: bool) -> T:
-        """The static outputs of the instance that `replay` runs next."""
+        """Return the static outputs of the instance that `replay` uses next."""
         return self._rings[timed][0].outputs
 
     def is_unproved(self, timed: bool) -> bool:
-        """True if the instance that `replay` runs next has never been replayed."""
+        """True if the instance that `replay` uses next has never been replayed."""
         return not self._rings[timed][0].replayed
 
     def kind_to_prove(self, timed: bool) -> bool:
-        """True if a replay that is verified had best be of an instance with timing events.
+        """True if a verification should replay an instance with timing events.
 
-        Nothing reads the events of a step that is not timed, but the next one that is need not be
-        verified then.
+        Also for a step that is not timed, if only the timed instance is unverified: the next timed step
+        then needs no verification.
         """
         return timed or (self.is_unproved(True) and not self.is_unproved(False))
 
     def hand_out(self, handed: HandedOut) -> None:
-        """After a replay: give the parameters copies of its gradients, which no replay overwrites."""
+        """Copy the gradients of the last replay out of the graph, for the parameters to have."""
         if self._last is not None:
             self._last.hand_out(self._accumulated, handed)
 
     def is_kept(self) -> bool:
-        """True if there is an external reference to a gradient of the graph, or to a part of one."""
+        """True if there is an external reference to a gradient of the graph, or to a view of one."""
         return self._holds is not None and self._holds.is_any_kept()
 
     def bring_out_gradients(self) -> None:
-        """Give parameters that still have gradients of the graph copies that no graph writes into."""
+        """Replace gradients of the graph that parameters have by copies outside the memory pool."""
         for instance in self._instances:
             for parameter, gradient in instance.gradients:
                 if parameter.grad is gradient:

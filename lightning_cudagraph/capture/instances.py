@@ -1,4 +1,4 @@
-"""A capture instance of a step: one graph, the gradients it writes, and the graph breaks in it."""
+"""A capture instance: one graph of a step, its gradients and its graph breaks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 @dataclass
 class GraphBreak:
-    """A place in the middle of a step at which user hooks run on the host, in every replay.
+    """A graph break: user hooks run on the host in the middle of every replay.
 
     Attributes:
         hooks: their names, as the subject of a sentence.
-        drops: gradients are dropped at it.
-        gradients: those that the step makes, as they are at this point.
+        drops: gradients are dropped at this break.
+        gradients: the gradients that the step makes, at this break.
     """
 
     hooks: str
@@ -32,22 +32,22 @@ class GraphBreak:
     gradients: list[tuple[nn.Parameter, Tensor | None]]
 
     def begin(self) -> None:
-        """Give the parameters the gradients of this point."""
+        """Give the parameters their gradients at this break."""
         if self.drops and all(gradient is None for _, gradient in self.gradients):
-            return  # still those of the step before
+            return  # parameters still have the gradients of the step before
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
 
     @property
     def made(self) -> Gradients:
-        """The gradients that hooks find at this point, and may change in place."""
+        """The gradients that hooks find at this break and may change in place."""
         return [] if self.drops else [(p, g) for p, g in self.gradients if g is not None]
 
     def check(self, handed: HandedOut | None) -> None:
-        """Raise if the rest of the step cannot go on from the gradients that the hooks have left.
+        """Raise if the rest of the graph would ignore what the hooks did to gradients.
 
         Args:
-            handed: the copies that they were given, or None if they had the gradients themselves.
+            handed: the copies that the hooks saw; None if they saw the gradients of the graph.
         """
         for parameter, gradient in self.gradients:
             if gradient is not None and handed is not None:
@@ -58,20 +58,21 @@ class GraphBreak:
             did = "leaves the gradient" if self.drops else "sets or drops the gradient"
             raise HookError(
                 f"{self.hooks} {did} of a parameter ({shape}) in the middle of a step that is replayed;"
-                " the graph makes the gradients anew, and would not see it.",
+                " the graph makes its own gradients, and would ignore that.",
                 "Let `optimizer_zero_grad` do nothing but `optimizer.zero_grad(set_to_none=True)`, and"
                 " change gradients in `on_after_backward`.",
             )
 
 
 class CaptureInstance(Generic[T]):
-    """One capture of a step, with the gradients that it writes.
+    """One graph of a step, with the gradients that it writes.
 
     Args:
         graph: the graph.
         outputs: the static outputs.
-        makes: the parameters that get their gradients from it; they have them now.
-        drops: how many of these, from the first, have no gradient after the step if it makes none.
+        makes: the parameters with gradients from this graph; they have these gradients now.
+        drops: number of parameters, from the first of `makes`, that have no gradient after the step if
+            it makes none.
         breaks: the graph breaks, in the order of the step.
 
     Attributes:
@@ -91,7 +92,7 @@ class CaptureInstance(Generic[T]):
         self.outputs = outputs
         self.breaks = breaks
         self.gradients = gradients_of(makes)
-        # Dropped, and not made again: not all parameters take part in every kind of step.
+        # Dropped and not made again: a parameter may take no part in this kind of step.
         self._without = [parameter for parameter in makes[:drops] if parameter.grad is None]
 
     def replay(
@@ -100,15 +101,12 @@ class CaptureInstance(Generic[T]):
         accumulated: Gradients,
         handed: HandedOut | None,
     ) -> T:
-        """Replay it, and leave its gradients with the parameters.
+        """Replay, give the parameters their gradients, and return the static outputs.
 
         Args:
-            between: called at each graph break; None for a replay without them.
-            accumulated: gradients that the step adds to, at the addresses that the graph knows.
-            handed: the copies that hooks find instead of the graph's gradients, or None.
-
-        Returns:
-            The static outputs.
+            between: called at each graph break; None for a replay without breaks.
+            accumulated: the gradients that the step adds to, at the addresses in the graph.
+            handed: the copies of gradients that hooks see; None if they see those of the graph.
         """
 
         def at_break(index: int) -> None:
@@ -131,8 +129,8 @@ class CaptureInstance(Generic[T]):
             if handed is None and any(each.drops for each in self.breaks):
                 self._leave()
             self.graph.replay(at_break)
-        # Validation, or an eager batch, may have dropped the gradients; the graph goes on writing
-        # its own, and code that reads `param.grad` after the step must find those.
+        # Validation or an eager batch may have dropped the gradients. The graph still writes its own,
+        # and code that reads `param.grad` after the step must find these.
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
         for parameter in self._without:
@@ -140,16 +138,16 @@ class CaptureInstance(Generic[T]):
         return self.outputs
 
     def hand_out(self, accumulated: Gradients, handed: HandedOut) -> None:
-        """After a replay: give the parameters copies, which no replay overwrites."""
+        """Copy the gradients of the last replay out of the graph, for the parameters to have."""
         handed.give(accumulated)
         handed.give(self.gradients)
         for parameter in self._without:
             parameter.grad = None
 
     def _leave(self) -> None:
-        """Keep the gradients of the step before readable while the forward pass of this one runs.
+        """Clone the gradients of the step before, so that hooks in the forward pass can read them.
 
-        They lie in memory that a forward pass may write into, also where another instance made them.
+        Their memory may be reused by the forward pass, even if another instance made them.
         """
         for parameter, _ in self.gradients:
             if parameter.grad is not None:

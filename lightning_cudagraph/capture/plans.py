@@ -1,4 +1,4 @@
-"""The plan for a batch: that of one process by itself, and that of all of them together."""
+"""The plan for a batch: first that of this process, then one for all processes, by vote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Plan", "Plans"]
 
 T = TypeVar("T")
 
-# The intent; the reason, if the step is eager; the signature; and the graph, if there is one.
+# The intent, the reason if the step is eager, the signature, and the captured step if there is one.
 Plan = tuple[Intent, str, Signature | None, CapturedStep[T] | None]
 
 
@@ -28,7 +28,7 @@ class Plans(Generic[T]):
     """Makes the plan for each batch.
 
     Attributes:
-        met: the votes of all processes on the batch at hand, if they have voted.
+        met: the lowest and highest vote on the present batch, if the processes have voted already.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class Plans(Generic[T]):
         self.met: tuple[Intent, Intent] | None = None
 
     def is_due(self, step: Replay[T], captured: CapturedStep[T]) -> bool:
-        """True if the next replay is to be verified."""
+        """True if the next replay must be verified."""
         is_due = self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))
         return is_due or bool(self._standing.doubt)
 
     def of_this_process(self, step: Step[T], signature: Signature | None) -> Plan[T]:
-        """The plan of this process by itself.
+        """Make the plan of this process alone.
 
         Args:
             step: the step.
-            signature: that of its batch, if it is already known.
+            signature: the signature of the batch, if the caller knows it.
 
         Raises:
-            UnsupportedError: if the batch fits no graph, and the user wants that raised.
+            UnsupportedError: if no graph can take the batch and `on_unsupported="raise"`.
         """
         if self._standing.given_up is not None:
             return Intent.GIVE_UP, self._standing.given_up, None, None
@@ -71,7 +71,7 @@ class Plans(Generic[T]):
             return Intent.EAGER, "in the middle of another step that is replayed", None, None
         if step.unlike_others:
             return Intent.EAGER, step.unlike_others, None, None
-        if self.met is None:  # else they were looked for already, and the other processes were told
+        if self.met is None:  # else `again` has compared the guards, and voted on the result
             self._standing.look_for_changes()
         try:
             signature = signature or self._graphs.known_signature(step)
@@ -98,12 +98,7 @@ class Plans(Generic[T]):
         return Intent.REPLAY, "", signature, captured
 
     def of_all(self, plan: Plan[T], agreement: Agreement) -> Plan[T]:
-        """The plan of this process, given those of the others.
-
-        Args:
-            plan: that of this process by itself.
-            agreement: with the other processes of the run.
-        """
+        """Vote on the plan of this process, and return the one that all processes follow."""
         intent, reason, signature, captured = plan
         lowest, highest = self.met or agreement.vote(intent)
         self.met = None
@@ -118,10 +113,10 @@ class Plans(Generic[T]):
         if highest <= Intent.VERIFY:
             return Intent.VERIFY, reason, signature, captured
         if highest >= Intent.CAPTURE and lowest <= Intent.VERIFY:
-            # A graph that not all processes have is none.
+            # A graph is of use only if all processes have one.
             dropped = agreement.gather(None if self._graphs else standing.dropped)
             if self._graphs:
-                standing.drop(of_ranks(dropped) or "another process captures anew", of_others=True)
+                standing.drop(of_ranks(dropped) or "another process captures again", of_others=True)
             if captured is not None:
                 return Intent.WARM_UP, "", signature, None
         if intent is Intent.EAGER or intent is Intent.WARM_UP:

@@ -1,4 +1,4 @@
-"""One replay of a captured step: with graph breaks, timed, or verified against an eager step."""
+"""Replay of a captured step: plain, timed, with graph breaks, or verified against an eager step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOTHING = nullcontext()
 
 
 class Replays(Generic[T]):
-    """Replays the captured steps of an engine."""
+    """Replays captured steps for an engine."""
 
     def __init__(
         self,
@@ -45,11 +45,7 @@ class Replays(Generic[T]):
         self._copies = copies
 
     def replayed(self, step: Replay[T], captured: CapturedStep[T]) -> T:
-        """Do a step by a replay.
-
-        Returns:
-            The static outputs.
-        """
+        """Run a step by a replay, and return the static outputs."""
         outputs = self._replay(captured, step, step.between if captured.has_breaks else None, step.timed)
         plain = self._graphs.plain
         if step.place not in plain and self._is_plain(captured):
@@ -57,20 +53,20 @@ class Replays(Generic[T]):
         return self._done(captured, outputs)
 
     def checked(self, step: Step[T], captured: CapturedStep[T]) -> tuple[T | None, str]:
-        """Do a step by a replay that is verified against an eager step.
+        """Run a step by a replay that is verified against an eager step.
 
         Returns:
-            The static outputs, and an empty text; or None, and the reason why the step has to run
-            eagerly: nothing of it has happened then.
+            The static outputs and an empty text. Or None and the reason why the step must run eagerly:
+            nothing of it has happened then.
 
         Raises:
-            UnsupportedError: if the replay has other results, and the user wants that raised.
+            UnsupportedError: if the results differ and `on_unsupported="raise"`.
         """
         replays = 0
 
         def undone() -> AbstractContextManager[None]:
-            # What changes in every step by itself was learned in the first checks: without a doubt, the
-            # step has the effects that it had in warm-up.
+            # The first verifications have learned the host effects of every step. They are undone only
+            # in a recheck, after a change that the step may depend on.
             is_alone = self._agreement is None
             return self._standing.effects_undone() if doubt and is_alone else nullcontext()
 
@@ -82,7 +78,7 @@ class Replays(Generic[T]):
             nonlocal replays
             replays += 1
             if replays > 1:
-                # Instances for which the host had other numbers would look like unsteady kernels.
+                # Instances with different host numbers would look like nondeterministic kernels.
                 captured.turn_back(timed)
             put_back_gradients()
             outputs = self._replay(captured, step, None, timed)
@@ -109,14 +105,14 @@ class Replays(Generic[T]):
         try:
             state = step.all_state(captured.written)
             if captured.is_checked_apart:
-                # The check leaves out the graph breaks; the step itself is replayed afterwards.
+                # The verification skips graph breaks; the step itself is replayed after it.
                 with captured.gradients_kept():
                     self._verifier.check(captured, state, eagerly, replay, False, trace, doubt)
             else:
                 outputs = self._verifier.check(captured, state, eagerly, replay, True, trace, doubt)
         except UnsupportedError as error:
             if self._agreement is not None and not isinstance(error, VerificationError):
-                raise  # the others are in the middle of the check
+                raise  # the other processes are in the middle of the verification
             if not captured.is_checked_apart:
                 put_back_gradients()
             if isinstance(error, StaleGraphError):
@@ -144,23 +140,23 @@ class Replays(Generic[T]):
                     captured.static.copy_from(batch)
                 batch = captured.static.batch
         with _NOTHING if self._around_replays is nullcontext else self._around_replays():
-            turn = None if between is None else self._marked(between)
-            return captured.replay(batch, turn, self._copies.handed, timed)
+            at_break = None if between is None else self._marked(between)
+            return captured.replay(batch, at_break, self._copies.handed, timed)
 
     def _marked(self, between: Callable[[T, int], None]) -> Callable[[T, int], None]:
-        """A turn of the host, in which the backend knows that it is one."""
+        """Wrap `between`, so that the backend knows that a graph break is under way."""
 
-        def turn(outputs: T, index: int) -> None:
+        def at_break(outputs: T, index: int) -> None:
             self._backend.in_turn = True
             try:
                 between(outputs, index)
             finally:
                 self._backend.in_turn = False
 
-        return turn
+        return at_break
 
     def _is_plain(self, captured: CapturedStep[T]) -> bool:
-        """True if there is nothing to do around a replay but to compare, and to copy the batch."""
+        """True if a replay needs only the guards and the copy of the batch (fast path)."""
         return (
             captured.is_plain
             and not self._copies.are_given

@@ -1,4 +1,4 @@
-"""Invalidation: graphs that no longer match the step are released, and captured again or given up."""
+"""Invalidation: graphs that no longer match the step are released, then captured again or given up."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["StandingGraphs"]
 
 T = TypeVar("T")
 
-# A run that goes on changing under its graphs is left to run eagerly: after so many captures in a row
-# that each served fewer than so many replays. A graph for each epoch is fine for ever.
+# Limits for a run that keeps invalidating its graphs: after this number of captures in a row with fewer
+# than this number of replays each, it goes on eagerly. A new graph in each epoch has no limit.
 _MAX_SHORT_CAPTURES = 8
 _FEW_REPLAYS = 32
 
 
 class StandingGraphs(Generic[T]):
-    """The graphs of an engine, as long as they are valid.
+    """Invalidation of the graphs of an engine.
 
     Attributes:
-        given_up: the reason why the run goes on without graphs; None as long as it has them.
-        dropped: the reason of the last invalidation; empty if other processes know it.
+        given_up: the reason why all later steps are eager; None if graphs are still possible.
+        dropped: the reason of the last invalidation; empty if it came from other processes.
     """
 
     def __init__(
@@ -49,38 +49,38 @@ class StandingGraphs(Generic[T]):
         self.dropped = ""
 
     def look_for_changes(self) -> None:
-        """Before a step: invalidate graphs that are not the step any more."""
+        """Compare the guards before a step, and invalidate graphs that no longer match it."""
         if change := self._guards.changed():
             self.drop(change)
         elif self._backend.host_value_moved():
             self.drop("a tensor in host memory, which the step uses as a number, changed")
         elif not self._copies.are_given and any(each.is_kept() for each in self._graphs.all()):
-            self._hand_out_from_now_on()
+            self._copy_out_from_now_on()
 
     @property
     def doubt(self) -> str:
-        """A change on which the step may depend, as only a check can tell; empty if there is none."""
+        """A change that the step may depend on, so that the next replay is rechecked; empty if none."""
         return self._guards.doubt
 
     def effects_undone(self) -> AbstractContextManager[None]:
-        """Around an eager step that repeats a replay for a check: undo its effects on the host."""
+        """Undo the host effects of an eager step that is run for a verification."""
         return self._guards.effects.undone()
 
     def clear_doubt(self) -> None:
-        """A check has found the same numbers: the graph is valid."""
+        """Clear the suspicion, after a recheck that found the same numbers."""
         self._guards.clear_doubt()
 
-    def _hand_out_from_now_on(self) -> None:
-        """There is an external reference to a gradient: leave it that one, and give out copies."""
+    def _copy_out_from_now_on(self) -> None:
+        """Leave externally referenced gradients to user code, and copy gradients out from now on."""
         self._copies.are_given = True
-        self.drop("code outside of the step keeps a gradient, or a part of one")
+        self.drop("user code holds a reference to a gradient, or to a part of one")
 
     def drop(self, reason: str, of_others: bool = False) -> None:
         """Invalidate the graphs; later steps are warmed up and captured again.
 
         Args:
-            reason: the change that made them stale.
-            of_others: True if other processes have found it.
+            reason: the change that invalidates them.
+            of_others: True if other processes have found the change.
         """
         self.dropped = "" if of_others else reason
         had_graphs = bool(self._graphs)
@@ -96,16 +96,16 @@ class StandingGraphs(Generic[T]):
                 f" {_FEW_REPLAYS} replays each; last, {reason}"
             )
             return
-        self._run.announce(f"The captured step is stale and is captured anew: {reason}.")
+        self._run.announce(f"The captured step is invalid and is captured again: {reason}.")
 
     def forget(self) -> None:
-        """Release the graphs, and forget the warm-up, which begins again."""
+        """Release the graphs; warm-up begins again."""
         self._graphs.release()
         self._guards.drop()
         self._warm_ups.forget()
 
     def unsupported(self, error: UnsupportedError) -> None:
-        """No step of this run can be captured: narrow, raise, or give up."""
+        """React to a step that cannot be captured: narrow the scope, raise, or give up."""
         self._run.wording.rephrase(error)
         if self._run.narrow(error):
             self.forget()
@@ -115,18 +115,18 @@ class StandingGraphs(Generic[T]):
         self.give_up(error.reason)
 
     def give_up(self, reason: str) -> None:
-        """Run eagerly from now on, because `reason`."""
+        """Run all later steps eagerly, because of `reason`."""
         self.given_up = reason
         self.forget()
         self._run.on_give_up()
         self._run.announce(f"{self._run.wording.steps} goes on without a graph: {reason}")
 
     def leave(self) -> None:
-        """Graphs of another engine in the same pool come next: move gradients to where none writes."""
+        """Prepare for a replay by another engine: move gradients out of the memory pool."""
         if self._backend.in_turn:
-            return  # none comes before the end of the step
+            return  # at a graph break: no other engine replays before the end of the step
         self._graphs.plain.clear()
         if not self._copies.are_given and any(each.is_kept() for each in self._graphs.all()):
-            self._hand_out_from_now_on()
+            self._copy_out_from_now_on()
         for captured in self._graphs.all():
             captured.bring_out_gradients()

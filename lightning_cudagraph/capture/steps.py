@@ -1,4 +1,4 @@
-"""A step as the engine needs to know it, what can become of it, and the counts of that."""
+"""A step as the engine sees it: its functions, its accumulation phase, and the counts of all steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TENSORS_SHOWN = 4
 
 
 class Phase(Enum):
-    """What happened to a batch."""
+    """The way in which a batch was run."""
 
     EAGER = "eager"
     WARMING = "warming"
@@ -34,17 +34,17 @@ class Phase(Enum):
 
 @dataclass
 class StepCounts:
-    """What became of the batches of a run.
+    """Counts of the steps of a run.
 
     Attributes:
-        warmed_up: steps that ran eagerly to make ready for a capture.
+        warmed_up: warm-up steps.
         captures: captures that succeeded.
         replayed: steps that were replays.
-        eager: steps that ran eagerly, by reason.
-        capture_ms: host time of the captures together, in milliseconds.
-        memory_bytes: device memory that the graphs have taken, in bytes.
-        recaptures: why graphs were dropped, in order.
-        variety: why nothing was captured, if batches look too different for it.
+        eager: eager steps by reason, without warm-up.
+        capture_ms: host time of all captures.
+        memory_bytes: device memory of the graphs.
+        recaptures: the reasons of invalidations, in order.
+        variety: the reason why nothing was captured, if batches have too many signatures.
     """
 
     warmed_up: int = 0
@@ -57,19 +57,20 @@ class StepCounts:
     variety: str = ""
 
     def note_eager(self, reason: str) -> None:
-        """Count an eager step. Reasons that never repeat are counted together after a while."""
+        """Count an eager step. Beyond a dozen reasons, new ones are counted together."""
         if reason not in self.eager and len(self.eager) >= _MAX_REASONS:
             reason = "other reasons"
         self.eager[reason] += 1
 
 
 class Place(NamedTuple):
-    """Where a step stands in its window of batches whose gradients are accumulated.
+    """The accumulation phase of a step: the part of the work that its micro-batch does.
 
     Attributes:
-        drops: it drops gradients; the first one does.
-        steps: the optimizer takes its step in it; in the last one it does, if it is captured too.
-        syncs: gradients are averaged over several processes in it; in the last one they are.
+        drops: the step drops the gradients before it, as the first micro-batch does.
+        steps: the captured step includes the optimizer step, as the last micro-batch does in scope
+            "step".
+        syncs: the step averages gradients over processes, as the last micro-batch does.
     """
 
     drops: bool
@@ -82,18 +83,18 @@ MAKES_GRADIENTS = Place(drops=True, steps=False)
 
 @dataclass
 class Replay(Generic[T]):
-    """A step as far as a replay of it is concerned.
+    """The part of a step that a replay needs.
 
     Attributes:
-        batch: what it is done on.
-        place: in its window; what is captured of it depends on that.
-        timed: a capture with timing events is replayed.
-        upcoming: before such a replay, told its static outputs: their events are about to be set anew.
-        copying: entered, before such a replay, around the copy of the batch.
-        between: a turn of the host in the middle of a replay, given the static outputs and its number;
-            None if there are none.
-        beside: what else a graph of it takes for granted, by the names that the user knows: steps that
-            differ in it have graphs of their own, as those of other batch signatures have.
+        place: the accumulation phase.
+        timed: replay an instance with timing events.
+        upcoming: called before a timed replay with its static outputs, because the replay overwrites
+            their events.
+        copying: entered around the copy of the batch before a timed replay.
+        between: called at each graph break with the static outputs and the index of the break; None
+            without breaks.
+        beside: specialization: values outside the batch that are part of the signature, by the names
+            that the user knows.
     """
 
     batch: Any
@@ -107,28 +108,27 @@ class Replay(Generic[T]):
 
 @dataclass(kw_only=True)
 class Step(Replay[T]):
-    """A step as the engine needs to know it, whatever becomes of it.
+    """A step, for every phase of its batch.
 
     Attributes:
-        run: does it eagerly.
-        record: does it in a capture, on the static batch it is given; returns the static outputs. Also
-            given what it has to call where the host has a turn in every replay, and whether to put in
-            timing events.
-        rehearse: does the same without a capture, on the static batch, and without timing events and the
-            turns of the host.
-        values: the tensors among the outputs that can be compared, by name.
-        state: all tensors that it changes, by name, in the order of the step.
-        transaction: entered around the captures; when left, all that the host did inside is undone.
-        parameters: those whose gradients it drops and computes anew, and those to whose it only adds.
-        in_window: there are steps that add to the gradients that this one makes.
-        kept: whether code of the user's runs between two steps, and can keep gradients.
-        learning: entered around steps of the warm-up.
-        takes: the captures of it, by whether they have timing events.
-        is_broken: whether a capture that failed has left behind what keeps steps from running.
-        mend: puts that right, in all processes together.
-        unlike_others: why it does not do what others in its place do, so that it has to run eagerly; or
-            nothing.
-        run_last: does it eagerly at the end of the warm-up; None for `run`.
+        run: runs the step eagerly.
+        record: runs the step in a capture and returns the static outputs. Given the static batch, the
+            function to call at graph breaks, and True to record timing events.
+        rehearse: runs the same code eagerly on the static batch, without timing events and graph breaks.
+        values: the outputs to compare in a verification, by name.
+        state: all tensors that the step changes, by name, in the order of the step.
+        transaction: entered around a capture or rehearsal; undoes its effects on the host.
+        parameters: the parameters with gradients that the step drops and makes, and those with gradients
+            that it only adds to.
+        in_window: later steps add to the gradients that this one makes.
+        kept: returns True if user code runs between steps, and can hold references to gradients.
+        learning: entered around warm-up steps.
+        takes: for each capture instance, True if it has timing events.
+        is_broken: returns True if a failed capture has left state with which no later step can run.
+        mend: repairs that state, in all processes together.
+        unlike_others: the reason why this step differs from others of its phase and must run eagerly;
+            empty if it does not.
+        run_last: runs the last warm-up step eagerly; None for `run`.
     """
 
     run: Callable[[], object]
@@ -148,21 +148,19 @@ class Step(Replay[T]):
     run_last: Callable[[], object] | None = None
 
     def all_state(self, written: Iterable[Tensor]) -> dict[str, Tensor]:
-        """All that it changes: by name what is known, and whatever else a capture saw it write."""
+        """Return all tensors that the step changes: `state`, and others that a capture saw it write."""
         state = {name: local(tensor) for name, tensor in self.state().items()}
         known = {storage_id(tensor) for tensor in state.values()}
         for tensor in written:
             if storage_id(tensor) not in known:
                 known.add(storage_id(tensor))
                 shape = "x".join(map(str, tensor.shape)) or "one number"
-                state[f"a tensor that no module knows as its own ({len(state)}, {shape})"] = whole(
-                    tensor
-                )
+                state[f"a tensor that belongs to no module ({len(state)}, {shape})"] = whole(tensor)
         return state
 
     @property
     def description(self) -> str:
-        """In words, what a graph of it is for."""
+        """The batch and the accumulation phase, in words."""
         tensors = [
             f"`{path}` {tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
             for path, leaf in flatten_batch(self.batch)

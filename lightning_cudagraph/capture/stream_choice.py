@@ -31,27 +31,27 @@ __all__ = [
 ]
 
 MAX_STREAMS = 16
-# Tried after one, as long as twice as many gain so much, as a share of the time. (The benchmarks' GPT on
-# an H200: 2.202 ms a replay on one stream, 1.951 on two, 1.907 on four.)
+# Tried after one, as long as each doubling saves this share of the time. (The benchmarks' GPT on an
+# H200: 2.202 ms a replay on one stream, 1.951 on two, 1.907 on four.)
 _MORE_STREAMS = (2, 4, 8)
 _WORTH_TWICE = 0.01
-# More than one must gain so much, as a share of the time.
+# Several streams must save this share of the time of one.
 _LEAST_GAIN = 0.03
-# Captures on several streams may take so much more memory than one on one stream, if the user does not
-# say how much: what is larger, of a share of that, and of a size that is small on a GPU of today.
+# The default bound on the memory that several streams take beyond one: the larger of a share of the
+# memory of one, and a size that is small on GPUs of today.
 _MORE_SHARE = 0.15
 _MORE_BYTES = 1 << 30
-# A trial: so many replays at first, and then rounds of some more, of which the fastest counts.
+# A trial: a few single replays, then rounds of several; the fastest round counts.
 _FIRST_REPLAYS = 2
 _ROUNDS = 3
 _ROUND_S = 0.03
 _ROUND_REPLAYS = 10
-# So many kinds of what all streams wait for are named.
+# The most kinds of barriers that a note names.
 _SHOWN = 4
 
 
 class _Trials(threading.local):
-    """Tell if the thread is in a trial."""
+    """A flag of each thread: a trial is under way."""
 
     under_way = False
 
@@ -60,7 +60,7 @@ _trials = _Trials()
 
 
 def is_trial() -> bool:
-    """Tell if what this thread replays is a trial, whose effects are taken back."""
+    """True if replays of this thread are trials, with effects that are undone."""
     return _trials.under_way
 
 
@@ -78,12 +78,12 @@ class AutoStreams:
     """The fastest of 1, 2, 4 and 8 streams, within a bound on memory.
 
     Args:
-        memory_bytes: how much more device memory than one stream more of them may take, for a graph and
-            workspaces; if it is over that, fewer are used. None: 15 % of what one takes, or 1 GiB if
-            that is more.
+        memory_bytes: the most device memory in bytes that graph and workspaces may take beyond those of
+            one stream; fewer streams are used if they would take more. None: 15 % of the memory of one
+            stream, but at least 1 GiB.
 
     Raises:
-        ConfigurationError: if it is no number of bytes.
+        ConfigurationError: if `memory_bytes` is not an int of at least 0, or None.
     """
 
     memory_bytes: int | None = None
@@ -98,37 +98,36 @@ class AutoStreams:
             )
 
     def allowed_bytes(self, one_bytes: int) -> int:
-        """The bytes that a capture may take beyond one on one stream, which takes so many."""
+        """Return the bytes that several streams may take beyond the `one_bytes` of one."""
         if self.memory_bytes is not None:
             return self.memory_bytes
         return max(_MORE_BYTES, int(_MORE_SHARE * one_bytes))
 
 
 Streams = int | AutoStreams
-# As the user may say it.
+# The argument of the user.
 AskedStreams = Literal["auto"] | int | AutoStreams
 
 
 def are_streams(value: object) -> bool:
-    """Tell if something is a number of streams, or what chooses one."""
+    """True if a value is a valid `streams` argument."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return value == "auto" or isinstance(value, AutoStreams) or (is_whole and 1 <= value <= MAX_STREAMS)  # type: ignore[operator]
 
 
 def streams_for(asked: AskedStreams) -> Streams:
-    """Translate the argument of the user."""
+    """Translate a `streams` argument."""
     return AutoStreams() if asked == "auto" else asked
 
 
 @dataclass
 class _Trial:
-    """The result of a capture on some streams.
+    """The measurements of a capture on some number of streams.
 
     Attributes:
-        streams: how many.
-        replay_ms: how long a replay took, in milliseconds.
-        taken_bytes: device memory that it took, workspaces included.
-        workspace_bytes: that of the workspaces.
+        replay_ms: time of one replay.
+        taken_bytes: device memory of graph and workspaces.
+        workspace_bytes: device memory of the workspaces alone.
     """
 
     streams: int
@@ -138,14 +137,14 @@ class _Trial:
 
 
 def _over(more_bytes: int, allowed_bytes: int) -> str:
-    """The reason not to use a capture that takes so much more memory, or nothing."""
+    """Return the reason if a capture takes more memory than allowed; else an empty text."""
     if more_bytes <= allowed_bytes:
         return ""
     return f"{more_bytes / 2**20:.0f} MiB more, and {allowed_bytes / 2**20:.0f} are allowed"
 
 
-def _said(best: _Trial, trials: list[_Trial], left_out: list[str]) -> str:
-    """A sentence: the choice, its gain and cost, and why not more."""
+def _choice_note(best: _Trial, trials: list[_Trial], left_out: list[str]) -> str:
+    """Return a note on the choice, its gain and cost, and the reasons against more streams."""
     one = trials[0]
     replays = ", ".join(f"{trial.streams}: {trial.replay_ms:.3f}" for trial in trials)
     why_not = "".join(f"; not on {reason}" for reason in left_out)
@@ -161,36 +160,37 @@ def _said(best: _Trial, trials: list[_Trial], left_out: list[str]) -> str:
 
 
 class StreamChoice:
-    """The streams of the captures of one kind of step.
+    """The number of streams for the captures of an engine.
 
     Args:
-        backend: where they are captured.
-        wanted: a number, or the fastest of a few. Where there is a process group, that is one: by its
-            own clock each process would come to another choice, after trials that are not as many.
+        backend: the device, or its emulator.
+        wanted: a number, or `AutoStreams` for trials. With a process group, `AutoStreams` is one
+            stream without trials: the clocks of the processes would lead to different choices.
     """
 
     def __init__(self, backend: Backend, wanted: Streams) -> None:
         self._backend = backend
         self._auto = wanted if isinstance(wanted, AutoStreams) else AutoStreams()
         self._streams = wanted if isinstance(wanted, int) else None
-        self._said: list[str] = []
+        self._notes: list[str] = []
         self._barriers: dict[str, int] = {}
         if self._streams is None and not backend.overlaps:
             self._streams = 1
         elif self._streams is not None and self._streams > 1:
-            self._said.append(f"captured on {self._streams} streams")
+            self._notes.append(f"captured on {self._streams} streams")
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the report."""
-        notes = list(self._said)
+        """Notes for the report."""
+        notes = list(self._notes)
         if self._barriers:
-            what = ", ".join(f"{name} ({n})" for name, n in Counter(self._barriers).most_common(_SHOWN))
-            notes.append(f"all streams wait, before and after, for {what}")
+            most_common = Counter(self._barriers).most_common(_SHOWN)
+            barriers = ", ".join(f"{name} ({n})" for name, n in most_common)
+            notes.append(f"all streams wait, before and after, for {barriers}")
         return notes
 
     def captured(self) -> None:
-        """A capture of the step has succeeded."""
+        """Note the barriers of a capture that has succeeded."""
         self._barriers = self._backend.barriers
 
     def settle(
@@ -198,28 +198,28 @@ class StreamChoice:
         capture: Callable[[], CapturedStep[Any]],
         state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
     ) -> None:
-        """Have the backend use the streams of this choice in the next capture; it is made at first.
+        """Set the streams of the next capture; the first call makes the choice.
 
         Args:
             capture: captures the step, without timing events.
-            state: all tensors that the replays of a capture change, by name.
+            state: returns all tensors that replays of a capture change, by name.
         """
         if self._streams is None and dist.is_available() and dist.is_initialized():
             self._streams = 1
-            self._said.append("captured on one stream: processes of a group do not choose together")
+            self._notes.append("captured on one stream: processes of a group do not choose together")
         elif self._streams is None:
             self._streams = self._fastest(capture, state)
         self._backend.streams = self._streams
 
     @property
     def is_one(self) -> bool:
-        """Tell if the captures are on one stream."""
+        """True if captures are on one stream."""
         return self._streams == 1
 
     def send_back(self, reason: str) -> None:
-        """The step could not be captured so: from now on, on one stream."""
+        """Fall back to one stream, after a capture on several has failed because of `reason`."""
         self._streams = 1
-        self._said.append(f"captured on one stream: {reason}")
+        self._notes.append(f"captured on one stream: {reason}")
 
     def _fastest(
         self,
@@ -229,13 +229,13 @@ class StreamChoice:
         with self._backend.apart(), _trial():
             one = self._try(1, capture, state)
             if one is None:
-                self._said.append("captured on one stream: there was no memory to try others")
+                self._notes.append("captured on one stream: there was no memory to try others")
                 return 1
             best, trials = one, [one]
             left_out: list[str] = []
             allowed_bytes = self._auto.allowed_bytes(one.taken_bytes)
             for streams in _MORE_STREAMS:
-                # Workspaces stay where they are when a trial is over, and so are not made for one.
+                # Checked before the trial: workspaces stay allocated after it.
                 if over := _over((streams - 1) * one.workspace_bytes, allowed_bytes):
                     left_out.append(f"{streams}: {over}")
                     break
@@ -252,11 +252,11 @@ class StreamChoice:
                     break
                 trials.append(trial)
                 if trial.replay_ms > (1 - _WORTH_TWICE) * best.replay_ms:
-                    break  # still more would only take more workspaces
+                    break  # more streams would gain less, and take more workspaces
                 best = trial
         if best.replay_ms > (1 - _LEAST_GAIN) * one.replay_ms:
             best = one
-        self._said.append(_said(best, trials, left_out))
+        self._notes.append(_choice_note(best, trials, left_out))
         return best.streams
 
     def _try(

@@ -1,1 +1,1 @@
-"""`GraphedStep`: a step of somebody's own loop, or a part of one, as a CUDA graph."""
+"""`GraphedStep`: a function of a loop without the callback, as a CUDA graph."""

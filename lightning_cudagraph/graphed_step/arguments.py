@@ -1,4 +1,4 @@
-"""The arguments that `GraphedStep` and the callback have in common, checked."""
+"""Checks of the arguments that `GraphedStep` and the callback share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["check_shared_arguments", "wrong_argument"]
 
 
 def wrong_argument(owner: str, name: str, value: Any, expected: str) -> ConfigurationError:
-    """The error for an argument.
+    """Return the error for an invalid argument.
 
     Args:
-        owner: the class or function that was given it.
-        name: that of the argument.
-        value: the value that was given.
-        expected: the values that would do.
+        owner: the class or function with this argument.
+        name: the name of the argument.
+        value: the invalid value.
+        expected: the valid values, in words.
     """
     is_long = hasattr(value, "__dict__") and not hasattr(value, "__dataclass_fields__")
     shown = type(value).__qualname__ if is_long else value
@@ -37,11 +37,7 @@ def check_shared_arguments(
     max_graphs: object,
     streams: object,
 ) -> None:
-    """Check arguments, which `owner` documents.
-
-    Raises:
-        ConfigurationError: if one of them is not what it should be.
-    """
+    """Raise `ConfigurationError` if an argument is invalid; `owner` documents them."""
     for name, value in (("warmup_steps", warmup_steps), ("max_graphs", max_graphs)):
         if type(value) is not int or value < 1:
             raise wrong_argument(owner, name, value, "an int of at least 1")

@@ -1,10 +1,10 @@
-"""What a step does to gradients, learned in warm-up.
+"""Gradient habits: the effects of a user function on gradients, learned in warm-up.
 
-Lightning says of each batch whether gradients are dropped before it. A function of the user's says
-nothing: it may call `zero_grad`, or leave that to the code around it, or add to the gradients of an
-earlier call. A graph must know, because it makes gradients at addresses of its own, or adds to those
-that are there. So the warm-up steps are watched: which parameters they work on, and for each whether the
-gradient that was there before the step is the one that is there after it.
+A graph either makes a gradient at an address of its own, or adds to the one that it finds; a capture
+must know the case of each parameter. Lightning tells for each batch if gradients are dropped. A user
+function may call `zero_grad`, leave that to the code around it, or add to the gradients of an earlier
+call. So each warm-up step is watched for the parameters that it uses, and the gradients of these before
+and after the step are compared.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["GradientHabits"]
 
 
 class GradientHabits:
-    """What a step does to the gradients of parameters.
+    """The effects of a step on the gradients of parameters.
 
     Args:
-        known: the parameters that the caller knows the step to work on, by name. Asked anew each time.
-        device_type: the type of the device that they are on.
+        known: returns the parameters that the step is known to use, by name; called at each use.
+        device_type: the type of their device.
     """
 
     def __init__(self, known: Callable[[], dict[str, nn.Parameter]], device_type: str) -> None:
@@ -41,11 +41,11 @@ class GradientHabits:
         self._drops: set[int] = set()
         self._adds: set[int] = set()
         self._reads: set[int] = set()
-        self._makes: set[int] = set()  # found none, so that nobody knows whether they are dropped
+        self._makes: set[int] = set()  # without a gradient before the step: drops or adds is unknown
         self._works_on: set[int] = set()
         self._seen: list[nn.Parameter] = []
         self._strangers: list[Tensor] = []
-        self._alive: dict[int, nn.Parameter] = {}  # so that no number comes twice
+        self._alive: dict[int, nn.Parameter] = {}  # so that no id is reused
 
     @contextmanager
     def learning(self) -> Iterator[None]:
@@ -81,7 +81,7 @@ class GradientHabits:
             self._adds.add(key)
 
     def is_settled(self) -> bool:
-        """Whether nothing that the step would meet now is unknown."""
+        """True if the effects on all gradients that exist now are known."""
         unknown = self._unknown
         return not any(id(p) in unknown and p.grad is not None for p in self._known().values())
 
@@ -90,10 +90,10 @@ class GradientHabits:
         return self._makes - self._drops - self._adds
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Those whose gradients it drops and makes anew, and those whose it finds, and adds to or reads.
+        """Return the parameters with gradients that the step drops and makes, and those that it adds to.
 
-        One that was made where none was is among the latter: as long as there is none, it is made. So is
-        one that never had any: nobody knows what the step would do with it.
+        The latter include parameters with gradients that are read, and those without a gradient before
+        the step: the step makes one, or leaves them alone, as long as they have none.
         """
         known, pure = self._known().values(), self._pure_drops
         finds = self._adds | self._makes | self._reads
@@ -104,19 +104,15 @@ class GradientHabits:
 
     @property
     def _pure_drops(self) -> set[int]:
-        """Parameters whose gradient is dropped before anything is done with it, in all calls."""
+        """Parameters with gradients that every call drops before it uses them."""
         return self._drops - self._adds - self._reads
 
     def finds_gradients(self) -> bool:
-        """Whether there is a gradient now that the step can see, of those that it does not drop."""
+        """True if there is a gradient now that the step uses without dropping it first."""
         return any(parameter.grad is not None for parameter in self._seen)
 
     def check(self) -> None:
-        """Refuse a step that makes gradients of which nobody knows.
-
-        Raises:
-            UnsupportedError: saying so.
-        """
+        """Raise `UnsupportedError` if the step makes gradients of unknown parameters."""
         for tensor in self._strangers:
             raise UnsupportedError(
                 f"The step works on a parameter of shape {tuple(tensor.shape)} that belongs to none of"
@@ -126,12 +122,12 @@ class GradientHabits:
 
 
 def _has_memory(leaf: Any) -> bool:
-    """Whether it is a tensor with memory of its own. Sparse ones, which no graph can hold, have none."""
+    """True for a strided tensor; sparse ones, which no graph can hold, have no storage."""
     return isinstance(leaf, Tensor) and leaf.layout is torch.strided
 
 
 class _Watch(OwnDispatchMode):
-    """Notes which trainable leaves ops are given, and which memory they read."""
+    """Records the trainable leaves among the inputs of ops, and the storages that ops read."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -144,7 +140,7 @@ class _Watch(OwnDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(map(is_around_another, types)):
-            return NotImplemented  # comes again, as ops on what it is around
+            return NotImplemented  # the wrapper subclass dispatches its inner ops again
         kwargs = kwargs or {}
         inputs = list(filter(_has_memory, tree_iter((args, kwargs))))
         for tensor in inputs:

@@ -1,11 +1,11 @@
-"""The processes that call one captured function together.
+"""Votes of the processes that call one captured function together.
 
-A graph with collectives in it is launched by all processes or by none. So before each call they vote for
-what they would do by themselves, with a digest of the arguments: all do the same with calls that are
-alike, and where arguments differ in shape, all call the function itself.
+A graph with collectives is launched by all processes or by none. So before each call the processes vote
+on the plan for it, with a digest of the arguments. If the shapes of arguments differ between processes,
+the call is eager in all of them.
 
-A function that works on no `DistributedDataParallel` is each process's own; it may be called by some of
-them alone, and may hold no collectives.
+Without a `DistributedDataParallel` among its modules, each process calls the function independently, and
+collectives in it are refused.
 """
 
 from __future__ import annotations
@@ -36,57 +36,57 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Of the digest of the arguments of a call, which goes along with each vote.
+# The size of the digest of the arguments, which is part of each vote.
 _DIGEST_BITS = 40
 _TIMEOUT = timedelta(minutes=30)
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-# The host waits in them.
+# Collectives in which the host waits.
 _HOST_WAITS = ("c10d::barrier", "c10d::monitored_barrier_")
 
 
 def is_in_group() -> bool:
-    """Tell if there is a process group."""
+    """True if there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def are_several() -> bool:
-    """Tell if this process is one of several."""
+    """True if this process is one of several."""
     return is_in_group() and dist.get_world_size() > 1
 
 
 class StepProcesses:
-    """An `Agreement` on the calls of one function. Every process makes one, and calls it as often.
+    """An `Agreement` on the calls of one function; every process makes one and votes equally often.
 
     Args:
-        device: where the function runs.
-        end: lets go of the graphs, given the error that has ended the program, if there was one. Called
-            at the end of Python at the latest, because process groups are not torn down under graphs.
+        device: the device of the function.
+        end: releases the graphs; given the error that ends the program, or None. Called at the latest
+            when Python ends, because a process group with graphs on it cannot be torn down.
     """
 
     def __init__(self, device: torch.device, end: weakref.WeakMethod[Any]) -> None:
         self._digest = 0
         self._peers = Peers()
-        # Until all are at their first call, processes may wait in NCCL for one that has failed.
+        # Before the first call, processes may wait in NCCL for one that has failed.
         self._peers.watch(device)
 
         def ended(error: BaseException | None) -> None:
             if (method := end()) is not None:
                 method(error)
             else:
-                self.close()  # it was dropped, and has not said so
+                self.close()  # the `GraphedStep` is gone, and was not closed
 
         self._at_exit = AtExit(ended)
 
     def compare(self, asked: Mapping[str, Any], refused: UnsupportedError | None) -> None:
-        """Let no process begin what another one does not, at the first call.
+        """Compare the processes at the first call.
 
         Args:
-            asked: what was asked for in this process, by name.
-            refused: why this process would go on without graphs.
+            asked: the arguments of this process, by name.
+            refused: the reason why this process cannot have graphs, or None.
 
         Raises:
-            ConfigurationError: if the processes were asked for different things.
-            UnsupportedError: if one of them would go on without graphs.
+            ConfigurationError: if the arguments of the processes differ.
+            UnsupportedError: if a process cannot have graphs.
         """
         words = {f"argument `{name}`": repr(value) for name, value in asked.items()}
         self._peers.compare(words, refused)
@@ -96,18 +96,14 @@ class StepProcesses:
         self._peers.start(_TIMEOUT)
 
     def begin(self, digest: int) -> None:
-        """A call comes.
-
-        Args:
-            digest: of what graphs for it take for granted.
-        """
+        """Begin a call, with the digest of its specialization."""
         self._digest = digest
 
     def vote(self, intent: Intent) -> tuple[Intent, Intent]:
-        """Vote for what this process would do; see `Agreement`."""
+        """Vote on the plan for the call; see `Agreement`."""
         lowest, highest = self._peers.vote(Vote(intent, place=self._digest))
         if lowest.place != highest.place:
-            # The arguments differ: no process replays or captures, and none gives up its graphs.
+            # The arguments differ: all processes run eagerly, and keep their graphs.
             return Intent.EAGER, Intent.WARM_UP
         return Intent(lowest.intent), Intent(highest.intent)
 
@@ -116,28 +112,28 @@ class StepProcesses:
         return self._peers.gather(mine)
 
     def fail(self, error: BaseException) -> None:
-        """Something ends with an error: take the other processes along."""
+        """End the other processes too, because of `error`."""
         self._peers.fail(error)
 
     def close(self) -> None:
-        """Take part in no other vote."""
+        """Vote no more."""
         self._at_exit.cancel()
         self._peers.close()
 
 
 def digest_of(kind: str) -> int:
-    """A digest of the kind of arguments of a call, the same in all processes if that is."""
+    """Return a digest that is equal in all processes if the kind of arguments is."""
     digest = hashlib.blake2s(kind.encode()).digest()
     return int.from_bytes(digest, "little") % (1 << _DIGEST_BITS)
 
 
 class CollectiveRules(OwnDispatchMode):
-    """A mode that refuses collectives that a graph cannot hold.
+    """A dispatch mode that refuses collectives that a graph cannot hold.
 
     Args:
-        alone: what it is a graph of, if each process would decide by itself when it is replayed; or
-            nothing, if all replay it together.
-        remedy: for collectives there.
+        alone: the captured code, in words, if each process would replay it independently: all
+            collectives are refused. Empty if all processes replay it together.
+        remedy: the remedy for a collective in such code.
     """
 
     def __init__(self, alone: str, remedy: str) -> None:

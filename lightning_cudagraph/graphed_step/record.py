@@ -1,6 +1,6 @@
-"""The user's function as it is captured, rehearsed, and run eagerly.
+"""The user's function: its capture, rehearsal and eager run.
 
-Its effects on the host in a capture are undone; those that a replay would leave out are refused.
+The effects of a capture on the host are undone; those that a replay would leave out are refused.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Arguments:
     """The arguments of one call.
 
     Attributes:
-        batch: all arguments, by the names that the function has for them.
-        positional: how many of them, from the first on, are positional.
+        batch: all arguments, by parameter name.
+        positional: number of positional arguments, which come first.
     """
 
     batch: dict[str, Any]
     positional: int
 
     def call(self, function: Callable[..., Any], batch: dict[str, Any] | None = None) -> Any:
-        """Call a function with them, or with others of the same names in their places."""
+        """Call a function with these arguments, or with those of `batch` under the same names."""
         items = list((self.batch if batch is None else batch).items())
         values = [value for _, value in items[: self.positional]]
         return function(*values, **dict(items[self.positional :]))
@@ -59,13 +59,11 @@ class Arguments:
 
 @dataclass(frozen=True)
 class StepFunction:
-    """The user's function, and the objects that it works on.
+    """The user's function, and the objects that it uses.
 
     Attributes:
-        function: the function.
-        model: all modules that it works on, as one.
-        optimizers: those that it steps, by name.
-        scaler: the gradient scaler that it uses, or None.
+        model: all modules that it uses, as one.
+        optimizers: the optimizers that it steps, by name.
         surroundings: the loop around it.
         replicas: the `DistributedDataParallel`s among the modules.
     """
@@ -80,14 +78,14 @@ class StepFunction:
 
 @dataclass
 class StepResult:
-    """The result of a captured function: static tensors, and functions to call after a replay."""
+    """The result of a captured function: static tensors, and after-replay work."""
 
     returned: Any
     gradients: dict[str, nn.Parameter]
     host_notes: list[Callable[[], object]]
 
     def values(self) -> dict[str, Tensor]:
-        """The values to compare just after the step, by name."""
+        """Return the values to compare after the step, by name."""
         named = compared_outputs(self.returned, "the output")
         for name, parameter in self.gradients.items():
             if parameter.grad is not None:
@@ -99,11 +97,8 @@ class StepRecorder:
     """Runs a function so that it can be captured.
 
     Args:
-        of: the function, and the objects that it works on.
-        optimizers: the steps of its optimizers.
-        rules: the meaning of its surroundings' names for the audit.
-        device: the device of the function.
-        are_agreed: True if all processes, if there are several, decide together.
+        rules: the rules of the audit for calls on the host.
+        are_agreed: True if the processes of a run vote, or there is one.
     """
 
     def __init__(
@@ -126,12 +121,12 @@ class StepRecorder:
         self._names = _argument_names(of.function)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments of a call, by name."""
+        """Name the arguments of a call."""
         names = self._names[: len(args)]
         names += [f"argument {index}" for index in range(len(names), len(args))]
         if not kwargs.keys().isdisjoint(names):
-            # A positional argument and a member of `**kwargs` may have one name, if the first is only
-            # positional; of all others this raises the error that Python has for it.
+            # Positional-only arguments and members of `**kwargs` may share a name. For all others this
+            # raises Python's own error.
             inspect.signature(self._function).bind(*args, **kwargs)
             names = [
                 f"argument {index} (`{name}`)" if name in kwargs else name
@@ -140,7 +135,7 @@ class StepRecorder:
         return Arguments({**dict(zip(names, args, strict=True)), **kwargs}, len(args))
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters that the function is known to work on, each once, by name."""
+        """Return all parameters that the function is known to use, each once, by name."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in chain(
             self._model.named_parameters(), self._optimizers.parameters().items()
@@ -149,7 +144,7 @@ class StepRecorder:
         return dict(found.values())
 
     def state(self, habits: GradientHabits) -> dict[str, Tensor]:
-        """All tensors that the step changes, by name, in the order of a step."""
+        """Return all tensors that the step changes, by name, in the order of a step."""
         state: dict[str, Tensor] = {
             f"buffer `{name}`": buffer for name, buffer in self._model.named_buffers()
         }
@@ -160,7 +155,7 @@ class StepRecorder:
         return state | {f"parameter `{name}`": value for name, value in self.parameters().items()}
 
     def run(self, arguments: Arguments) -> Any:
-        """The function itself, in the arithmetic of a captured one."""
+        """Call the function itself, with the arithmetic of a captured step."""
         with self._optimizers.running(capturing=False):
             return arguments.call(self._function)
 
@@ -176,13 +171,13 @@ class StepRecorder:
 
         Args:
             batch: the static arguments.
-            arguments: those of this call.
+            arguments: the arguments of this call.
             habits: the effects of the function on gradients.
-            guards: are given the names that it mentions.
-            capturing: True if a capture is under way.
+            guards: receive the names that the function mentions.
+            capturing: True in a capture, False in a rehearsal.
 
         Raises:
-            UnsupportedError: if it leaves something on the host that a replay would not leave.
+            UnsupportedError: if the function has an effect on the host that a replay would not have.
         """
         if capturing:
             habits.check()
@@ -229,7 +224,7 @@ class StepRecorder:
 
 @contextmanager
 def _trained_as_before(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Put `requires_grad` back, and refuse a step after which it is another."""
+    """Restore `requires_grad`, and refuse a step that changes it."""
     trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
     toggled: list[str] = []
     try:
@@ -257,12 +252,12 @@ def _copied(leaf: Any) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """The result of a function, with copies of its tensors."""
+    """Return the result of a function with copies of its tensors."""
     return map_leaves(tree, _copied)
 
 
 def _handed(function: Callable[..., Any]) -> dict[str, Any]:
-    """The user's objects that a function is bound to, by name."""
+    """Return the user's objects that a function is bound to, by name."""
     if isinstance(function, partial):
         return {**_handed(function.func), "args": function.args, "keywords": function.keywords}
     owner = getattr(function, "__self__", None)
@@ -272,7 +267,7 @@ def _handed(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _argument_names(function: Callable[..., Any]) -> list[str]:
-    """The names of the positional arguments."""
+    """Return the names of the positional arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C

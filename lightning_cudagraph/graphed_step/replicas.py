@@ -1,9 +1,8 @@
-"""The `DistributedDataParallel`s that a captured function works on, and what they keep on the host.
+"""The `DistributedDataParallel`s of a captured function, and their state on the host.
 
-What a forward pass does depends on two switches of the wrapper, whether gradients are averaged
-(`no_sync`) and whether the pass before has left buffers to be broadcast, and on communication hooks.
-Calls that find others are calls in another mode, with graphs of their own; and after a replay they are
-left as an eager call leaves them.
+A forward pass depends on two switches of the wrapper, the averaging of gradients (`no_sync`) and the
+broadcast of buffers, and on communication hooks. These are part of the specialization of a call. After a
+replay, the switches are set as an eager call sets them.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from lightning_cudagraph.processes.ddp import DDPState, check_wrapper, hooks_of
 
 __all__ = ["OWN_ATTRIBUTES", "StepReplicas", "Switches"]
 
-# Attributes of a wrapper: the switches, which are part of a call's mode; what the first iterations make;
-# and lists of the module's buffers, which are made for each broadcast.
+# Attributes of a wrapper that are not guarded: the switches, which are part of the specialization, state
+# of the first iterations, and lists of buffers that each broadcast makes.
 OWN_ATTRIBUTES = frozenset(
     {
         *("require_forward_param_sync", "require_backward_grad_sync"),
@@ -30,13 +29,13 @@ Switches = tuple[tuple[bool, bool, tuple[str, ...]], ...]
 
 
 class StepReplicas(DDPState):
-    """The wrappers of a step.
+    """The `DistributedDataParallel`s of a step.
 
     Args:
-        model: all modules that the step works on.
+        model: all modules that the step uses, as one.
 
     Raises:
-        UnsupportedError: if one of them does in a step what no graph can hold.
+        UnsupportedError: if no graph can hold the work of one of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,22 +46,21 @@ class StepReplicas(DDPState):
         }
 
         def check() -> None:
-            for whose, ddp in named.items():
-                check_wrapper(f"{whose} `DistributedDataParallel`", ddp)
+            for owner, ddp in named.items():
+                check_wrapper(f"{owner} `DistributedDataParallel`", ddp)
 
         super().__init__(named.values(), check)
         check()
         self.record_times(False)
 
     def own_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Tell if the gradients of all these are parts of the wrappers' buckets.
+        """True if the gradients of all these parameters are views of DDP buckets.
 
-        An eager call writes where the call before has left them, and so does a graph: who keeps one
-        finds the next one in it. Where some are, and others are not, copies of these alone would have to
-        be given out.
+        Eager calls and replays then both overwrite the gradients of the call before, so external
+        references need no copies.
 
         Raises:
-            UnsupportedError: if some are, and others are not.
+            UnsupportedError: if only some are: copies for the others alone are not implemented.
         """
         views = [ddp for ddp in self.wrappers if ddp.gradient_as_bucket_view]
         inside = {id(p) for ddp in views for p in ddp.parameters() if p.requires_grad}
@@ -80,10 +78,10 @@ class StepReplicas(DDPState):
         return bool(self.wrappers)
 
     def switches(self) -> Switches:
-        """The switches that a forward pass would find now.
+        """Return the present switches of all wrappers.
 
         Raises:
-            ConfigurationError: inside of `join()`, where processes call the step as often as they like.
+            ConfigurationError: inside of `join()`, where processes make different numbers of calls.
         """
         if any(ddp._join_config.enable for ddp in self.wrappers):
             raise ConfigurationError(
@@ -97,5 +95,5 @@ class StepReplicas(DDPState):
         )
 
     def close(self) -> None:
-        """Let the reducers take times of their own again."""
+        """Let the reducers record their own times again."""
         self.record_times(True)

@@ -1,12 +1,10 @@
-"""The calls of one captured function, on one device.
+"""The run of one captured function: a specialization for each kind of call.
 
-Each signature of arguments, and each mode in which the function is called (autograd, autocast, what
-`DistributedDataParallel` is about to do), is a specialization, with an engine and guards of its own: a
-loop may freeze parameters, put modules into another mode or set another option of an optimizer before
-calls of one kind, and take it back before those of another, and each kind finds what its graph has baked
-in. What one kind does on the host, or cannot have captured, is no concern of the others. All engines
-share the context of the run: the device's pool of memory, the optimizers, checks and their budget,
-counts, and the number of graphs.
+The key of a specialization is the signature of the arguments and the mode (autograd, autocast, switches
+of `DistributedDataParallel`). Each has its own engine and guards, because a loop may freeze parameters,
+switch modules to another mode or change an optimizer option before calls of one kind and revert it
+before those of another. All specializations share the memory pool, the optimizers, the budget of
+verification, the counts, and the limit on graphs.
 """
 
 from __future__ import annotations
@@ -52,9 +50,9 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 
 __all__ = ["StepRun", "StepSettings", "backend_for"]
 
-# Global switches of torch are compared once in so many calls.
+# Global switches of torch are compared once in this number of calls.
 _SUSPECT_EVERY_N_CALLS = 64
-# By the names that the user knows.
+# The mode of a call, by the names that the user knows.
 _Mode = Mapping[str, Hashable]
 _log = logging.getLogger(__name__)
 
@@ -73,7 +71,7 @@ class StepSettings:
 
 @dataclass
 class _Specialization:
-    """The engine of the calls with one signature of arguments, in one mode."""
+    """The engine for calls with one signature of arguments in one mode."""
 
     signature: Signature
     mode: _Mode
@@ -84,7 +82,7 @@ class _Specialization:
     calls: int = 0
 
     def is_known(self, batch: Any, mode: _Mode, device_type: str) -> bool:
-        """True if a quick comparison finds that a call is one of these."""
+        """True if a quick comparison shows that a call has this specialization."""
         static = self.engine.static
         return (
             static is not None
@@ -94,7 +92,7 @@ class _Specialization:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Around a warm-up step."""
+        """Watch a warm-up step."""
         with ExitStack() as stack:
             stack.enter_context(self.guards.effects.watched())
             if not self.engine.has_graphs:
@@ -103,19 +101,16 @@ class _Specialization:
 
 
 class StepRun:
-    """The calls of one function.
+    """The run of one function.
 
     Args:
-        of: the function, and what it works on.
-        backend: where it runs.
-        settings: what the user asked for.
-        processes: those that call the function together, or None if this one does alone.
-
-    Attributes:
-        counts: the counts of the calls.
+        of: the function, and the objects that it uses.
+        backend: the device, or its emulator.
+        settings: the user's settings.
+        processes: the votes with other processes; None if this process calls the function alone.
 
     Raises:
-        UnsupportedError: if an optimizer has no form that a graph can hold.
+        UnsupportedError: if a module or an optimizer cannot be captured.
     """
 
     def __init__(
@@ -146,12 +141,14 @@ class StepRun:
             are_agreed=processes is not None or not are_several(),
         )
         self._owns_gradients = of.replicas.own_gradients(self._recorder.parameters().values())
-        # Of a model without modules: what a function puts into attributes is refused.
-        nothing = CarriedTensors(nn.Module(), backend.device, frozenset(), of.surroundings.stays_on_host)
+        # Without modules: a function that rebinds attributes is refused.
+        no_attributes = CarriedTensors(
+            nn.Module(), backend.device, frozenset(), of.surroundings.stays_on_host
+        )
         self._context = RunContext(
             backend,
             settings,
-            nothing,
+            no_attributes,
             _log.warning,
             WORDING,
             processes,
@@ -178,10 +175,10 @@ class StepRun:
         return list(dict.fromkeys([*notes, *off]))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function, in the way of its phase.
+        """Call the function in the phase of its arguments.
 
         Raises:
-            UnsupportedError: if it cannot be captured. Nothing of the call has happened then.
+            UnsupportedError: if the call cannot be captured. Nothing of it has happened then.
         """
         arguments = self._recorder.arguments(args, kwargs)
         try:
@@ -210,7 +207,7 @@ class StepRun:
     def _step(
         self, kind: _Specialization, arguments: Arguments, returned: list[Any]
     ) -> Step[StepResult]:
-        """One call, as the engine needs to know it; an eager one adds its result to `returned`."""
+        """Make the engine's `Step` of a call; an eager run adds its result to `returned`."""
         recorder, habits = self._recorder, kind.habits
 
         def run() -> None:
@@ -229,7 +226,7 @@ class StepRun:
             state=lambda: recorder.state(habits),
             transaction=recorder.undone,
             parameters=habits.parameters,
-            # One capture of each place, and so one place for its gradients anyway.
+            # One instance for each phase: its gradients have one address anyway.
             place=Place(True, habits.finds_gradients()),
             kept=lambda: not self._owns_gradients,
             is_broken=self._replicas.is_broken,
@@ -238,7 +235,7 @@ class StepRun:
         )
 
     def close(self) -> None:
-        """Release the graphs, and give the optimizers back."""
+        """Release the graphs, and restore the optimizers."""
         with ExitStack() as stack:  # graphs first
             stack.callback(self._replicas.close)
             stack.callback(self._optimizers.close)
@@ -262,13 +259,13 @@ class StepRun:
                 raise BatchError(
                     f"`{path}` requires a gradient; a graph reads a copy of it, and the gradient would"
                     " be that of the copy.",
-                    "Pass `tensor.detach()`, and call `requires_grad_()` inside, or compute in the step"
-                    " what it comes from.",
+                    "Pass `tensor.detach()`, and call `requires_grad_()` inside, or compute the tensor"
+                    " in the step.",
                 )
         return signature
 
     def _mode(self) -> _Mode:
-        """The mode of a call: autograd, autocast, and what wrappers for several processes do next."""
+        """Return the mode of a call: autograd, autocast, and the switches of DDP wrappers."""
         device_type = self.backend.device.type
         autocast = torch.is_autocast_enabled(device_type)
         if autocast and torch.is_autocast_cache_enabled():
@@ -279,7 +276,7 @@ class StepRun:
             )
         if torch.is_inference_mode_enabled():
             raise UnsupportedError(
-                "The step is called inside `torch.inference_mode()`, whose tensors cannot be watched.",
+                "The step is called inside `torch.inference_mode()`: its tensors lack version counters.",
                 "Use `torch.no_grad()`.",
             )
         dtype = torch.get_autocast_dtype(device_type) if autocast else None
@@ -321,7 +318,7 @@ class StepRun:
         if self._last is not None:
             self._last.engine.leave()
         if self._processes is not None:
-            self._processes.begin(0)  # whatever the others have, none of them replays it now
+            self._processes.begin(0)  # the digest of no specialization: no process replays
             self._processes.vote(Intent.EAGER)
         with self.backend.on_side_stream():
             returned = self._recorder.run(arguments)
@@ -330,7 +327,7 @@ class StepRun:
 
 
 def _shapes(batch: dict[str, Any]) -> list[object]:
-    """The part of the arguments that processes compare; numbers among them may differ."""
+    """Return the part of the arguments that processes compare; numbers may differ."""
     return [
         (path, tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else path
         for path, leaf in flatten_batch(batch)
@@ -347,10 +344,10 @@ def _refuse_several_devices(model: nn.Module, device: torch.device) -> None:
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The backend for a device.
+    """Return the backend for a device.
 
     Raises:
-        UnsupportedError: if there is none for this kind of device.
+        UnsupportedError: if this kind of device has none.
     """
     if device.type == "cuda":
         return CudaBackend(device)

@@ -1,4 +1,4 @@
-"""`GraphedStep`: the engine for loops of one's own, for manual optimization, and for Fabric."""
+"""`GraphedStep`: graphs for loops without Lightning, for manual optimization, and for Fabric."""
 
 from __future__ import annotations
 
@@ -46,49 +46,48 @@ _inside = threading.local()
 
 
 class GraphedStep(Generic[P, R]):
-    """Calls a function of yours through one CUDA graph: a training step, or a part of one.
+    """A function as one CUDA graph: a training step, or a part of one.
 
-    The function does whatever a step of yours does: forward, backward, `zero_grad`, the steps of one
-    optimizer or of several, or only some of these. Its first calls are ordinary ones, on a side stream.
-    Then it is captured; every later call copies the tensors among its arguments into the graph's static
-    buffers and replays it. Parameters, optimizer state, gradients, buffers and random numbers come out
-    as they would from calls of the function itself; what is known not to is refused with the reason, or
-    called eagerly. On a CPU an emulator takes the place of the GPU.
+    The function may run forward, backward, `zero_grad` and the steps of one or several optimizers, or
+    only some of these. Its first calls are the warm-up: eager, on a side stream. Then it is captured.
+    Every later call copies its tensor arguments into static inputs and replays the graph. Parameters,
+    optimizer state, gradients, buffers and random numbers are those of calls of the function itself; a
+    step that is known to differ is refused with the reason, or called eagerly. On a CPU an emulator
+    replaces the GPU.
 
-    In several processes it may work on a `DistributedDataParallel`, made by hand or by Fabric. Then all
-    processes call it as often, and decide together what becomes of each call; the all-reduce is in the
-    graph. Warm-up goes on until gradients have been averaged eleven times. `no_sync()` may be entered
-    around the call, or inside. Use `with`, or `close` it before the process group is destroyed: NCCL
-    waits for graphs. An error in a call or inside of `with`, or one that ends the program, ends the
-    other processes too, from when this is made (if the wrapper has been) or first entered or called. If
-    the allocator has expandable segments, set `NCCL_GRAPH_REGISTER=0`.
+    In several processes the function may use a `DistributedDataParallel`, made by hand or by Fabric. All
+    processes must then make the same number of calls, and vote on each; the graph holds the all-reduce.
+    Warm-up goes on until gradients have been averaged eleven times. `no_sync()` may be entered around
+    the call or inside. Use `with`, or `close` the step before the process group is destroyed: NCCL waits
+    for graphs. An error in a call or inside of `with`, or one that ends the program, ends the other
+    processes too: from the construction of the step on if the wrapper exists, else from its first `with`
+    or call on. With expandable segments in the allocator, set `NCCL_GRAPH_REGISTER=0`.
 
-    What it returns comes back as copies that no later call changes, without autograd's graph, from every
-    call. Schedulers, logging, printing and everything else on the host stay outside of the function.
+    Every call returns copies, without autograd's graph, that no later call changes. Schedulers, logging,
+    printing and other host code belong outside of the function.
 
     Args:
         function: the step. Its arguments are tensors, in any nesting of lists, tuples, mappings and
-            dataclasses, and numbers or texts that do not change from call to call.
-        modules: all modules that it works on: one, a list, or a dictionary of them. Those that it is a
-            method of, closes over, or uses as globals are found without.
-        optimizers: all optimizers that it steps: one, a list, or a dictionary.
-        scaler: the gradient scaler that it uses for fp16, or None.
-        warmup_steps: ordinary calls before the capture.
-        verify: which replays are checked, bit for bit, against an eager call from the same state; None
-            for no checks.
-        on_unsupported: ``"raise"`` an error when something cannot be captured, or call the function
-            eagerly from then on (``"eager"``) and say why in the report.
-        harmless: host code in the function that may stay frozen, or not be repeated by replays: the
-            names that the error for it gives.
-        backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` insist
-            on one of them. ``"off"``: every call is a plain one; give it to all processes, or to none.
-        max_graphs: how many signatures of arguments get a graph; calls with others are eager.
-        streams: on how many streams of the capture ops are put that do not need one another; ``"auto"``
-            for the fastest of 1, 2, 4 and 8; where there is a process group, 1. ``AutoStreams`` bounds
-            the memory that more of them may take.
+            dataclasses, and numbers or strings that are constant over calls.
+        modules: all modules that the function uses: one, a list, or a dictionary. Modules that the
+            function reaches as a method's owner, through closures or globals are found without.
+        optimizers: all optimizers that the function steps: one, a list, or a dictionary.
+        scaler: the gradient scaler that the function uses for fp16, or None.
+        warmup_steps: number of eager calls before the capture.
+        verify: the replays that are compared, bit for bit, with an eager call from the same state; None
+            for none.
+        on_unsupported: ``"raise"`` an error if the function cannot be captured, or call it eagerly from
+            then on (``"eager"``) and give the reason in the report.
+        harmless: names, as the errors give them, of host code in the function that may be frozen by the
+            capture and left out of replays.
+        backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` require
+            that backend. ``"off"``: all calls are eager; must be the same in all processes.
+        max_graphs: the most signatures of arguments with a graph; calls with others are eager.
+        streams: the number of streams for independent ops in a capture. ``"auto"``: the fastest of 1, 2,
+            4 and 8, or 1 with a process group. ``AutoStreams``: the same with a bound on memory.
 
     Raises:
-        ConfigurationError: if an argument is not one of the above.
+        ConfigurationError: if an argument is invalid.
 
     Example::
 
@@ -150,18 +149,18 @@ class GraphedStep(Generic[P, R]):
             "warmup_steps": warmup_steps,
             "verify": verify,
             "on_unsupported": on_unsupported,
-            "harmless": sorted({*harmless}),  # sets have an order of their own in each process
+            "harmless": sorted({*harmless}),  # the order of a set differs between processes
             "max_graphs": max_graphs,
             "streams": self._settings.streams,
         }
         self._run: StepRun | None = None
-        self._processes: StepProcesses | None = None  # those of the run, or of one to come
-        self._refused: str | None = None  # why all calls are eager
-        self._summary = RunSummary()  # of the time before `close`
+        self._processes: StepProcesses | None = None  # of the present run or the next one
+        self._refused: str | None = None  # the reason if all calls are eager
+        self._summary = RunSummary()  # of the last closed run
         self._join()  # a process may fail before its first call
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the function and what belongs to it, so that copies and pickles work at any time."""
+        """Leave out the function and its objects, so that copies and pickles always work."""
         emptied: dict[str, Any] = {
             "_summary": self.summary,
             "_function": None,
@@ -175,14 +174,14 @@ class GraphedStep(Generic[P, R]):
 
     @property
     def summary(self) -> RunSummary:
-        """Summary of the calls, at any time; `str` of it is the report."""
+        """Summary of the calls so far; its `str` is the report."""
         return self._summary if self._run is None else self._run.summary
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function: eagerly, or by replay.
+        """Call the function, eagerly or by a replay.
 
         Raises:
-            UnsupportedError: if it cannot be captured. Nothing of the call has happened then.
+            UnsupportedError: if the call cannot be captured. Nothing of it has happened then.
         """
         function = self._bound()
         if self._backend_name == "off" or self._refused or _is_nested():
@@ -213,9 +212,9 @@ class GraphedStep(Generic[P, R]):
         return self._bound()(*args, **kwargs)
 
     def close(self) -> None:
-        """Let go of the graphs and their memory, and give the optimizers back as they were made.
+        """Release the graphs and their memory, and restore the optimizers.
 
-        The next call begins anew, with warm-up.
+        The next call begins again with warm-up.
         """
         if self._run is not None:
             self._summary = self._run.summary
@@ -228,7 +227,7 @@ class GraphedStep(Generic[P, R]):
                 stack.callback(run.close)
 
     def __enter__(self) -> GraphedStep[P, R]:
-        self._join()  # the wrapper may have been made since
+        self._join()  # the DDP wrapper may have been made since
         return self
 
     def __exit__(
@@ -239,22 +238,22 @@ class GraphedStep(Generic[P, R]):
         self.close()
 
     def _fail(self, error: BaseException) -> None:
-        """Something ends with an error: so do the other processes, if there are any."""
+        """End the other processes too, if there are any, because of `error`."""
         if self._processes is not None:
             self._processes.fail(error)
-            self.close()  # a call that comes all the same begins anew, with those that still come
+            self.close()  # a later call starts a new run, with the processes that are left
 
     def _end(self, error: BaseException | None) -> None:
-        """Python ends, and nobody has closed this: for good, or because of an error."""
+        """Close when Python exits, perhaps because of an error."""
         with ExitStack() as stack:
             stack.callback(self.close)
             if error is not None:
                 self._fail(error)
 
     def _join(self) -> StepProcesses | None:
-        """Be one of the processes that call this together, if there are several; else None.
+        """Join the processes that call this together; None if there is one.
 
-        From now on, a failure of one of them is told to the others.
+        From now on, a failure of one process ends the others.
         """
         is_off = self._backend_name == "off" or self._refused is not None
         if self._processes is None and not is_off and are_several():
@@ -267,7 +266,7 @@ class GraphedStep(Generic[P, R]):
         return self._processes
 
     def _go_alone(self, reason: str) -> None:
-        """Without graphs from now on, and each process by itself."""
+        """Call the function eagerly from now on, without votes."""
         self._refused = reason
         self.close()
 
@@ -281,7 +280,7 @@ class GraphedStep(Generic[P, R]):
         return self._function
 
     def _started(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
-        """The run of the calls from this one on, if all processes can have the same."""
+        """Start a run, if all processes can start the same one."""
         processes = self._join()
         run: StepRun | None = None
         refused: UnsupportedError | None = None
@@ -303,7 +302,7 @@ class GraphedStep(Generic[P, R]):
         return run
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
-        """The run, as far as it is this process's own affair."""
+        """Make the run of this process."""
         require(CAPTURES)
         function = self._bound()
         if "__name__" not in getattr(inspect.unwrap(function), "__globals__", {"__name__": ""}):
@@ -326,7 +325,7 @@ class GraphedStep(Generic[P, R]):
         return StepRun(of, backend, self._settings, self._processes)
 
     def _found(self) -> dict[str, nn.Module]:
-        """The modules that the function works on: those that can be seen, and those that were given."""
+        """Return the modules that the function uses: those found in it, and those given."""
         return {**_found_in(self._function), **self._modules}
 
     def _backend(self, device: torch.device) -> Backend:
@@ -339,16 +338,16 @@ class GraphedStep(Generic[P, R]):
 
 
 def _is_nested() -> bool:
-    """Whether another step, or that of the callback, is under way: a call is a part of it."""
+    """True inside another step, or that of the callback: the call is a part of it."""
     return getattr(_inside, "step", None) is not None or is_capturing()
 
 
 class _Modules(nn.Module):
-    """All modules of a step."""
+    """A container for all modules of a step."""
 
 
 def _as_one(modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A module that holds all of these, each once."""
+    """Return a module that holds all of these, each once."""
     inside = {id(i) for m in modules.values() for i in m.modules() if i is not m}
     outer = {id(m): m for m in modules.values() if id(m) not in inside}
     if len(outer) == 1:
@@ -362,14 +361,14 @@ def _as_one(modules: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _found_in(function: Any) -> dict[str, nn.Module]:
-    """The modules that a function can be seen to work on, by the names that it has for them."""
+    """Find the modules that a function uses: its owner, its globals and closure, by name."""
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     found: dict[str, Any] = {"self": owner}
     if owner is not None and not isinstance(owner, nn.Module):
         found |= getattr(owner, "__dict__", {})
     function = getattr(function, "__func__", function)
     if isinstance(function, FunctionType):
-        with contextlib.suppress(ValueError):  # a variable around it has no value yet
+        with contextlib.suppress(ValueError):  # a closure variable without a value yet
             variables = inspect.getclosurevars(function)
             found |= {**variables.globals, **variables.nonlocals}
     return {name: value for name, value in found.items() if isinstance(value, nn.Module)}

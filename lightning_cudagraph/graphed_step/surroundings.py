@@ -1,7 +1,7 @@
-"""What surrounds a captured function: a plain loop, or the code of a training framework.
+"""The interface to the training framework around a captured function; the default is a plain loop.
 
-A framework wraps optimizers, counts their steps, has a gradient scaler of its own, and offers methods
-that a graph cannot hold. `GraphedStep` asks what is declared here; `manual.py` answers for Lightning.
+A framework wraps optimizers, counts their steps, has its own gradient scaler, and offers methods that a
+graph cannot hold. `trainer/manual.py` implements the interface for Lightning and Fabric.
 """
 
 from __future__ import annotations
@@ -30,30 +30,26 @@ class PlainLoop:
     """A training loop without a framework.
 
     Attributes:
-        around: objects of the framework by name, whose numbers and switches the step can read.
-        unwatched: names of attributes that are the framework's own affair.
+        around: objects of the framework, by name, that the step can read; guards compare their values.
+        unwatched: attributes that guards ignore, because they belong to the framework.
     """
 
     around: Mapping[str, Any] = {}
     unwatched: frozenset[str] = frozenset(vars(nn.Module()))
 
     def optimizer_in(self, optimizer: Any) -> Any:
-        """The optimizer of torch's in what the user calls one."""
+        """Return the torch optimizer inside an optimizer of the framework."""
         return optimizer
 
     def scaler(self) -> GradScaler | None:
-        """The gradient scaler of the framework, if it is used in the step."""
+        """Return the gradient scaler of the framework, if the step uses it."""
         return None
 
     def check(self) -> None:
-        """Refuse what no captured function of this framework can hold.
-
-        Raises:
-            UnsupportedError: saying what.
-        """
+        """Raise `UnsupportedError` if no step in this framework setup can be captured."""
 
     def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
-        """What the names of the framework mean to the audit."""
+        """Return the rules of the audit for calls on the host."""
         return HostRules(
             moving=moving_rates(),
             refused={**scheduler_steps(), **scaler_calls(scaler)},
@@ -61,43 +57,39 @@ class PlainLoop:
         )
 
     def stays_on_host(self, module: Any) -> bool:
-        """Whether a module is only called on the host, such as a metric."""
+        """True if a module is called on the host only, such as a metric."""
         return False
 
     @contextmanager
     def noted(self, notes: list[Callable[[], object]]) -> Iterator[None]:
-        """Inside, what the framework does on the host in each step is noted, instead of being done.
+        """Defer the framework's host work in a step to after-replay work.
 
         Args:
-            notes: are added to; called after every replay, in this order, they do it.
+            notes: receives the deferred calls; they run after every replay, in this order.
         """
         yield
 
     @contextmanager
     def reads(self, mentioned: MentionedNames) -> Iterator[None]:
-        """Inside, what the step reads of modules that are only called on the host is noted.
-
-        Args:
-            mentioned: is told of it.
-        """
+        """Add reads from modules that are called on the host only to `mentioned`."""
         yield
 
 
-# Each says of a function's owner and its modules whether they are its framework's.
+# Detectors of frameworks, given the owner of the function, its modules and its optimizers.
 SURROUNDINGS: list[Callable[[list[Any]], PlainLoop | None]] = []
 
 
 def surroundings_of(owners: list[Any]) -> PlainLoop:
-    """The surroundings of a function.
+    """Detect the framework around a function.
 
     Args:
-        owners: the object that the function is a method of, the modules, and the optimizers.
+        owners: the owner of a bound method, the modules, and the optimizers.
     """
     return next((found for known in SURROUNDINGS if (found := known(owners)) is not None), PlainLoop())
 
 
 def moving_rates() -> dict[CodeType, str]:
-    """Getters of schedulers, whose values move from step to step."""
+    """Return the getters of schedulers: their values change from step to step."""
     return {
         method.__code__: f"LRScheduler.{name}"
         for name in ("get_last_lr", "get_lr")
@@ -106,7 +98,7 @@ def moving_rates() -> dict[CodeType, str]:
 
 
 def scheduler_steps() -> dict[CodeType, tuple[str, str]]:
-    """The steps of torch's schedulers, which a replay would not take."""
+    """Return the `step` methods of torch's schedulers: a replay would not call them."""
     found: dict[CodeType, tuple[str, str]] = {}
     for name, cls in vars(lr_scheduler).items():
         if inspect.isclass(cls) and isinstance(step := vars(cls).get("step"), FunctionType):
@@ -115,7 +107,7 @@ def scheduler_steps() -> dict[CodeType, tuple[str, str]]:
 
 
 def scaler_calls(scaler: GradScaler | None) -> dict[CodeType, tuple[str, str]]:
-    """The methods of a gradient scaler that the step was not given."""
+    """Return the methods of `GradScaler` if the step was given no scaler: they are refused."""
     if scaler is not None:
         return {}
     return {
@@ -125,7 +117,7 @@ def scaler_calls(scaler: GradScaler | None) -> dict[CodeType, tuple[str, str]]:
 
 
 def optimizer_inside(optimizer: Any) -> Any:
-    """The optimizer of torch's inside a wrapper that keeps it as `_optimizer`."""
+    """Unwrap the torch optimizer that a wrapper keeps as `_optimizer`."""
     while isinstance(inner := vars(optimizer).get("_optimizer"), Optimizer):
         optimizer = inner
     return optimizer

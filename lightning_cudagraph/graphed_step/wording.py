@@ -1,4 +1,4 @@
-"""The words of `GraphedStep` in messages that are written for the callback."""
+"""Translation of messages from the callback's terms to those of `GraphedStep`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORDING = Wording(
         ),
         'pass `scope="forward_backward"`': f"call {_OPTIMIZER_OUTSIDE}",
         "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": "Use",
-        # A batch is the arguments of a call, by their names.
+        # The batch of a call is its arguments, by name.
         "`batch[": "`arguments[",
         "What `training_step` returned or logged": "What the step returned",
         "What `training_step` returned and logged": "What the step returned",

@@ -1,1 +1,1 @@
-"""The seat in Lightning: training, evaluation, logs and metrics. All that knows Lightning is here."""
+"""Integration with Lightning: training, evaluation, logs and metrics; other folders know torch alone."""

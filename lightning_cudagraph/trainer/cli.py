@@ -15,7 +15,7 @@ def main(args: ArgsType = None) -> None:
     """Run `lightning-cudagraph fit|validate|test|predict --config some.yaml`.
 
     Args:
-        args: arguments to parse; those of the command line by default.
+        args: arguments to parse; None for those of the command line.
 
     Raises:
         ModuleNotFoundError: if `jsonargparse`, which LightningCLI needs, is missing or too old.
@@ -25,12 +25,12 @@ def main(args: ArgsType = None) -> None:
             f"The command line needs `{_CLI_REQUIREMENT.requirement}`. "
             f'Install it with: pip install "{_CLI_REQUIREMENT.requirement}"'
         )
-    # A console script starts with its own folder first on the path, not with the user's project.
+    # A console script has its own folder on `sys.path`, and not the user's project.
     sys.path.insert(0, os.getcwd())
     LightningCLI(
         args=args,
         seed_everything_default=1,
-        # Runs without a logger share a folder, where the second finds the config.yaml of the first.
+        # Runs without a logger share a folder, so the second finds the config.yaml of the first.
         save_config_kwargs={"overwrite": True},
     )
 

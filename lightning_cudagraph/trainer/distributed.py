@@ -1,25 +1,26 @@
-"""The processes of one `fit`, and the decisions that they take together.
+"""Votes of the processes of a `fit`.
 
-A graph with collectives in it is launched by all processes or by none: so says NCCL's manual ("Using
-NCCL with CUDA Graphs"), and it may register buffers of all of them in a capture. So these are decided by
-a vote before each step: replay, capture, a check of a replay (it does the step several times, with its
-collectives), warm-up after all have dropped their graphs, and giving up. Each process votes for what it
-would do by itself, and:
+All processes or none must launch a graph with collectives, and a capture may register NCCL buffers of
+all of them (NCCL's manual, "Using NCCL with CUDA Graphs"). So the processes vote before each step on:
+replay, capture, verification (it runs the step several times, with its collectives), warm-up after an
+invalidation, and giving up. Each votes for its own plan, and:
 
-- all vote for the same: they do it;
-- one has to run eagerly (another shape): all do, and keep their graphs;
-- one has dropped its graphs (a guard): all drop theirs, warm up and capture again;
-- one has given up: all do.
+- if all plans are equal, they follow it;
+- if one must run eagerly (another shape), all do, and keep their graphs;
+- if a guard of one has invalidated its graphs, all release theirs, warm up and capture again;
+- if one has given up, all do.
 
-The outcome of a capture or a check is gathered from all, so that a failure of one is one of all. Each
-process has to itself: the batch shapes that its own graphs are for, layers and their times, logs.
+The results of a capture or verification are gathered, so that it fails in all processes or in none.
+Batch shapes, layers with their times, and logs are each process's own.
 
-Lightning broadcasts before each batch whether a SIGTERM has come, and makes the host wait for the GPU to
-read it. Here the signal goes along with the votes, and all end behind the same batch. All vote before a
-validation and at the end of an epoch, too, and say where they are: a process elsewhere would wait in
-collectives that the others do not do. There are no votes inside an evaluation, which may have more
-batches in one process than in another: there, all end once all have the signal, behind the same batch if
-each has as many; where one has it alone, they end behind the next batch of the training, or the epoch.
+Lightning broadcasts before each batch if a SIGTERM has come, and the host waits for the GPU to read it.
+Here the signal is part of the vote, and all processes end after the same batch. They also vote before a
+validation and at the end of an epoch. Each vote contains the position in the run, because a process
+elsewhere would wait in collectives that the others do not launch.
+
+There are no votes inside an evaluation, because processes may have different numbers of batches in it.
+Once all processes have the signal, an evaluation ends, after the same batch if all have equally many. If
+only some processes have it, the run ends after the next training batch or at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -54,30 +55,30 @@ __all__ = ["Distributed", "wrapped_on_side_stream"]
 
 T = TypeVar("T")
 
-# What Lightning's own handler says is said in its name.
+# The name of the logger of Lightning's own SIGTERM handler.
 _log = logging.getLogger(signal_connector.__name__)
 
-# Where processes vote.
+# The positions in a run at which processes vote.
 _STEP, _EPOCH_END, _VALIDATION = range(3)
 _PLACES = (
     "before batch {0} of the epoch",
-    "at the end of the epoch, behind batch {0}",
-    "before a validation, behind batch {0}",
+    "at the end of the epoch, after batch {0}",
+    "before a validation, after batch {0}",
 )
-# Windows of accumulation that are longer are compared by what is left.
+# The lengths of accumulation windows are compared modulo this number.
 _WINDOWS = 1 << 8
 
 
 def wrapped_on_side_stream(strategy: Strategy, backend: Backend, patches: ExitStack) -> None:
-    """Let Lightning wrap the module on the stream of warm-up and capture, and not on one of its own.
+    """Patch Lightning to make the DDP wrapper on the side stream of warm-up and capture.
 
-    Autograd's accumulation nodes, which the wrapper keeps, stay on the stream that they were made on: in
-    a capture on another one, each of them would be a fork of its own.
+    The wrapper keeps autograd's accumulation nodes, which stay on the stream on which they were made. In
+    a capture on another stream, each of them would fork the graph.
 
     Args:
-        strategy: the strategy of a `fit` that is about to set up.
-        backend: on which it trains.
-        patches: puts everything back when it is closed.
+        strategy: the strategy of a `fit`, before its setup.
+        backend: the device, or its emulator.
+        patches: restores the method when closed.
     """
     is_lightnings = getattr(strategy._setup_model, "__func__", None) is DDPStrategy._setup_model
     if not (isinstance(strategy, DDPStrategy) and is_lightnings):
@@ -108,7 +109,7 @@ def _check_same_place(lowest: Vote, highest: Vote) -> None:
     if window != other:
         raise PeerError(
             f"Some processes have `trainer.accumulate_grad_batches` {window}, and others {other}."
-            " Change it in all of them behind the same batch."
+            " Change it in all of them after the same batch."
         )
     if lowest.is_last != highest.is_last:
         raise PeerError(
@@ -119,11 +120,7 @@ def _check_same_place(lowest: Vote, highest: Vote) -> None:
 
 
 class Distributed:
-    """The processes of a `fit`, and their `Agreement`; this one alone, if it is not distributed.
-
-    Args:
-        trainer: the trainer.
-    """
+    """The `Agreement` of the processes of a `fit`; without effect if there is one process."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -131,7 +128,7 @@ class Distributed:
         self._peers: Peers | None = None
         self._votes = False
         self._sigterm = False
-        self._all_end = False  # with a SIGTERM, and all know it
+        self._all_end = False  # because of a SIGTERM that all processes know of
         if trainer.world_size > 1 and dist.is_initialized():
             require(COLLECTIVES)
             self._peers = Peers()
@@ -140,25 +137,25 @@ class Distributed:
 
     @property
     def agreement(self) -> Agreement | None:
-        """The agreement with the other processes, or None if there are none."""
+        """The votes with the other processes; None if there are none."""
         return None if self._peers is None else self
 
     @property
     def run(self) -> SharedRun | None:
-        """The run as all its processes know it, or None if there is one."""
+        """The identity of the run, shared by all its processes; None if there is one process."""
         peers = self._peers
         return None if peers is None else SharedRun(f"graphs/{peers.number}", lambda: peers.waited_s)
 
     def compare(self, arguments: Mapping[str, Any], refused: UnsupportedError | None = None) -> None:
-        """Let no process begin what another one does not, at the start.
+        """Compare the processes at the start of training.
 
         Args:
-            arguments: what was asked for in this process, by name.
-            refused: why this process would run without graphs.
+            arguments: the arguments of the callback in this process, by name.
+            refused: the reason why this process cannot have graphs, or None.
 
         Raises:
-            ConfigurationError: if the processes were asked for different things.
-            UnsupportedError: if this process, or another one, would run without graphs.
+            ConfigurationError: if the arguments of the processes differ.
+            UnsupportedError: if a process cannot have graphs.
         """
         if self._peers is None:
             return
@@ -180,32 +177,32 @@ class Distributed:
         self._votes = True
 
     def fail(self, error: BaseException) -> None:
-        """The run ends with an error: take the other processes along."""
+        """End the other processes too, because of `error`."""
         if self._peers is None or (self._all_end and isinstance(error, SIGTERMException)):
             return
         self._peers.fail(error)
 
     def pause(self) -> None:
-        """Behind a batch of an evaluation, without a vote: end with the others, if all are to end.
+        """End the run after a batch of an evaluation, if all processes have a SIGTERM; without a vote.
 
         Raises:
             PeerError: if another process has failed.
-            SIGTERMException: if all end, and this batch is the last one.
+            SIGTERMException: if the run ends and this batch is the last one.
         """
         if self._peers is None or not self._votes:
             return
         loop = self._trainer.fit_loop.epoch_loop
         progress = loop.val_loop.batch_progress
         is_last = progress.is_last_batch
-        # No two evaluations come behind the same batch.
+        # Unique: two evaluations never follow the same training batch.
         word = f"SIGTERM/{loop.batch_progress.total.ready}" if self._sigterm else ""
         if self._peers.pause(word, progress.current.ready, is_last):
             self._end()
             if is_last:
-                raise SIGTERMException  # as Lightning does behind any other batch
+                raise SIGTERMException  # Lightning raises it after other batches
 
     def end_epoch(self) -> None:
-        """Vote once more, because there may be no other batch.
+        """Vote at the end of an epoch: the last chance to do so in a run.
 
         Raises:
             PeerError: if another process has failed.
@@ -213,7 +210,7 @@ class Distributed:
         self._vote_at(_EPOCH_END)
 
     def begin_validation(self) -> None:
-        """Vote before a validation, which may have collectives of its own.
+        """Vote before a validation, which may launch its own collectives.
 
         Raises:
             PeerError: if another process has failed, or does not come.
@@ -221,7 +218,7 @@ class Distributed:
         self._vote_at(_VALIDATION)
 
     def vote(self, intent: Intent) -> tuple[Intent, Intent]:
-        """Vote for what this process would do with its batch; see `Agreement`.
+        """Vote on the plan for a batch; see `Agreement`.
 
         Raises:
             PeerError: if another process has failed, does not come, or is elsewhere in the run.
@@ -243,29 +240,29 @@ class Distributed:
         lowest, highest = self._peers.vote(Vote(intent, int(self._sigterm), is_last, where))
         if lowest is not highest:
             _check_same_place(lowest, highest)
-        # A validation ends by itself: see `pause`.
+        # A validation is ended by `pause`.
         if highest.sigterm and place != _VALIDATION:
             self._end()
         return Intent(lowest.intent), Intent(highest.intent)
 
     def close(self) -> None:
-        """Leave Lightning's objects as they were."""
+        """Restore Lightning's objects, and vote no more."""
         with ExitStack() as stack:
             if self._peers is not None:
                 stack.callback(self._peers.close)
             stack.callback(self._patches.close)
 
     def _end(self) -> None:
-        """Have Lightning end the run behind this batch, or this epoch, as all have agreed."""
+        """Tell Lightning to end the run after this batch or epoch, as all processes have voted."""
         self._all_end = True
         self._trainer._signal_connector.received_sigterm = True
 
     def _take_sigterm(self) -> None:
-        """Stand in for the handler of Lightning, which would broadcast in the middle of anything."""
+        """Replace Lightning's SIGTERM handler, which would broadcast at an arbitrary point."""
         connector = self._trainer._signal_connector
         handlers: Any = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", None)
         if not isinstance(handlers, list) or connector._sigterm_notifier_fn not in handlers:
-            return  # not in the main thread, or another library's
+            return  # not in the main thread, or the handler of another library
         index = handlers.index(connector._sigterm_notifier_fn)
         original = handlers[index]
         handlers[index] = self._on_sigterm

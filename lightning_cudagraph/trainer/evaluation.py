@@ -1,10 +1,10 @@
-"""The seat in Lightning's evaluation loops: validation, test and prediction.
+"""Captured evaluation: validation, test and prediction.
 
-One method of the strategy is replaced, in which the step of the module is called with its batch. There a
-batch is warmed up, captured or replayed, by an engine like that of training, with guards and checks of
-its own: evaluation has the modules in another mode. Training may change the values of parameters between
-two evaluations, but not their addresses. Several batch signatures
-have graphs, so that the last batch of a dataloader has its own, and so has another dataloader.
+The strategy's `validation_step`, `test_step` or `predict_step` is patched: there the engine takes a
+batch through warm-up, capture or replay. Evaluation has its own engine, guards and verification, because
+its modules are in another mode than in training. Between two evaluations, training may change the values
+of parameters but not their addresses. Each batch signature has a graph: that of the last batch of a
+dataloader, and those of other dataloaders.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from lightning_cudagraph.trainer.profilers import unprofiled
 
 __all__ = ["GraphedEvaluation", "wording_of"]
 
-# The step drops no gradients that matter, and none is added to them: one kind of step.
+# The one accumulation phase: evaluation has no gradients.
 _PLACE = Place(drops=True, steps=False)
-# A capture is under `no_grad`.
+# A capture is under `no_grad` instead, where this call would return False.
 _NO_INFERENCE_MODE = {
     torch.is_inference_mode_enabled: (
         "torch.is_inference_mode_enabled()",
@@ -69,12 +69,11 @@ _NO_INFERENCE_MODE = {
 
 @dataclass
 class _Outputs:
-    """The static outputs of a captured step of evaluation.
+    """The static outputs of a captured evaluation step.
 
     Attributes:
-        returned: what the step returned.
-        logs: what was logged.
-        recomputed: attributes of modules that hooks of torch have set.
+        logs: the values that it logged.
+        recomputed: module attributes that torch's own hooks rebind in each step.
     """
 
     returned: Any
@@ -83,17 +82,10 @@ class _Outputs:
 
 
 class GraphedEvaluation:
-    """The evaluations of one run, with captured steps.
-
-    Args:
-        trainer: the trainer.
-        module: the module that it evaluates.
-        backend: where steps are captured.
-        settings: what the user asked for.
-        stage: which evaluation it is.
+    """The captured evaluations of one run.
 
     Raises:
-        UnsupportedError: if the steps of the run cannot be captured.
+        UnsupportedError: if steps of this configuration cannot be captured.
     """
 
     def __init__(
@@ -140,7 +132,7 @@ class GraphedEvaluation:
 
     @property
     def stage_name(self) -> str:
-        """The stage as the trainer's methods are called."""
+        """The name of the trainer's method for this stage."""
         return "validate" if self._stage == "validation" else self._stage
 
     @property
@@ -151,11 +143,11 @@ class GraphedEvaluation:
     @property
     def notes(self) -> list[str]:
         """Notes for the report."""
-        said = [*self._run.verifier.notes, *self._engine.notes, *self._metrics.notes]
-        return [f"evaluation: {note}" for note in said]
+        notes = [*self._run.verifier.notes, *self._engine.notes, *self._metrics.notes]
+        return [f"evaluation: {note}" for note in notes]
 
     def start(self) -> None:
-        """An evaluation begins: take the seat, and look at everything that may have changed since."""
+        """Begin an evaluation: patch the strategy, and recheck all guards."""
         self._engine.pause()
         if self._eager_step is not None:
             return
@@ -164,17 +156,17 @@ class GraphedEvaluation:
         replace_method(strategy, self._step_name, self._step, self._patches)
 
     def close(self) -> None:
-        """Leave the seat: put everything back, and release graphs and their memory."""
-        with ExitStack() as stack:  # every part, also where one of them fails
+        """Remove the patches, and release graphs and their memory."""
+        with ExitStack() as stack:  # all of them, even if one fails
             stack.callback(self._engine.close)
             stack.callback(self._patches.close)
 
     def _step(self, batch: Any, *indices: int) -> Any:
-        """Replace the strategy's method: take a batch through its phase."""
+        """Take a batch through its phase; replaces the strategy's method."""
         eager_step = self._eager_step
         assert eager_step is not None
         returned: list[Any] = []
-        # The index of the dataloader comes after that of the batch, and only if there are several.
+        # After the index of the batch comes that of the dataloader, if there are several.
         dataloader_idx = indices[1:]
         in_inference_mode = torch.is_inference_mode_enabled()
 
@@ -203,7 +195,7 @@ class GraphedEvaluation:
             attribute.hand_over()
         outputs.logs.hand_over(self._trainer)
         self._metrics.count_references()
-        # Copies, because predictions are kept, and the next replay overwrites the static ones.
+        # Copies: Lightning keeps predictions, and the next replay overwrites static outputs.
         return map_leaves(outputs.returned, copied_leaf)
 
     def _record(
@@ -213,12 +205,12 @@ class GraphedEvaluation:
 
         Args:
             batch: the static batch.
-            indices: of the batch, and of its dataloader.
-            capturing: whether a capture is under way.
-            in_inference_mode: whether the step is in inference mode without us.
+            indices: the indices of the batch and of its dataloader.
+            capturing: True in a capture, False in a rehearsal.
+            in_inference_mode: True if eager steps run in inference mode.
 
         Raises:
-            CaptureError: if it leaves something on the host that a replay would not leave.
+            CaptureError: if the step has an effect on the host that a replay would not have.
         """
         assert self._eager_step is not None
         called = (self._trainer.strategy, self._trainer.precision_plugin)
@@ -285,7 +277,7 @@ class GraphedEvaluation:
         return leaf.detach()
 
     def _values(self, outputs: _Outputs) -> dict[str, Tensor]:
-        """The values to compare just after the step, by name, in its order."""
+        """Return the values to compare after the step, by name, in its order."""
         returned = compared_outputs(outputs.returned, f"the output of `{self._step_name}`")
         return {**outputs.logs.values(), **returned}
 
@@ -305,7 +297,7 @@ class GraphedEvaluation:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Undo what Lightning's own code does on the host in a capture."""
+        """Undo the effects of Lightning's own code on the host in a capture."""
         self._logs.begin_transaction()
         fx_name = self._module._current_fx_name
         self._metrics.prepare()
@@ -316,7 +308,7 @@ class GraphedEvaluation:
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:
-        """Refuse a step that leaves gradients behind, which are those of the training graphs."""
+        """Refuse a step that changes gradients: they belong to the training graphs."""
         before = [(parameter, parameter.grad) for parameter in self._module.parameters()]
         versions = [_version(gradient) for _, gradient in before]
         try:
@@ -336,7 +328,7 @@ class GraphedEvaluation:
 
 
 def wording_of(stage: Stage) -> Wording:
-    """The words of an evaluation in messages that are written for training."""
+    """Return the translation of messages from training to an evaluation."""
     return Wording(
         steps="Evaluation",
         words={
@@ -344,7 +336,7 @@ def wording_of(stage: Stage) -> Wording:
             "training step": f"{stage} step",
             "on_train_batch_": f"on_{stage}_batch_",
             "To train on": "To go on",
-            # No events are in its graphs.
+            # Graphs of an evaluation have no events.
             "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": (
                 "Use"
             ),
@@ -356,7 +348,7 @@ def wording_of(stage: Stage) -> Wording:
 
 
 def _kind(batch: Any, indices: tuple[int, ...]) -> Hashable:
-    """The kind of a batch in the logs: its dataloader, and its shapes."""
+    """Return the key of a batch in the logs: its dataloader and its shapes."""
     return (
         indices[1:],
         tuple(leaf.shape for _, leaf in flatten_batch(batch) if isinstance(leaf, Tensor)),

@@ -1,7 +1,8 @@
-"""What Lightning's names mean to the audit of a captured step.
+"""The audit's rules for names of Lightning.
 
-Which getters move at every step and which seldom, which calls print or write, and which methods the step
-calls, that must not have been replaced by objects whose doings nobody can see.
+They list the getters that change in every step and those that change seldom, the calls that print or
+write, and the methods that a step calls. Such a method must not be replaced by an object that the audit
+cannot look into.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from lightning_cudagraph.trainer.metrics.of_model import is_metric
 
 __all__ = ["RUN_STATE", "host_rules", "outside_of_model", "refuse_replaced_methods"]
 
-# What torch and Lightning keep for themselves in every module.
+# Attributes of every module that belong to torch and Lightning.
 OWN_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
 
 _MODULE_METHODS = (
@@ -60,7 +61,7 @@ def _getters(owner: type, label: str, *names: str) -> dict[CodeType, str]:
 
 @cache
 def _moving() -> dict[CodeType, str]:
-    """The getters of numbers that move from step to step."""
+    """Return the getters of numbers that change from step to step."""
     return {
         **_getters(pl.LightningModule, "self", "global_step"),
         **_getters(
@@ -84,13 +85,13 @@ def _moving() -> dict[CodeType, str]:
     }
 
 
-# What has getters for other objects, and for numbers that can move without anybody's seeing.
+# Classes with getters for other objects, and for numbers that no guard watches.
 _HANDS_OUT = (
     *(pl.Trainer, pl.LightningModule, pl.LightningDataModule, Strategy, Callback, _Loop),
     *(Optimizer, LightningOptimizer, LRScheduler, DataLoader, CombinedLoader),
 )
-# Objects that Lightning changes in every step by itself.
 _OF_GROUPS = frozenset({"params"})
+# Objects that Lightning itself changes in every step.
 RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader)
 _EFFECTS: dict[CodeType, str] = {
     pl.LightningModule.print.__code__: "self.print",
@@ -104,15 +105,12 @@ def host_rules(
     harmless: frozenset[str],
     stays_on_host: Callable[[Any], bool] = is_metric,
 ) -> HostRules:
-    """The rules for one run.
+    """Return the rules for one run.
 
     Args:
         trainer: the trainer.
-        harmless: names that the user says may be frozen, or not repeated.
-        stays_on_host: whether a module is only called on the host, such as a metric.
-
-    Returns:
-        The rules.
+        harmless: names that may be frozen by a capture and left out of replays.
+        stays_on_host: returns True for a module that is called on the host only, such as a metric.
     """
     schedulers = {LRScheduler, *(type(c.scheduler) for c in trainer.lr_scheduler_configs)}
     moving = dict(_moving())
@@ -130,7 +128,7 @@ def host_rules(
     }
 
     def records(value: Any) -> bool:
-        # Lightning's loggers keep their experiment under this name; the getter would make one.
+        # Read from `vars`, because the getter `experiment` would make one.
         return isinstance(value, Logger) or any(
             value is not None and value is vars(logger).get("_experiment") for logger in trainer.loggers
         )
@@ -150,8 +148,8 @@ def host_rules(
 
 
 def outside_of_model(trainer: pl.Trainer) -> list[Root]:
-    """Objects of the user's around the model, in which a step may leave something."""
-    trainers: Any = trainer  # which sets attributes without declaring them
+    """Return the user's objects outside the model that a step may change."""
+    trainers: Any = trainer  # some attributes are not declared
     loader = trainer.train_dataloader
     found = [
         *trainers.callbacks,
@@ -165,7 +163,7 @@ def outside_of_model(trainer: pl.Trainer) -> list[Root]:
         if attributes is None or type(value).__module__.startswith("lightning_cudagraph."):
             continue
         left_out: set[str] = set()
-        if not is_users_class(type(value)):  # only what is plain: the rest is the library's own
+        if not is_users_class(type(value)):  # plain values only: the rest belongs to the library
             left_out = {n for n, part in attributes.items() if type(part) not in (*VALUES, list, dict)}
         of = f"the `{type(value).__qualname__}`"
         roots.append(Root(value, "", of, frozenset(left_out), is_entered=True))
@@ -186,20 +184,20 @@ def refuse_replaced_methods(
     step: str = "training_step",
     callees: Iterable[object] = (),
 ) -> None:
-    """Refuse a step that calls mocks, partials or other objects in the place of methods.
+    """Refuse a step that calls mocks, partials or other objects instead of methods.
 
-    Functions and bound methods are audited with the rest of the user's code; what other objects do with
-    a call, no audit sees.
+    Functions and bound methods are audited with the rest of the user's code. The audit cannot look into
+    other callables.
 
     Args:
         module: the module that is trained.
         optimizer: the optimizer, if its step is captured.
         harmless: names of methods that may be replaced.
-        step: the method that is the step.
-        callees: other objects with methods that are called in it.
+        step: the name of the step method.
+        callees: other objects with methods that the step calls.
 
     Raises:
-        CaptureError: naming the method, and the class of what is in its place.
+        CaptureError: naming the method, and the class of its replacement.
     """
     methods = (step, *_MODULE_METHODS)
     owners: list[tuple[Any, tuple[str, ...]]] = [(module, methods)]
@@ -229,7 +227,7 @@ def refuse_replaced_methods(
 
 
 def _of_class(cls: type, name: str) -> Any:
-    """An attribute of a class or its bases, not bound.
+    """Return an unbound attribute of a class or its bases.
 
     `inspect.getattr_static` of Python 3.12 has a cache that keeps classes alive.
     """
@@ -237,10 +235,9 @@ def _of_class(cls: type, name: str) -> Any:
 
 
 def _replaced(method: str, name: str, found: Any) -> CaptureError:
-    what = "partial" if isinstance(found, partial) else type(found).__qualname__
+    kind = "partial" if isinstance(found, partial) else type(found).__qualname__
     return CaptureError(
-        f"The training step calls {method}, and a `{what}` object has been put in the place of that"
-        " method; what it does on the host with each call, a replay would not do. Expected a function or"
-        " a method.",
+        f"The training step calls {method}, which is replaced by a `{kind}` object; a replay would not"
+        " repeat its effects on the host. Expected a function or a method.",
         f"Override the method in the class, or put a plain function there.{allowance(name)}",
     )

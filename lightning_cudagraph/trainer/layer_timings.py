@@ -1,4 +1,4 @@
-"""The callback that times the layers of an eager run, with the tags that a run with graphs has."""
+"""`LayerTimingsMonitor`: layer times of an eager run, under the tags of a run with graphs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _AUTOMATIC = LayerTimings()
 
 
 class LayerTimingsMonitor(Callback):
-    """Times the layers of a run without graphs, by the same marks and with the same tags as in a graph.
+    """Times the layers of a run without graphs, with the same events and tags as in a graph.
 
     It changes no number of the run. With `CUDAGraphCallback`, pass the `LayerTimings` to that instead.
 
     Args:
-        timings: which layers are timed, and how often.
+        timings: the layers that are timed, and the interval in steps.
 
     Attributes:
-        report: the report of the last run, or None before its end.
+        report: the report of the last run; None before its end.
 
     Raises:
-        ConfigurationError: if `timings` are not `LayerTimings`.
+        ConfigurationError: if `timings` is no `LayerTimings`.
 
     Example::
 
@@ -48,13 +48,13 @@ class LayerTimingsMonitor(Callback):
         self._run: EagerTimes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is bound to a trainer, so that copies and pickles work at any time."""
+        """Leave out objects bound to a trainer, so that copies and pickles always work."""
         return {**vars(self), "_run": None}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._close()  # a run that another callback's exception ended before our hooks
+        self._close()  # a run that ended in an exception of another callback, before our hooks
         if stage == "fit":
-            self.report = None  # which may end before its first step
+            self.report = None  # now, because the run may end before its first step
         ours = [
             callback for callback in callbacks_of(trainer) if isinstance(callback, LayerTimingsMonitor)
         ]

@@ -1,7 +1,7 @@
-"""`GraphedStep` inside Lightning: manual optimization, and Fabric.
+"""`GraphedStep` in Lightning's manual optimization and in Fabric.
 
-Lightning wraps optimizers. The wrapper counts the optimizer's steps on the host, which makes up
-`trainer.global_step`; in a captured function these counts are noted, and made after every replay.
+Lightning's optimizer wrapper counts steps on the host, for `trainer.global_step`. In a captured function
+the count is after-replay work.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_cudagraph.graphed_step.surroundings import (
 )
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy
 from lightning_cudagraph.trainer.config.support import callbacks_of, scaler_of
-from lightning_cudagraph.trainer.host_rules import host_rules
+from lightning_cudagraph.trainer.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
@@ -42,24 +42,18 @@ __all__ = ["FabricLoop", "ManualOptimization"]
 # Hooks that Lightning calls from `manual_backward` and from the step of an optimizer.
 _CALLBACK_HOOKS_INSIDE = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 _COUNTERS = ("_on_before_step", "_on_after_step")
-# Where `toggle_optimizer` keeps what `untoggle_optimizer` puts back.
+# The attribute with which `untoggle_optimizer` undoes `toggle_optimizer`.
 _OWN_OF_TOGGLING = frozenset({"_param_requires_grad_state"})
 _RETURN_AND_LOG = "Return the value from the step, and log it after the call."
-# What torch and Lightning keep for themselves in every module.
-_OWN = frozenset(vars(pl.LightningModule()))
 
 
 class ManualOptimization(PlainLoop):
-    """A `training_step` with manual optimization.
-
-    Args:
-        trainer: the trainer of the module that takes part in the step.
-    """
+    """A `training_step` with manual optimization."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self.around: Mapping[str, Any] = {"trainer": trainer}
-        self.unwatched = PlainLoop.unwatched | _OWN
+        self.unwatched = PlainLoop.unwatched | OWN_ATTRIBUTES
 
     def optimizer_in(self, optimizer: Any) -> Any:
         return optimizer_inside(optimizer)
@@ -72,7 +66,7 @@ class ManualOptimization(PlainLoop):
         strategy = self._trainer.strategy
         refuse_strategy(strategy)
         if self._trainer.world_size > 1 or isinstance(strategy, DDPStrategy):
-            # The wrapper's forward pass lies around the function, and its backward pass inside.
+            # The DDP wrapper's forward pass is outside of the function, its backward pass inside.
             raise UnsupportedError(
                 f"The run has {self._trainer.world_size} process(es), with"
                 f" `{type(strategy).__qualname__}`; captured so far is manual optimization on a"
@@ -105,7 +99,7 @@ class ManualOptimization(PlainLoop):
         return replace(
             host_rules(self._trainer, harmless | _OWN_OF_TOGGLING),
             refused={**logs, **scheduler_steps(), **scaler_calls(scaler)},
-            # Nobody calls it after a replay: a metric in the step is a change of state that is lost.
+            # No code updates a metric after a replay, so a metric in the step would lose its update.
             stays_on_host=lambda module: False,
         )
 
@@ -134,12 +128,7 @@ class ManualOptimization(PlainLoop):
 
 
 class FabricLoop(PlainLoop):
-    """A loop in which Fabric has set up modules and optimizers.
-
-    Args:
-        optimizers: those of the step that Fabric has wrapped.
-        modules: those of the step that Fabric has wrapped.
-    """
+    """A loop with modules and optimizers of the step that Fabric has wrapped."""
 
     def __init__(self, optimizers: list[_FabricOptimizer], modules: list[_FabricModule]) -> None:
         self._wrapped = optimizers
@@ -172,13 +161,14 @@ class FabricLoop(PlainLoop):
 
 def _noting(notes: list[Callable[[], object]], wrapper: Any, name: str) -> Callable[[], None]:
     def note() -> None:
-        # By name: Lightning puts other functions there for every batch.
+        # By name: Lightning replaces these functions for every batch.
         notes.append(lambda: getattr(wrapper, name)())
 
     return note
 
 
 def _lightning(owners: list[Any]) -> PlainLoop | None:
+    """Detect Lightning or Fabric around a function."""
     for owner in owners:
         trainer = vars(owner).get("_trainer") if isinstance(owner, pl.LightningModule) else None
         if trainer is not None:

@@ -1,4 +1,4 @@
-"""Lightning's profilers and progress bars with graphs: what they see of them, and what they cost."""
+"""Lightning's profilers and progress bars in a run with graphs: their view and their cost."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lightning_cudagraph.trainer.config.support import callbacks_of
 
 __all__ = ["around_replays", "delay_notes", "profiler_notes", "progress_bar_notes", "unprofiled"]
 
-# A bar that is refreshed less often costs little.
+# A progress bar with at least this refresh rate costs little.
 _OFTEN = 20
 
-# `PyTorchProfiler` moves its schedule on after actions whose names end so.
+# `PyTorchProfiler` advances its schedule after actions with the suffix `training_step`.
 _ACTION = "[CUDAGraphCallback]replay.training_step"
 
 
 def _profiler_of(trainer: pl.Trainer) -> Profiler | None:
-    """The profiler that the user has asked for; Lightning sets the attribute without declaring it."""
+    """Return the user's profiler, or None; Lightning does not declare the attribute."""
     profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
     return None if isinstance(profiler, PassThroughProfiler) else profiler
 
 
 @contextmanager
 def unprofiled(trainer: pl.Trainer) -> Iterator[None]:
-    """Inside, the actions of Lightning are not profiled.
+    """Disable the profiler in a capture or rehearsal.
 
-    A profiler in a capture would switch off the audit's hook of the interpreter (`AdvancedProfiler`), or
-    start a trace, for which CUDA has to be idle (`PyTorchProfiler`). Rehearsals are no steps of the run.
+    In a capture it would disable the audit's hook of the interpreter (`AdvancedProfiler`), or start a
+    trace, which needs an idle device (`PyTorchProfiler`). Rehearsals are no steps of the run.
     """
     if (profiler := _profiler_of(trainer)) is None:
         yield
@@ -45,13 +45,13 @@ def unprofiled(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def around_replays(trainer: pl.Trainer) -> Callable[[], AbstractContextManager[object]]:
-    """A context for each replay: an action of the trainer's profiler, if it has one."""
+    """Return the context manager for replays: an action of the trainer's profiler, if it has one."""
     profiler = _profiler_of(trainer)
     return nullcontext if profiler is None else partial(profiler.profile, _ACTION)
 
 
 def profiler_notes(trainer: pl.Trainer) -> list[str]:
-    """Sentences for the user of a profiler, or of a callback that measures."""
+    """Return notes for the user of a profiler or of `ThroughputMonitor`."""
     notes = []
     if (profiler := _profiler_of(trainer)) is not None:
         name = type(profiler).__qualname__
@@ -60,26 +60,26 @@ def profiler_notes(trainer: pl.Trainer) -> list[str]:
         )
     if any(isinstance(callback, ThroughputMonitor) for callback in callbacks_of(trainer)):
         notes.append(
-            "`ThroughputMonitor` waits for the GPU after every batch: less of what a graph gains is left"
+            "`ThroughputMonitor` waits for the GPU after every batch, which reduces the gain of a graph"
         )
     return notes
 
 
 def delay_notes(trainer: pl.Trainer) -> list[str]:
-    """A sentence about what torch's profiler does to the times of layers in a graph, for the report."""
+    """Return a note for the report if torch's profiler distorts the times of layers in a graph."""
     if not isinstance(_profiler_of(trainer), PyTorchProfiler):
         return []
     if trainer.strategy.root_device.type != "cuda":
         return []
     note = (
         "`torch.profiler` delays the first events of a graph, also when it is off again: the times of a"
-        " step's first layers can be too short or too long. To know them, do without `PyTorchProfiler`"
+        " step's first layers can be too short or too long. For their times, leave out `PyTorchProfiler`"
     )
     return [note]
 
 
 def progress_bar_notes(trainer: pl.Trainer) -> list[str]:
-    """A sentence about a progress bar that waits for the device, for the report."""
+    """Return a note for the report if a progress bar waits for the device."""
     bar = trainer.progress_bar_callback
     if not (isinstance(bar, (TQDMProgressBar, RichProgressBar)) and bar.is_enabled):
         return []
@@ -91,7 +91,7 @@ def progress_bar_notes(trainer: pl.Trainer) -> list[str]:
         return []
     how_often = "every step" if every_n_steps == 1 else f"one step in {every_n_steps}"
     note = (
-        f"`{name}` reads logged values in {how_often}, and waits for the device: less of what a graph"
-        " gains is left. `TQDMProgressBar(refresh_rate=50)` reads them less often"
+        f"`{name}` reads logged values in {how_often}, and waits for the device, which reduces the gain"
+        " of a graph. `TQDMProgressBar(refresh_rate=50)` reads them less often"
     )
     return [note]

@@ -1,10 +1,10 @@
-"""The `DistributedDataParallel` around a module, or the sharded weights in it, in a `fit`.
+"""The `DistributedDataParallel` wrapper or the sharded weights of the module in a `fit`.
 
-The steps of a kind are alike but for one: buffers are broadcast in the step after one that has averaged
-gradients, and so not in the step that follows a validation. Such a step is not in the graph.
+Steps of one accumulation phase are alike, with one exception: the wrapper broadcasts buffers in the step
+after one that has averaged gradients, and so not in the step after a validation. That step runs eagerly.
 
-The wrapper's gradients lie in buckets that are allocated once, in the second step; the graph writes into
-them, or into gradients of its own, as an eager step does.
+DDP allocates its buckets of gradients once, in the second step. As an eager step does, a graph writes
+gradients into the buckets or into tensors of its own.
 """
 
 from __future__ import annotations
@@ -25,17 +25,13 @@ __all__ = ["Replicas", "has_replicas"]
 
 
 def has_replicas(strategy: Strategy) -> bool:
-    """Tell if there are collectives in steps: of a wrapper, or of sharded weights."""
+    """True if steps have collectives: of a wrapper, or of sharded weights."""
     model = strategy.model
     return isinstance(model, DistributedDataParallel) or bool(sharded_modules(model))
 
 
 class Replicas(DDPState):
-    """The replicas of a module in the processes of a run; one, if it is not distributed.
-
-    Args:
-        strategy: the strategy of the run.
-    """
+    """The replicas of a module in the processes of a run; one, if it is not distributed."""
 
     def __init__(self, strategy: Strategy) -> None:
         model = strategy.model
@@ -45,27 +41,27 @@ class Replicas(DDPState):
 
     @property
     def syncs(self) -> bool:
-        """Tell if gradients are averaged in the step that is about to run."""
+        """True if the next step averages gradients."""
         return any(ddp.require_backward_grad_sync for ddp in self.wrappers)
 
     def described(self) -> dict[str, Any]:
-        """The settings that the collectives of a step depend on, by name."""
+        """Return the settings that the collectives of a step depend on, by name."""
         hooks = [("the communication hooks", hooks_of(ddp)) for ddp in self.wrappers]
         return {**dict(hooks), **self.shards.described()}
 
     def settings(self) -> tuple[Any, ...]:
-        """The same in a form that is quick to compare."""
+        """Return these settings in a form that is quick to compare."""
         return (*(len(ddp._comm_hooks) for ddp in self.wrappers), *self.shards.settings())
 
     def ran(self) -> None:
-        """An eager step went through."""
+        """Count an eager step that has succeeded."""
         super().ran()
         self.shards.ran()
 
     def unlike_others(self, place: Place) -> str:
-        """Return why the step that is about to run is not like others of its kind, or nothing."""
+        """Return the reason why the next step differs from others of its phase; empty if it does not."""
         for ddp in self.wrappers:
-            # Another name since torch 2.13.
+            # Renamed in torch 2.13.
             name = (
                 "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
             )
@@ -75,23 +71,23 @@ class Replicas(DDPState):
         return self.shards.unlike_others()
 
     def replayed(self, place: Place) -> None:
-        """Leave what an eager step would have left."""
+        """Set the state on the host that an eager step leaves."""
         for ddp in self.wrappers:
             ddp.require_forward_param_sync = place.syncs
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a step does on the host to the wrapper, or to sharded modules.
+        """Undo the effects of a step on the host state of the wrapper or of sharded modules.
 
         Raises:
-            UnsupportedError: if the wrapper does by now what no graph can hold.
+            UnsupportedError: if the wrapper has changed so that no graph can hold its work.
         """
         with super().undone(), self.shards.undone():
             yield
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Inside, the wrapper takes no times of its own after the first ten iterations."""
+        """Keep the wrapper from recording its own times after the first ten iterations."""
         self.record_times(False)
         try:
             yield

@@ -134,7 +134,7 @@ def processes_that_part(here: Here) -> None:
     """All end at once, and report their positions."""
     cases: dict[str, dict[str, Any]] = {
         "`trainer.should_stop`": {"callbacks": (StopsOnOne(),)},
-        "before batch 7 of the epoch, and others at the end of the epoch, behind": {"build": SkipsOnOne},
+        "before batch 7 of the epoch, and others at the end of the epoch, after": {"build": SkipsOnOne},
         "`trainer.accumulate_grad_batches` 1, and others 2": {"callbacks": (OtherWindowsOnOne(),)},
     }
     for index, (reason, kwargs) in enumerate(cases.items()):

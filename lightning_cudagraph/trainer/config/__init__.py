@@ -1,1 +1,1 @@
-"""The user's settings, and what is refused before the first step."""
+"""The user's settings, and checks before the first step."""

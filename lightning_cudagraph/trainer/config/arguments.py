@@ -1,4 +1,4 @@
-"""Checks of what the callback is given: its arguments, and the trainer that it is put into."""
+"""Checks of the callback's arguments, and of the other callbacks of its trainer."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ def check_arguments(
     compile: object,
     **shared: object,
 ) -> None:
-    """Check the arguments of `CUDAGraphCallback`, which documents them.
-
-    Raises:
-        ConfigurationError: if one of them is not what it should be.
-    """
+    """Raise `ConfigurationError` if an argument of `CUDAGraphCallback` is invalid."""
     if not (timings is None or isinstance(timings, LayerTimings)):
         expected = (
             'a `LayerTimings`, such as `LayerTimings(modules=["blocks.*"])`, or None for no timings'
@@ -52,16 +48,16 @@ def _wrong(name: str, value: object, expected: str) -> ConfigurationError:
 
 
 def check_company(trainer: pl.Trainer, kind: type[Callback], is_off: bool) -> None:
-    """Check what the callback is put into, and beside what.
+    """Check the trainer of the callback, and its other callbacks.
 
     Args:
         trainer: the trainer.
         kind: the class of the callback.
-        is_off: the run is to be one as without it.
+        is_off: True for a run as without the callback.
 
     Raises:
-        ConfigurationError: if the trainer is not that of `lightning.pytorch`, or has callbacks that do
-            not go together.
+        ConfigurationError: if the trainer is not that of `lightning.pytorch`, or has incompatible
+            callbacks.
     """
     foreign = [c for c in type(trainer).__mro__ if c.__module__.startswith("pytorch_lightning")]
     if foreign:

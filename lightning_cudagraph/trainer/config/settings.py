@@ -1,4 +1,4 @@
-"""The arguments of the callback, as the parts of a run are given them."""
+"""The resolved arguments of the callback, for all parts of a run."""
 
 from __future__ import annotations
 

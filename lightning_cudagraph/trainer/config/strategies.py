@@ -1,6 +1,6 @@
-"""The table of Lightning's strategies: what of a step is captured under each, or why nothing is.
+"""The table of Lightning's strategies: the captured part of a step under each, or the reason for none.
 
-A strategy that no row knows is refused. `docs/strategies.md` is written from the same rows.
+A strategy without a row is refused. `docs/strategies.md` is generated from the same rows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ class Row:
     """A row of the table.
 
     Attributes:
-        classes: the names of their classes, in Lightning or Fabric; a subclass belongs to the nearest.
-        captured: what is in the graph; empty if nothing is.
-        reason: why nothing is.
-        remedy: what to do about it.
-        variant: which runs of these classes are meant, if not all; in words.
+        classes: class names in Lightning or Fabric; a subclass has the row of its nearest ancestor.
+        captured: the captured part of a step; empty if the strategy is refused.
+        reason: the reason of a refusal.
+        variant: the configurations of these classes that the row is for, in words; empty for all.
     """
 
     classes: tuple[str, ...]
@@ -56,8 +55,8 @@ STRATEGIES = (
     ),
     Row(
         ("ModelParallelStrategy",),
-        reason="with tensor parallelism, parameters are `DTensor`s, whose ops decide in Python which"
-        " collectives they need, and whose local parts replays are not yet compared in",
+        reason="with tensor parallelism, parameters are `DTensor`s: their ops choose collectives in"
+        " Python, and verification does not compare their local parts yet",
         variant="tensor parallel",
     ),
     Row(
@@ -86,18 +85,16 @@ STRATEGIES = (
         " threads",
     ),
 )
-UNKNOWN = Row(
-    (), reason="nothing is known of what it does in a step", remedy=f"{_DDP} Or train on one device."
-)
+UNKNOWN = Row((), reason="its effects in a step are unknown", remedy=f"{_DDP} Or train on one device.")
 
 
 def row_of(strategy: type | object, *, unused: bool = False, tensor_parallel: bool = False) -> Row:
-    """The row of a strategy.
+    """Return the row of a strategy.
 
     Args:
-        strategy: a strategy of Lightning's or Fabric's, or its class.
-        unused: parameters without gradients are looked for in every step.
-        tensor_parallel: more than one device has a part of the same weight.
+        strategy: a strategy of Lightning or Fabric, or its class.
+        unused: True if every step looks for parameters without gradients.
+        tensor_parallel: True if weights are split over devices.
     """
     kind = strategy if isinstance(strategy, type) else type(strategy)
     variants = {
@@ -115,14 +112,7 @@ def row_of(strategy: type | object, *, unused: bool = False, tensor_parallel: bo
 
 
 def refuse_strategy(strategy: Any) -> None:
-    """Refuse a strategy under which nothing is captured.
-
-    Args:
-        strategy: of a trainer, or of Fabric.
-
-    Raises:
-        UnsupportedError: with the reason in its row.
-    """
+    """Raise `UnsupportedError` for a strategy without captures, with the reason of its row."""
     arguments: dict[str, Any] = getattr(strategy, "_ddp_kwargs", {})
     row = row_of(
         strategy,

@@ -1,7 +1,6 @@
-"""What is captured, and what is refused before the first step.
+"""Checks of a run's configuration before its first step.
 
-Everything here is decided from the configuration of a run. What only the step itself can show (a
-host value in `forward`, say) is found by the capture.
+A problem that only the step itself can show, such as a host value in `forward`, is found by the capture.
 """
 
 from __future__ import annotations
@@ -64,49 +63,45 @@ __all__ = [
 ]
 
 BackendName = Literal["auto", "cuda", "emulator", "off"]
-# Evaluations, as the names of their steps and hooks have them.
+# An evaluation, as in the names of its step and hooks.
 Stage = Literal["validation", "test", "predict"]
 
-# Training steps before a capture: they settle lazily made state, library handles and the allocator.
+# Warm-up steps: they create lazy state and library handles, and settle the allocator.
 DEFAULT_WARMUP_STEPS = 3
 
-# Methods of a strategy that are called in steps, or with their batches.
+# Methods of a strategy that take part in steps.
 _STEP_METHODS = (
     *("training_step", "validation_step", "test_step", "predict_step", "post_training_step"),
     *("pre_backward", "backward", "post_backward", "optimizer_step", "batch_to_device", "reduce"),
 )
 
-# Of collectives in a run whose strategy knows of one process only, in a group of several.
+# For collectives of a run with a single-process strategy in a group of several processes.
 ALONE = "a run that is one process to Lightning"
 TELL_LIGHTNING = (
     'Pass `Trainer(strategy="ddp", devices=..., num_nodes=...)`, and Lightning averages gradients; or'
     " keep collectives out of the step."
 )
 
-# Arguments of `DistributedDataParallel` that a graph takes for granted.
+# Arguments of `DistributedDataParallel` that are constant over steps.
 _DDP_ARGUMENTS = frozenset(
     {
         *("bucket_cap_mb", "broadcast_buffers", "forward_sync_buffers", "check_reduction", "init_sync"),
         *("gradient_as_bucket_view", "static_graph", "find_unused_parameters", "dim"),
     }
 )
-# Those that keep nothing from step to step.
+# Wrappers of communication hooks without state.
 _COMM_WRAPPERS = (default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper)
 
-# Hooks of callbacks that may do anything with the gradients, before the optimizer's step uses them
-# (plugins/precision/precision.py). They run on the host, and the optimizer behind them.
+# Hooks of callbacks that may change gradients before the optimizer step
+# (plugins/precision/precision.py). They run on the host, and the optimizer step after them.
 _CALLBACK_HOOKS_BEHIND = ("on_after_backward", "on_before_optimizer_step")
 
 
 def make_backend(name: BackendName, device: torch.device) -> Backend:
-    """The backend for a device.
-
-    Args:
-        name: ``"auto"`` takes CUDA on a GPU and the emulator on a CPU.
-        device: where the run trains.
+    """Return the backend for a device.
 
     Raises:
-        ConfigurationError: if a backend was asked for that is not this device's.
+        ConfigurationError: if the named backend is not for this device.
         UnsupportedError: if there is none for this kind of device.
     """
     kinds = {"cuda": "cuda", "emulator": "cpu"}
@@ -125,32 +120,28 @@ def make_backend(name: BackendName, device: torch.device) -> Backend:
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
-    """All callbacks of a trainer, which sets this attribute without declaring it."""
+    """Return all callbacks of a trainer; Lightning does not declare the attribute."""
     return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
 
 
 def is_overridden(name: str, instance: Any, base: type) -> bool:
-    """Whether a hook is not that of its base class.
+    """True if a hook is not that of its base class.
 
-    By identity: Lightning's own test stumbles over partials, mocks and wrapped functions.
+    Compared by identity: Lightning's own check fails on partials, mocks and wrapped functions.
     """
     method = getattr(instance, name)
     return getattr(method, "__func__", method) is not getattr(base, name)
 
 
 def described_hook(owner: Any, name: str) -> str:
-    """A hook in words, with its line if it is written in Python."""
+    """Describe a hook, with its file and line if it is written in Python."""
     code = getattr(inspect.unwrap(getattr(owner, name)), "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     return f"`{type(owner).__qualname__}.{name}`{where}"
 
 
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse a run whose steps are not known to come out the same from a graph.
-
-    Raises:
-        UnsupportedError: naming what was found, and what to do about it.
-    """
+    """Raise `UnsupportedError` for a run that is not known to have the same numbers with a graph."""
     _check_placement(trainer)
     _check_precision(trainer)
     _check_loop(trainer, module)
@@ -158,11 +149,7 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
-    """Refuse evaluations whose steps are not known to come out the same from a graph.
-
-    Raises:
-        UnsupportedError: naming what was found, and what to do about it.
-    """
+    """Raise `UnsupportedError` for evaluations not known to have the same numbers with a graph."""
     require(CAPTURES, EVALUATION)
     _check_placement(trainer)
     check_where_evaluated(trainer)
@@ -172,11 +159,7 @@ def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Sta
 
 
 def check_where_evaluated(trainer: pl.Trainer) -> None:
-    """Refuse evaluations of several processes.
-
-    Raises:
-        UnsupportedError: if there are, or can be, several.
-    """
+    """Raise `UnsupportedError` for evaluations in several processes."""
     if isinstance(trainer.strategy, (DDPStrategy, ModelParallelStrategy)):
         name = type(trainer.strategy).__qualname__
         raise UnsupportedError(
@@ -198,7 +181,7 @@ def _check_placement(trainer: pl.Trainer) -> None:
         check_shards(trainer.lightning_module)
     else:
         raise UnsupportedError(
-            f"`{type(strategy).__qualname__}` claims a step that is captured, and is no strategy of"
+            f"`{type(strategy).__qualname__}` has the name of a supported strategy, but is none of"
             " `lightning.pytorch`.",
             "Use Lightning's own.",
         )
@@ -209,23 +192,23 @@ def _check_placement(trainer: pl.Trainer) -> None:
             continue
         raise UnsupportedError(
             f"{described_hook(strategy, name)} is not Lightning's own; it takes part in steps, and what"
-            " it reads from the strategy is not watched.",
+            " it reads from the strategy is not guarded.",
             f"Move it to the module, or pass Lightning's `{base.__qualname__}`.",
         )
 
 
 def check_replicas(strategy: Strategy) -> None:
-    """Refuse what graphs cannot hold of the wrapper around the module, if it has one.
+    """Refuse a `DistributedDataParallel` around the module that graphs cannot hold.
 
     Raises:
-        UnsupportedError: naming it.
-        CUDAGraphError: if torch has lost private names that captured steps are built on.
+        UnsupportedError: naming the problem.
+        CUDAGraphError: if this version of torch lacks private names that captures need.
     """
     if not isinstance(strategy.model, DistributedDataParallel):
         return
     known_hooks = 0
     if isinstance(strategy, DDPStrategy) and strategy.root_device.type == "cuda":
-        # The strategy has put in its own, which is the only one then, and may have wrapped it.
+        # The strategy has registered its own hook, perhaps wrapped. There is no other.
         known_hooks = int(strategy._ddp_comm_hook is not None)
     check_wrapper("The strategy's `DistributedDataParallel`", strategy.model, True, known_hooks)
 
@@ -255,7 +238,7 @@ def _check_ddp(strategy: DDPStrategy) -> None:
                 "Use one of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, such as"
                 " `bf16_compress_hook`.",
             )
-    # Of the group itself: it can have been made before the strategy.
+    # Read from the group itself, because it may be older than the strategy.
     backend = dist.get_backend_config() if dist.is_initialized() else "cuda:nccl"
     if strategy.root_device.type == "cuda" and "cuda:nccl" not in backend:
         raise UnsupportedError(
@@ -283,7 +266,7 @@ def _check_precision(trainer: pl.Trainer) -> None:
 
 
 def scaler_of(trainer: pl.Trainer) -> GradScaler | None:
-    """The gradient scaler of a run in fp16."""
+    """Return the gradient scaler of a run in fp16, or None."""
     scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
 
@@ -298,7 +281,7 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             " optimizers=self.optimizers())`, where `_part` is a method of yours that does backward pass"
             " and optimizer step, and in `training_step`, `loss = self.part(batch)`.",
         )
-    # What Lightning takes in the place of none.
+    # Lightning uses this class if there is no optimizer.
     if any(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
         raise UnsupportedError(
             f"`{name}.configure_optimizers` gives no optimizer, so that a step trains nothing.",
@@ -319,23 +302,23 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def check_closures(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
-    """Refuse compiled code around the closure of a step: Dynamo would compile this package, too.
+    """Refuse compiled code around the closure of a step: Dynamo would compile this package too.
 
     Raises:
-        UnsupportedError: naming what is compiled.
+        UnsupportedError: naming the compiled function.
     """
-    whose = None
+    compiled = None
     if is_compiled(module.optimizer_step):
-        whose = described_hook(module, "optimizer_step")
+        compiled = described_hook(module, "optimizer_step")
     # With a gradient scaler, Lightning calls the closure by itself (plugins/precision/amp.py).
     elif is_compiled(optimizer.step) and scaler_of(trainer) is None:
-        whose = f"`step` of the `{type(optimizer).__qualname__}`"
-    if whose is not None:
+        compiled = f"`step` of the `{type(optimizer).__qualname__}`"
+    if compiled is not None:
         raise UnsupportedError(
-            f"{whose} is compiled, and Lightning calls forward and backward pass in it, through a"
+            f"{compiled} is compiled, and Lightning calls forward and backward pass in it, through a"
             " closure: all of Lightning's loop is compiled with it.",
             "Leave out `torch.compile` there: the graph holds the optimizer's step as it is. Or have it"
-            " compiled behind a graph of forward and backward: make `self.fast ="
+            " compiled after a graph of forward and backward: make `self.fast ="
             " torch.compile(optimizer.step)` in `configure_optimizers`, and in the module's"
             " `optimizer_step` call `optimizer_closure()` and then `self.fast()`.",
         )
@@ -351,7 +334,7 @@ def _check_batches(module: pl.LightningModule, step: str) -> None:
 
 
 def check_optimizer_part(trainer: pl.Trainer) -> None:
-    """Refuse what keeps the part of the step after its backward pass out of a graph.
+    """Refuse hooks that keep the part of the step after the backward pass out of a graph.
 
     Raises:
         UnsupportedError: with `in_optimizer` set.
