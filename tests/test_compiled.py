@@ -597,7 +597,7 @@ def test_a_step_of_ones_own(accelerator: str, whole: bool) -> None:
             return losses, model.state_dict(), 0
         with GraphedStep(step, modules=model, optimizers=optimizer) as graph:
             losses = [graph(batch).detach() for batch in batches]
-        return losses, model.state_dict(), graph.counts.replayed
+        return losses, model.state_dict(), graph.summary.calls.replayed
 
     plain, graphed = run(False), run(True)
     assert all(map(torch.equal, plain[0], graphed[0]))

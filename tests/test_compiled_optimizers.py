@@ -146,8 +146,8 @@ def assert_replayed(
     plain, _ = Loop(device_of(accelerator), make, how).run(False, between)
     graphed, graph = Loop(device_of(accelerator), make, how).run(True, between)
     assert not differences(plain, graphed)
-    assert graph.counts.replayed == replays, graph.summary
-    assert not graph.counts.eager
+    assert graph.summary.calls.replayed == replays, graph.summary
+    assert not graph.summary.calls.eager
     return graph
 
 
@@ -178,7 +178,7 @@ def test_a_state_that_is_loaded(accelerator: str) -> None:
             loop.optimizer.load_state_dict(loop.optimizer.state_dict())
 
     graph = assert_replayed(accelerator, FIT["Adam"], in_place, replays=8, between=between)
-    assert graph.counts.captures == 2
+    assert graph.summary.calls.captures == 2
 
 
 def uncompiled(optimizer: Any) -> Callable[[], Any]:
@@ -201,7 +201,7 @@ def test_a_step_that_is_compiled_later_or_no_longer(accelerator: str, how: How, 
             loop.optimizer.step = loop.optimizer.step._torchdynamo_orig_callable
 
     graph = assert_replayed(accelerator, FIT["SGD-momentum"], how, replays=8, between=between)
-    assert graph.counts.captures == 2
+    assert graph.summary.calls.captures == 2
 
 
 @pytest.mark.long
@@ -218,8 +218,8 @@ def test_a_learning_rate_that_becomes_a_float(accelerator: str) -> None:
 
     (plain, _), (graphed, graph) = run(False), run(True)
     assert not differences(plain, graphed)
-    assert graph.counts.replayed == 4
-    assert sum(graph.counts.eager.values()) == 4
+    assert graph.summary.calls.replayed == 4
+    assert sum(graph.summary.calls.eager.values()) == 4
     assert "`lr` of param group 0 is a float" in str(graph.summary)
 
 
@@ -233,7 +233,7 @@ def test_with_a_scaler_of_ones_own(accelerator: str) -> None:
 
     (plain, _), (graphed, graph) = run(False), run(True)
     assert not differences(plain, graphed)
-    assert graph.counts.replayed >= 5
+    assert graph.summary.calls.replayed >= 5
     assert plain["scaler"]["scale"] < 2.0**126
 
 

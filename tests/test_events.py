@@ -233,7 +233,7 @@ def test_read_during_a_capture(work: Work) -> None:
 
     graph = work.capture(body)
     assert len(said) == 3
-    assert all(text.endswith("Read it behind the capture, after a replay.") for text in said)
+    assert all(text.endswith("Read it after the capture and a replay.") for text in said)
     graph.replay()
     assert timer.elapsed_time() > 0
 

@@ -362,7 +362,7 @@ def test_callback_order(tmp_path: Path, accelerator: str) -> None:
     last = Last()
     graph = train(make(Net), tmp_path / "graph", None, callbacks=(last,), accelerator=accelerator)
     assert_same(plain, graph)
-    assert last.counts.captures == 1
+    assert last.summary.fit.captures == 1
 
 
 def test_copies_and_pickles_during_a_fit(tmp_path: Path, accelerator: str) -> None:

@@ -574,7 +574,7 @@ def test_a_step_that_asks_for_inference_mode(tmp_path: Path, accelerator: str) -
             **options,
         )
         found = trainer.validate(make(Asks), loader(ragged=False, batches=8), verbose=False)
-        assert callback.summary.fit.replayed == 5
+        assert callback.summary.validate.replayed == 5
         return found[0]["val_loss"]
 
     with pytest.raises(CaptureError, match=r"is_inference_mode_enabled\(\)` would say another thing"):

@@ -311,9 +311,9 @@ def fully_sharded_and_meddled_with(here: Here) -> None:
     assert_same(one, other, ignore=("_ms/",))
     assert not differences(plain.said, graph.said)
     assert plain.found_gathered
-    assert other.summary.calls.replayed >= 10, other.summary.calls
-    assert any("weights are gathered before it" in reason for reason in other.summary.calls.eager), (
-        other.summary.calls
+    assert other.summary.fit.replayed >= 10, other.summary.fit
+    assert any("weights are gathered before it" in reason for reason in other.summary.fit.eager), (
+        other.summary.fit
     )
 
 

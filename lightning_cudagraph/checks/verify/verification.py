@@ -1,4 +1,4 @@
-"""Which replays are checked against eager steps: what the user asked for."""
+"""The user's choice of replays that are verified against eager steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["NO_CHECKS", "Verification"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """Which replays are checked, bit for bit, against an eager step from the same state.
+    """The replays that are verified, bit for bit, against an eager step from the same state.
 
     Each check costs about four eager steps, and memory for copies of parameters and optimizer state, on
     the host if the device has no room.
