@@ -347,8 +347,8 @@ def fully_sharded_and_not_captured(here: Here) -> None:
         callback = CUDAGraphCallback(on_unsupported="eager")
         eager = here.train(f"eager {build.__name__}", callback, **runs)
         assert_same(plain, eager, ignore=("_ms/",))
-        assert eager.summary.calls.replayed == 0, eager.summary.calls
-        assert any("`.item()`" in reason for reason in eager.summary.calls.eager), eager.summary.calls
+        assert eager.summary.fit.replayed == 0, eager.summary.fit
+        assert any("`.item()`" in reason for reason in eager.summary.fit.eager), eager.summary.fit
 
 
 def _leave(gradients: Tensor) -> None:
