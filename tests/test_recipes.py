@@ -4,8 +4,8 @@ The name of a class says what to expect of it:
 
 - `Fails...` is refused by the callback. The text block that follows is in the message.
 - `Slow...` trains to the same numbers as without the callback. The text is in the report.
-- `Works...` trains to the same numbers, with nothing but replays after its warm-up, and none of the texts
-  of the page is in the report.
+- `Works...` trains to the same numbers, with nothing but replays after its warm-up, and the report has
+  none of the texts of the page.
 
 In a text, `...` is anything.
 """

@@ -1,4 +1,4 @@
-"""The site of the documentation: each page has one place in it, and each exported name is on the API page.
+"""The site of the documentation: each page has one place in it, and the API page has each exported name.
 
 `.ci/run` builds it, with warnings as errors.
 """
