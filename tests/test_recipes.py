@@ -37,6 +37,7 @@ class Form:
 
     code: str
     text: str = ""
+    title: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -46,13 +47,13 @@ class Form:
 
 def forms(page: Path) -> list[Form]:
     found: list[Form] = []
-    for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.M | re.S):
+    is_block = re.compile(r'^```(python|text)(?: title="([^"\n]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+    for language, title, block in is_block.findall(page.read_text()):
         if language == "python":
             found.append(Form(block))
         else:
-            assert language == "text", f"{page.name}: {language}"
             assert not found[-1].text, f"{page.name}: two texts of one form"
-            found[-1].text = block
+            found[-1].text, found[-1].title = block, title
     return found
 
 
@@ -132,6 +133,7 @@ def test_each_form_does_what_its_page_says(page: Path, name: str, tmp_path: Path
     is_refused = name.startswith("Fails")
     form, trace = run(page, name, tmp_path / "graphs", graphs=True, refused=is_refused)
     if is_refused:
+        assert type(trace.error).__name__ == form.title
         assert says(str(trace.error), form.text), f"page: {form.text}\nmessage: {trace.error}"
         return
     assert_same(trace, plain)
@@ -140,6 +142,7 @@ def test_each_form_does_what_its_page_says(page: Path, name: str, tmp_path: Path
     (stage,) = summary.stages.values()
     assert stage.replayed > 0, summary
     if name.startswith("Slow"):
+        assert form.title == "In the report"
         assert says(str(summary), form.text), f"page: {form.text}\nreport: {summary}"
     else:
         assert not stage.eager, summary
