@@ -47,7 +47,9 @@ class Form:
 
 def forms(page: Path) -> list[Form]:
     found: list[Form] = []
-    is_block = re.compile(r'^```(python|text)(?: title="([^"\n]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+    is_block = re.compile(
+        r'^```(python|text)(?: title="([^"\n]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
+    )
     for language, title, block in is_block.findall(page.read_text()):
         if language == "python":
             found.append(Form(block))

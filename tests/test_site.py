@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -51,3 +53,17 @@ def test_the_site_needs_no_other_host() -> None:
     assert CONFIG["strict"] is True
     assert not CONFIG.keys() & {"repo_url", "site_url", "extra_css", "extra_javascript", "extra"}
     assert "://" not in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_links_to_files_outside_become_text() -> None:
+    (hook,) = CONFIG["hooks"]
+    on_page_markdown = runpy.run_path(str(ROOT / hook))["on_page_markdown"]
+
+    def shown(address: str, markdown: str) -> str:
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=address))
+        return on_page_markdown(markdown, page=page, config=None, files=None)
+
+    assert shown("a.md", "[the house](../README.md#x), [b](b.md)") == "the house, [b](b.md)"
+    assert (
+        shown("recipes/a.md", "[the house](../../README.md), [b](../b.md)") == "the house, [b](../b.md)"
+    )
