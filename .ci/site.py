@@ -1,4 +1,4 @@
-"""A hook of mkdocs for links that leave docs/: the site lacks such files, so the text stays without a link."""
+"""A hook of mkdocs for links that leave docs/: the site lacks such files, so only their text stays."""
 
 from __future__ import annotations
 
