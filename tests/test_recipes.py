@@ -1,0 +1,173 @@
+"""The recipes of docs/recipes: each form of a page does what the page says.
+
+The name of a class says what to expect of it:
+
+- `Fails...` is refused by the callback. The text block that follows is in the message.
+- `Slow...` trains to the same numbers as without the callback. The text is in the report.
+- `Works...` trains to the same numbers, with nothing but replays after its warm-up, and the report has
+  none of the texts of the page.
+
+In a text, `...` is anything.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cudagraph import CUDAGraphCallback, GraphedStep, UnsupportedError
+from tests.harness import Trace, assert_same, make, train
+
+RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
+PAGES = sorted(path for path in RECIPES.glob("*.md") if path.stem != "index")
+MAX_LINES = 60
+
+
+@dataclass
+class Form:
+    """A code block of a page, and the text that the user gets from it."""
+
+    code: str
+    text: str = ""
+    title: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The modules that it defines."""
+        return re.findall(r"^class (\w+)", self.code, re.MULTILINE)
+
+
+def forms(page: Path) -> list[Form]:
+    found: list[Form] = []
+    is_block = re.compile(
+        r'^```(python|text)(?: title="([^"\n]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
+    )
+    for language, title, block in is_block.findall(page.read_text()):
+        if language == "python":
+            found.append(Form(block))
+        else:
+            assert not found[-1].text, f"{page.name}: two texts of one form"
+            found[-1].text, found[-1].title = block, title
+    return found
+
+
+CASES = [
+    pytest.param(page, name, id=f"{page.stem}-{name}")
+    for page in PAGES
+    for form in forms(page)
+    for name in form.names
+]
+
+
+def says(text: str, pattern: str) -> bool:
+    """True if a text has the pattern somewhere; line breaks are blanks."""
+    parts = [re.escape(" ".join(part.split())) for part in pattern.split("...")]
+    return re.search(".*".join(parts), " ".join(text.split())) is not None
+
+
+def _batches() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(80, 16, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(4, (80,), generator=generator)), batch_size=8)
+
+
+def _fit(trainer: pl.Trainer, module: Any, train_loader: Any, _: Any, **kwargs: Any) -> None:
+    """Without validation, and with the batches of the module where it has some."""
+    has_own = "train_dataloader" in vars(type(module))
+    trainer.fit(module, None if has_own else train_loader, **kwargs)
+
+
+def run(
+    page: Path, name: str, folder: Path, *, graphs: bool, refused: bool = False
+) -> tuple[Form, Trace]:
+    """Train a module of a page, which comes behind the code of the index in one script.
+
+    Where a page uses `GraphedStep`, the forms that work have no callback.
+    """
+    folder.mkdir()
+    torch.manual_seed(1)  # pages make data
+    script = [*forms(RECIPES / "index.md"), *forms(page)]
+    path = folder / "script.py"  # messages quote its lines
+    path.write_text("".join(form.code for form in script))
+    trainers: list[dict[str, Any]] = []
+    found: dict[str, Any] = {"__name__": "script"}
+    lines_before = 0
+    for form in script:
+        trainers.clear()
+        exec(compile("\n" * lines_before + form.code, str(path), "exec"), found)
+        found["Trainer"] = lambda **options: trainers.append(options)  # made by the harness
+        if "GraphedStep" in found and not graphs:
+            found["GraphedStep"] = partial(GraphedStep, backend="off")
+        lines_before += form.code.count("\n")
+        if name in form.names:
+            break
+    options: dict[str, Any] = {"max_epochs": 1, "callbacks": [CUDAGraphCallback()]}
+    for own in trainers:
+        options.update(own)
+    (callback,) = options.pop("callbacks")
+    has_callback = graphs and (refused or "GraphedStep" not in found)
+    trace = train(
+        make(found[name]),
+        folder,
+        callback if has_callback else None,
+        train_loader=_batches(),
+        checkpoint_every=0,
+        watched=False,
+        raises=UnsupportedError if refused else None,
+        fit=_fit,
+        enable_checkpointing=False,
+        **options,
+    )
+    return form, trace
+
+
+@pytest.mark.parametrize(("page", "name"), CASES)
+def test_each_form_does_what_its_page_says(page: Path, name: str, tmp_path: Path) -> None:
+    _, plain = run(page, name, tmp_path / "plain", graphs=False)
+    is_refused = name.startswith("Fails")
+    form, trace = run(page, name, tmp_path / "graphs", graphs=True, refused=is_refused)
+    if is_refused:
+        assert type(trace.error).__name__ == form.title
+        assert says(str(trace.error), form.text), f"page: {form.text}\nmessage: {trace.error}"
+        return
+    assert_same(trace, plain)
+    steps = [part for part in vars(trace.module).values() if isinstance(part, GraphedStep)]
+    summary = steps[0].summary if steps else trace.callback.summary
+    (stage,) = summary.stages.values()
+    assert stage.replayed > 0, summary
+    if name.startswith("Slow"):
+        assert form.title == "In the report"
+        assert says(str(summary), form.text), f"page: {form.text}\nreport: {summary}"
+    else:
+        assert not stage.eager, summary
+        assert not [text for text in _texts(page) if says(str(summary), text)], summary
+
+
+def _texts(page: Path) -> list[str]:
+    return [form.text for form in forms(page) if form.text]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_is_short_and_has_both_forms(page: Path) -> None:
+    assert len(page.read_text().splitlines()) < MAX_LINES
+    kinds = set()
+    for form in forms(page):
+        for name in form.names:
+            (kind,) = re.findall("^(?:Fails|Slow|Works)", name)
+            kinds.add(kind)
+            assert bool(form.text) == (kind != "Works"), name
+    assert "Works" in kinds
+    assert kinds & {"Fails", "Slow"}
+
+
+def test_the_index_names_every_page() -> None:
+    linked = re.findall(r"\]\((\w+)\.md\)", (RECIPES / "index.md").read_text())
+    assert sorted(linked) == [page.stem for page in PAGES]
