@@ -119,7 +119,9 @@ def fit(
         raise RuntimeError(f"Not all steps were replayed:\n{callback.summary}")
 
 
-def in_turn(fits: dict[str, Callable[[BlockedBatches], None]], blocks: Blocks) -> dict[str, Measured]:
+def in_graph_break(
+    fits: dict[str, Callable[[BlockedBatches], None]], blocks: Blocks
+) -> dict[str, Measured]:
     """Run some fits in turn.
 
     Raises:
@@ -158,7 +160,7 @@ def handing_over_us(values: int, blocks: Blocks) -> float:
     Logs.put_off = timed_after  # type: ignore[method-assign]
     try:
         untimed = CALLBACKS["callback, no timings"]
-        in_turn({HANDING_OVER: partial(fit, values, Surroundings(), untimed)}, blocks)
+        in_graph_break({HANDING_OVER: partial(fit, values, Surroundings(), untimed)}, blocks)
     finally:
         Logs.before_replay = before  # type: ignore[method-assign]
         Logs.put_off = after  # type: ignore[method-assign]
@@ -195,7 +197,7 @@ def rows(groups: list[str], blocks: Blocks) -> Iterator[Row]:
             f"{values} {name}": partial(fit, values, around, CALLBACKS[name])
             for values, name in variants
         }
-        measured = in_turn(fits, blocks)
+        measured = in_graph_break(fits, blocks)
         for values, name in variants:
             yield Row(group, values, name, measured[f"{values} {name}"])
     if HANDING_OVER in groups:

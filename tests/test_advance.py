@@ -23,7 +23,7 @@ from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.compat import lightning_source
 from lightning_cudagraph.compat.features import SHORT_WAY
 from lightning_cudagraph.compat.tables import notes
-from lightning_cudagraph.trainer.training.advance import QuickAdvance
+from lightning_cudagraph.trainer.training.fast_path import FastPath
 from tests import harness
 from tests.harness import Net, differences, loader, make
 
@@ -42,16 +42,16 @@ class Run:
         **kwargs: Any,
     ) -> None:
         self.quick = 0
-        quickly = QuickAdvance._advance
+        quickly = FastPath._advance
 
-        def counted(self_: QuickAdvance, fetcher: Any) -> None:
+        def counted(self_: FastPath, fetcher: Any) -> None:
             self.quick += 1
             quickly(self_, fetcher)
 
         self.saver = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=5, save_top_k=-1)
         self.module = make(build)
         with monkeypatch.context() as patch:
-            patch.setattr(QuickAdvance, "_advance", counted)
+            patch.setattr(FastPath, "_advance", counted)
             trainer = pl.Trainer(
                 accelerator=accelerator,
                 devices=1,

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_cudagraph import CUDAGraphCallback, RunSummary
 from lightning_cudagraph.capture.steps import Phase, StepCounts
-from lightning_cudagraph.timing.readings import pace as pace_module
-from lightning_cudagraph.timing.readings.pace import Plain, StepPace
+from lightning_cudagraph.timing.readings import step_time as step_time_module
+from lightning_cudagraph.timing.readings.step_time import Plain, StepTime
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times import baseline
 from tests.harness import Net, Trace, assert_same, loader, make, train
@@ -199,16 +199,16 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(pace_module, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(step_time_module, "perf_counter", lambda: self.now_s)
 
-    def tick(self, pace: StepPace, after_ms: float, *args: Any) -> None:
+    def tick(self, pace: StepTime, after_ms: float, *args: Any) -> None:
         self.now_s += after_ms / 1e3
         pace.tick(*args)
 
 
-def measured(monkeypatch: pytest.MonkeyPatch) -> tuple[StepPace, Clock]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> tuple[StepTime, Clock]:
     """A pace behind a row of three plain steps of 1, 2 and 6 ms, but for the last of them."""
-    pace, clock = StepPace(), Clock(monkeypatch)
+    pace, clock = StepTime(), Clock(monkeypatch)
     clock.tick(pace, 50.0, Phase.WARMING)
     clock.tick(pace, 1.0, Phase.WARMING, Plain.ONE)
     clock.tick(pace, 2.0, Phase.WARMING, Plain.ONE)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from tests.harness import Net, assert_same, differences, loader, make, train
 from tests.rows import became, refused, row
 
@@ -197,7 +197,7 @@ def test_an_attribute_that_would_not_be_copied_in(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison means something: buffers that nobody fills are seen."""
-    monkeypatch.setattr("lightning_cudagraph.checks.carried._copy", lambda into, values: None)
+    monkeypatch.setattr("lightning_cudagraph.checks.rebound_attributes._copy", lambda into, values: None)
     graph = train(make(SetOnTheHost), tmp_path / "b", CUDAGraphCallback(), accelerator=accelerator)
     monkeypatch.undo()
     plain = train(make(SetOnTheHost), tmp_path / "a", accelerator=accelerator)
@@ -318,7 +318,7 @@ def test_another_form_in_the_middle_of_a_run(tmp_path: Path, accelerator: str) -
 def test_nothing_to_carry() -> None:
     """Attributes that stay are left alone: their tensors stay the same objects."""
     module = make(MovingMean)
-    carried = CarriedTensors(module, torch.device("cpu"), frozenset(), lambda module: False)
+    carried = ReboundAttributes(module, torch.device("cpu"), frozenset(), lambda module: False)
     kept = module.mean
     for _ in range(3):
         carried.watch()

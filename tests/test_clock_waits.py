@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_cudagraph.timing.events.clock import FitClock
-from lightning_cudagraph.timing.readings.lead_in import LeadIn
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.readings.step_gap import StepGap
 
 
 class Device:
@@ -181,7 +181,7 @@ def test_what_is_prepared_for_events_that_do_not_come_again_is_not_kept() -> Non
     clock, _ = clock_of(device, 1)
     start = device.event()
     for nth in range(1000):
-        lead_in = LeadIn(device.event, None)
+        lead_in = StepGap(device.event, None)
         lead_in.events.append(device.event())
         device.mark(lead_in.events[0])
         device.now_ms += 0.5

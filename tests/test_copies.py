@@ -27,7 +27,7 @@ from lightning_cudagraph import (
     StageSummary,
     Verification,
 )
-from lightning_cudagraph.compat.method_patches import StandIn
+from lightning_cudagraph.compat.method_patches import MethodPatch
 from tests.harness import Net, differences, loader
 from tests.rows import Row, row
 
@@ -309,7 +309,7 @@ def test_something_foreign_would_be_found(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The walk means something: what stands in for a method would be seen in a copy, or prevent it."""
-    monkeypatch.delattr(StandIn, "__reduce_ex__")
+    monkeypatch.delattr(MethodPatch, "__reduce_ex__")
     _, _, graph = _copying(tmp_path, accelerator, ["strategy"])
     assert graph.foreign or any(isinstance(outcome, str) for outcome in graph.outcomes.values())
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.guards.switches import global_switches
-from lightning_cudagraph.device.sentry.mends import HostMemory
+from lightning_cudagraph.device.sentry.op_rewrites import HostMemory
 from lightning_cudagraph.tensors import layouts
 from lightning_cudagraph.trainer.training.hooks.user_hooks import undisturbed
 from tests.harness import Net, assert_same, make, train

@@ -20,7 +20,7 @@ from lightning_cudagraph import (
     Verification,
 )
 from lightning_cudagraph.timing.layers.layers import select_layers
-from lightning_cudagraph.timing.readings.pace import StepPace
+from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.trainer.training.times import run_times
 from tests.harness import Net, make, train
 
@@ -158,14 +158,14 @@ def test_a_container_that_is_called_is_a_level() -> None:
 def test_replays_that_are_checked_are_not_in_the_pace(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paces: list[StepPace] = []
+    paces: list[StepTime] = []
 
-    class Noted(StepPace):
+    class FirstRefusal(StepTime):
         def __init__(self) -> None:
             super().__init__()
             paces.append(self)
 
-    monkeypatch.setattr(run_times, "StepPace", Noted)
+    monkeypatch.setattr(run_times, "StepTime", FirstRefusal)
     for verified in (0, 10):
         callback = CUDAGraphCallback(verify=Verification(replays=verified))
         run(tmp_path / str(verified), accelerator, callback)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
-from lightning_cudagraph.capture.standing import StandingGraphs
+from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.checks.audit import versions
 from lightning_cudagraph.checks.audit.host_lines import line_that_sets, nearest_line
 from lightning_cudagraph.checks.audit.versions import Versions
@@ -402,7 +402,7 @@ def test_without_undoing_it_counts_otherwise(
 ) -> None:
     plain_module, module = make(CountsFromSomeStepOn), make(CountsFromSomeStepOn)
     train(plain_module, tmp_path / "plain", accelerator=accelerator)
-    monkeypatch.setattr(StandingGraphs, "effects_undone", lambda graphs: nullcontext())
+    monkeypatch.setattr(Invalidation, "effects_undone", lambda graphs: nullcontext())
     callback = CUDAGraphCallback(on_unsupported="eager")
     train(module, tmp_path / "graph", callback, accelerator=accelerator)
     assert module.box.calls != plain_module.box.calls

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Place, Replay, Step
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Replay, Step
 from lightning_cudagraph.tensors.batch import Signature
 from lightning_cudagraph.tensors.signatures import Signatures
 from lightning_cudagraph.tensors.static import StaticBatch
@@ -25,12 +25,12 @@ class _Graphs(Generic[T]):
     """The captured steps of one batch signature.
 
     Attributes:
-        beside: their specialization: values outside the batch that are part of the signature.
+        specialization: their specialization: values outside the batch that are part of the signature.
     """
 
     static: StaticBatch
-    beside: Mapping[str, Hashable]
-    by_place: dict[Place, CapturedStep[T]] = field(default_factory=dict)
+    specialization: Mapping[str, Hashable]
+    by_place: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
 
 
 class GraphsBySignature(Generic[T]):
@@ -49,20 +49,20 @@ class GraphsBySignature(Generic[T]):
         self._graphs: dict[Signature, _Graphs[T]] = {}
         self._all: list[CapturedStep[T]] = []
         self._latest: Signature | None = None
-        self.plain: dict[Place, CapturedStep[T]] = {}
+        self.plain: dict[AccumulationPhase, CapturedStep[T]] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def get(self, signature: Signature, place: Place) -> CapturedStep[T] | None:
+    def get(self, signature: Signature, accumulation: AccumulationPhase) -> CapturedStep[T] | None:
         """Return the captured step of this signature and phase, or None."""
         graphs = self._graphs.get(signature)
-        return None if graphs is None else graphs.by_place.get(place)
+        return None if graphs is None else graphs.by_place.get(accumulation)
 
     def add(self, signature: Signature, step: Step[T], captured: CapturedStep[T]) -> None:
         """Add a captured step."""
-        graphs = self._graphs.setdefault(signature, _Graphs(captured.static, step.beside))
-        graphs.by_place[step.place] = captured
+        graphs = self._graphs.setdefault(signature, _Graphs(captured.static, step.specialization))
+        graphs.by_place[step.accumulation] = captured
         self._signatures.captured(signature)
         self._all.append(captured)
 
@@ -99,7 +99,7 @@ class GraphsBySignature(Generic[T]):
         if self._latest is None:
             return None
         graphs = self._graphs[self._latest]
-        if step.beside != graphs.beside:
+        if step.specialization != graphs.specialization:
             return None
         static, batch = graphs.static, step.batch
         if batch is static.batch or static.tensors_of(batch, self._device_type) is not None:
@@ -115,4 +115,4 @@ class GraphsBySignature(Generic[T]):
 
         None: the step makes its gradients itself.
         """
-        return None if step.place.drops else self.get(signature, MAKES_GRADIENTS) or NOT_YET
+        return None if step.accumulation.drops else self.get(signature, MAKES_GRADIENTS) or NOT_YET

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
-from lightning_cudagraph.capture.standing import StandingGraphs
+from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.checks.guards.guards import Guards
@@ -22,7 +22,7 @@ from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError, UnsupportedError
 from lightning_cudagraph.processes.agreement import of_ranks
 from lightning_cudagraph.tensors.batch import Signature, flatten_batch
-from lightning_cudagraph.tensors.holds import GradientCopies, Holds
+from lightning_cudagraph.tensors.external_references import ExternalReferences, GradientCopies
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
 
@@ -67,7 +67,7 @@ class Captures(Generic[T]):
         run: RunContext,
         guards: Guards,
         graphs: GraphsBySignature[T],
-        standing: StandingGraphs[T],
+        standing: Invalidation[T],
         copies: GradientCopies,
         streams: StreamChoice,
         compiled: CompiledCode,
@@ -93,7 +93,7 @@ class Captures(Generic[T]):
         failure: UnsupportedError | None = None
         raised = sent_back = ""
         try:
-            with Holds.of_captures_apart():
+            with ExternalReferences.of_captures_apart():
                 captured = self._capture(step, signature)
         except SentBackError as error:
             sent_back = str(error)
@@ -150,7 +150,7 @@ class Captures(Generic[T]):
     def _capture_once(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._graphs.plain.clear()  # each replays once through `step` before its next fast path
         self._guards.watch()
-        self._guards.effects.kind = signature, step.place
+        self._guards.effects.kind = signature, step.accumulation
         self._run.carried.watch()
         if moving := self._guards.moving():
             raise UnsupportedError(
@@ -201,7 +201,7 @@ class Captures(Generic[T]):
                 step.parameters(),
                 timed,
                 self._compiled,
-                one_place=step.in_window and step.place == MAKES_GRADIENTS,
+                one_place=step.in_window and step.accumulation == MAKES_GRADIENTS,
             )
             if kept:
                 captured.watch_gradients()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from lightning_cudagraph.capture.steps import Step, StepCounts
 from lightning_cudagraph.capture.stream_choice import Streams
-from lightning_cudagraph.checks.carried import CarriedTensors
+from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.device.backend import Backend
@@ -59,7 +59,7 @@ class RunContext:
 
     backend: Backend
     settings: CaptureSettings
-    carried: CarriedTensors
+    carried: ReboundAttributes
     announce: Callable[[str], None]
     wording: Wording = field(default_factory=Wording)
     agreement: Agreement | None = None

@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.captures import Captures
 from lightning_cudagraph.capture.context import RunContext
+from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.plans import Plans
 from lightning_cudagraph.capture.replays import Replays
-from lightning_cudagraph.capture.standing import StandingGraphs
 from lightning_cudagraph.capture.steps import Phase, Replay, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.capture.warm_ups import WarmUps
@@ -22,7 +22,7 @@ from lightning_cudagraph.device.sentry.inductor import without_its_graphs
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.tensors.batch import Signature
-from lightning_cudagraph.tensors.holds import GradientCopies
+from lightning_cudagraph.tensors.external_references import GradientCopies
 from lightning_cudagraph.tensors.static import StaticBatch
 
 __all__ = ["StepEngine"]
@@ -67,7 +67,7 @@ class StepEngine(Generic[T]):
         self._copies = copies = GradientCopies()
         graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device.type, run.signatures)
         self._graphs = graphs
-        self._standing = standing = StandingGraphs(run, guards, graphs, self._warm_ups, copies)
+        self._standing = standing = Invalidation(run, guards, graphs, self._warm_ups, copies)
         self._plans = Plans(run, graphs, standing, self._warm_ups, copies, is_settled)
         self._captures = Captures(run, guards, graphs, standing, copies, self._streams, self._compiled)
         self._replays = Replays(run, graphs, standing, copies)
@@ -84,13 +84,13 @@ class StepEngine(Generic[T]):
         """
         graphs = self._graphs
         if (
-            step.place not in graphs.plain
-            or self._backend.in_turn
+            step.accumulation not in graphs.plain
+            or self._backend.in_graph_break
             or graphs.known_signature(step) is None
         ):
             return None
         self._standing.look_for_changes()
-        captured = graphs.plain.get(step.place)
+        captured = graphs.plain.get(step.accumulation)
         if captured is None or self._plans.is_due(step, captured):
             return None
         if self._agreement is not None:
@@ -235,7 +235,7 @@ class StepEngine(Generic[T]):
                 self._run.announce(f"There is no graph yet: {why}.")
             self._warm_ups.begin(signature)
         self._guards.watch()
-        self._guards.effects.kind = signature, step.place
+        self._guards.effects.kind = signature, step.accumulation
         self._carried.take_out()
         self._carried.watch()
         with ExitStack() as stack:
@@ -244,9 +244,9 @@ class StepEngine(Generic[T]):
                 stack.enter_context(self._backend.generators.learning())
             stack.enter_context(step.learning())
             stack.enter_context(self._compiled.noticed())
-            is_at_its_end = self._warm_ups.is_at_its_end(signature, step.place)
+            is_at_its_end = self._warm_ups.is_at_its_end(signature, step.accumulation)
             (step.run_last if is_at_its_end and step.run_last is not None else step.run)()
         # A step that raises does not count.
-        self._warm_ups.done(signature, step.place)
+        self._warm_ups.done(signature, step.accumulation)
         self.counts.warmed_up += 1
         return Phase.WARMING, None

@@ -14,27 +14,33 @@ from lightning_cudagraph.capture.instances import CaptureInstance, GraphBreak
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
-from lightning_cudagraph.tensors.holds import Gradients, HandedOut, Holds, adopt, gradients_of
+from lightning_cudagraph.tensors.external_references import (
+    ExternalReferences,
+    Gradients,
+    HandedOut,
+    adopt,
+    gradients_of,
+)
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["CapturedStep", "Cut", "outside_inference_mode"]
+__all__ = ["BreakGraph", "CapturedStep", "outside_inference_mode"]
 
 T = TypeVar("T")
 
 
 # Called by a step at a graph break, with the names of the hooks that run there, and with True if
 # gradients are dropped there: until then, parameters have the gradients of the step before.
-Cut = Callable[[str, bool], None]
+BreakGraph = Callable[[str, bool], None]
 
 
-def _moved(outputs: T, place: Gradients) -> T:
+def _moved(outputs: T, accumulation: Gradients) -> T:
     """Copy the gradients at the end of a captured step to the addresses of another instance."""
-    if place:
-        made = [local(parameter.grad) for parameter, _ in place if parameter.grad is not None]
-        torch._foreach_copy_([local(gradient) for _, gradient in place], made)
-        for parameter, gradient in place:
+    if accumulation:
+        made = [local(parameter.grad) for parameter, _ in accumulation if parameter.grad is not None]
+        torch._foreach_copy_([local(gradient) for _, gradient in accumulation], made)
+        for parameter, gradient in accumulation:
             parameter.grad = gradient
     return outputs
 
@@ -64,7 +70,8 @@ class CapturedStep(Generic[T]):
     Args:
         backend: the device, or its emulator.
         static: the static batch, filled with a batch.
-        record: the step as a function of the static batch, a `Cut`, and True to record timing events.
+        record: the step as a function of the static batch, a `BreakGraph`, and True to record timing
+            events.
             Runs once for each instance.
         parameters: the parameters with gradients that the step drops and makes, and those with gradients
             that it only adds to.
@@ -87,7 +94,7 @@ class CapturedStep(Generic[T]):
         self,
         backend: Backend,
         static: StaticBatch,
-        record: Callable[[Any, Cut, bool], T],
+        record: Callable[[Any, BreakGraph, bool], T],
         parameters: tuple[list[nn.Parameter], list[nn.Parameter]],
         timed: Sequence[bool],
         compiled: CompiledCode,
@@ -98,7 +105,7 @@ class CapturedStep(Generic[T]):
         self._instances: list[CaptureInstance[T]] = []
         self._rings: dict[bool, deque[CaptureInstance[T]]] = {}
         self._last: CaptureInstance[T] | None = None
-        self._holds: Holds | None = None
+        self._holds: ExternalReferences | None = None
         self.tape = OpTape()
         self.replays = 0
         self.has_breaks_anywhere = False
@@ -126,7 +133,7 @@ class CapturedStep(Generic[T]):
                 # no cost. The previous instance keeps its own.
                 for parameter in makes:
                     parameter.grad = None
-                place = self._instances[0].gradients if one_place and self._instances else []
+                accumulation = self._instances[0].gradients if one_place and self._instances else []
                 breaks: list[GraphBreak] = []
 
                 def cut(hooks: str, drops: bool, breaks: list[GraphBreak] = breaks) -> None:
@@ -137,7 +144,7 @@ class CapturedStep(Generic[T]):
                 loan = self.static.lend()
                 graph, outputs = backend.capture(
                     lambda: compiled.held(
-                        lambda: _moved(record(loan.batch, cut, is_timed), place)  # noqa: B023
+                        lambda: _moved(record(loan.batch, cut, is_timed), accumulation)  # noqa: B023
                     ),
                     is_compiled=compiled.is_called,
                 )
@@ -169,7 +176,10 @@ class CapturedStep(Generic[T]):
                 parameter.grad = gradient
 
     def _examined(
-        self, compiled: CompiledCode, record: Callable[[Any, Cut, bool], T], makes: list[nn.Parameter]
+        self,
+        compiled: CompiledCode,
+        record: Callable[[Any, BreakGraph, bool], T],
+        makes: list[nn.Parameter],
     ) -> list[Tensor]:
         """Capture the step without `torch.compile`, to inspect its Python, and release the graph.
 
@@ -198,7 +208,7 @@ class CapturedStep(Generic[T]):
         made = [pair for each in self._instances for at in each.breaks for pair in at.made]
         every = [pair for each in self._instances for pair in each.gradients]
         found = gradients_of(parameter for parameter, _ in self._accumulated)
-        self._holds = Holds([*every, *made, *found])
+        self._holds = ExternalReferences([*every, *made, *found])
 
     @property
     def has_breaks(self) -> bool:

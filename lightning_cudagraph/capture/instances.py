@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.errors import HookError
-from lightning_cudagraph.tensors.holds import Gradients, HandedOut, adopt, gradients_of
+from lightning_cudagraph.tensors.external_references import Gradients, HandedOut, adopt, gradients_of
 
 __all__ = ["CaptureInstance", "GraphBreak"]
 

@@ -8,13 +8,13 @@ from typing import Generic, TypeVar
 from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.standing import StandingGraphs
+from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
 from lightning_cudagraph.tensors.batch import Signature
-from lightning_cudagraph.tensors.holds import GradientCopies
+from lightning_cudagraph.tensors.external_references import GradientCopies
 
 __all__ = ["Plan", "Plans"]
 
@@ -35,7 +35,7 @@ class Plans(Generic[T]):
         self,
         run: RunContext,
         graphs: GraphsBySignature[T],
-        standing: StandingGraphs[T],
+        standing: Invalidation[T],
         warm_ups: WarmUps,
         copies: GradientCopies,
         is_settled: Callable[[], bool],
@@ -67,7 +67,7 @@ class Plans(Generic[T]):
         """
         if self._standing.given_up is not None:
             return Intent.GIVE_UP, self._standing.given_up, None, None
-        if self._backend.in_turn:
+        if self._backend.in_graph_break:
             return Intent.EAGER, "in the middle of another step that is replayed", None, None
         if step.unlike_others:
             return Intent.EAGER, step.unlike_others, None, None
@@ -75,7 +75,7 @@ class Plans(Generic[T]):
             self._standing.look_for_changes()
         try:
             signature = signature or self._graphs.known_signature(step)
-            signature = signature or Signature(step.batch, self._backend.device, step.beside)
+            signature = signature or Signature(step.batch, self._backend.device, step.specialization)
         except UnsupportedError as error:
             if self._run.settings.raise_unsupported:
                 raise
@@ -84,12 +84,12 @@ class Plans(Generic[T]):
             return Intent.EAGER, reason, None, None
         if self._copies.are_given:
             self._copies.begin(step.parameters)
-        captured = self._graphs.get(signature, step.place)
+        captured = self._graphs.get(signature, step.accumulation)
         if captured is not None and (change := captured.stale()):
             self._standing.drop(change)
             captured = None
         if captured is None:
-            left = self._warm_ups.left(signature, step.place)
+            left = self._warm_ups.left(signature, step.accumulation)
             if left > 0 or not self._is_settled() or self._graphs.maker(step, signature) is NOT_YET:
                 return Intent.WARM_UP, "", signature, None
             return Intent.CAPTURE, "", signature, None

@@ -11,11 +11,11 @@ from torch import Tensor
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.standing import StandingGraphs
+from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
-from lightning_cudagraph.tensors.holds import GradientCopies
+from lightning_cudagraph.tensors.external_references import GradientCopies
 
 __all__ = ["Replays"]
 
@@ -31,7 +31,7 @@ class Replays(Generic[T]):
         self,
         run: RunContext,
         graphs: GraphsBySignature[T],
-        standing: StandingGraphs[T],
+        standing: Invalidation[T],
         copies: GradientCopies,
     ) -> None:
         self._backend = run.backend
@@ -48,8 +48,8 @@ class Replays(Generic[T]):
         """Run a step by a replay, and return the static outputs."""
         outputs = self._replay(captured, step, step.between if captured.has_breaks else None, step.timed)
         plain = self._graphs.plain
-        if step.place not in plain and self._is_plain(captured):
-            plain[step.place] = captured
+        if step.accumulation not in plain and self._is_plain(captured):
+            plain[step.accumulation] = captured
         return self._done(captured, outputs)
 
     def checked(self, step: Step[T], captured: CapturedStep[T]) -> tuple[T | None, str]:
@@ -147,11 +147,11 @@ class Replays(Generic[T]):
         """Wrap `between`, so that the backend knows that a graph break is under way."""
 
         def at_break(outputs: T, index: int) -> None:
-            self._backend.in_turn = True
+            self._backend.in_graph_break = True
             try:
                 between(outputs, index)
             finally:
-                self._backend.in_turn = False
+                self._backend.in_graph_break = False
 
         return at_break
 

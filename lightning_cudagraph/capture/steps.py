@@ -11,12 +11,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.graph import Cut
+from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.writes import storage_id, whole
 
-__all__ = ["MAKES_GRADIENTS", "Phase", "Place", "Replay", "Step", "StepCounts"]
+__all__ = ["MAKES_GRADIENTS", "AccumulationPhase", "Phase", "Replay", "Step", "StepCounts"]
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class StepCounts:
         self.eager[reason] += 1
 
 
-class Place(NamedTuple):
+class AccumulationPhase(NamedTuple):
     """The accumulation phase of a step: the part of the work that its micro-batch does.
 
     Attributes:
@@ -78,7 +78,7 @@ class Place(NamedTuple):
     syncs: bool = False
 
 
-MAKES_GRADIENTS = Place(drops=True, steps=False)
+MAKES_GRADIENTS = AccumulationPhase(drops=True, steps=False)
 
 
 @dataclass
@@ -86,24 +86,24 @@ class Replay(Generic[T]):
     """The part of a step that a replay needs.
 
     Attributes:
-        place: the accumulation phase.
+        accumulation: the accumulation phase.
         timed: replay an instance with timing events.
         upcoming: called before a timed replay with its static outputs, because the replay overwrites
             their events.
         copying: entered around the copy of the batch before a timed replay.
         between: called at each graph break with the static outputs and the index of the break; None
             without breaks.
-        beside: specialization: values outside the batch that are part of the signature, by the names
+        specialization: values outside the batch that are part of the signature, by the names
             that the user knows.
     """
 
     batch: Any
-    place: Place
+    accumulation: AccumulationPhase
     timed: bool = False
     upcoming: Callable[[T], None] = lambda outputs: None
     copying: Callable[[], AbstractContextManager[None]] = nullcontext
     between: Callable[[T, int], None] | None = None
-    beside: Mapping[str, Hashable] = field(default_factory=dict)
+    specialization: Mapping[str, Hashable] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -132,7 +132,7 @@ class Step(Replay[T]):
     """
 
     run: Callable[[], object]
-    record: Callable[[Any, Cut, bool], T]
+    record: Callable[[Any, BreakGraph, bool], T]
     rehearse: Callable[[Any], T]
     values: Callable[[T], dict[str, Tensor]]
     state: Callable[[], dict[str, Tensor]]
@@ -167,6 +167,6 @@ class Step(Replay[T]):
             if isinstance(leaf, Tensor)
         ]
         shown = tensors[:_TENSORS_SHOWN] + ["..."] * (len(tensors) > _TENSORS_SHOWN)
-        first = "" if self.place.drops else ", adding to gradients"
-        last = "" if self.place.steps else ", without the optimizer's step"
+        first = "" if self.accumulation.drops else ", adding to gradients"
+        last = "" if self.accumulation.steps else ", without the optimizer's step"
         return f"a step on {', '.join(shown) or 'a batch without tensors'}{first}{last}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_cudagraph.capture.steps import Place
+from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.tensors.batch import Signature
 from lightning_cudagraph.tensors.signatures import make_room
 
@@ -14,15 +14,15 @@ class WarmUps:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._left: dict[Signature, dict[Place, int]] = {}
+        self._left: dict[Signature, dict[AccumulationPhase, int]] = {}
 
-    def left(self, signature: Signature, place: Place) -> int:
+    def left(self, signature: Signature, accumulation: AccumulationPhase) -> int:
         """Return the number of warm-up steps left before a capture."""
-        return self._left.get(signature, {}).get(place, self._steps)
+        return self._left.get(signature, {}).get(accumulation, self._steps)
 
-    def is_at_its_end(self, signature: Signature, place: Place) -> bool:
+    def is_at_its_end(self, signature: Signature, accumulation: AccumulationPhase) -> bool:
         """True if the next step can be the last before a capture, and is not the first."""
-        return self.left(signature, place) <= min(1, self._steps - 1)
+        return self.left(signature, accumulation) <= min(1, self._steps - 1)
 
     def is_new(self, signature: Signature) -> bool:
         """True if no step has begun on a batch of this signature."""
@@ -33,9 +33,9 @@ class WarmUps:
         make_room(self._left)
         self._left[signature] = {}
 
-    def done(self, signature: Signature, place: Place) -> None:
+    def done(self, signature: Signature, accumulation: AccumulationPhase) -> None:
         """Count a step that has returned."""
-        self._left[signature][place] = max(self.left(signature, place) - 1, 0)
+        self._left[signature][accumulation] = max(self.left(signature, accumulation) - 1, 0)
 
     def forget(self) -> None:
         """Begin every warm-up again."""

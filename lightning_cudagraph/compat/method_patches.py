@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-__all__ = ["OwnHook", "StandIn", "in_place", "no_hook", "replace_method"]
+__all__ = ["MethodPatch", "OwnHook", "in_place", "no_hook", "patch_method"]
 
 
-class StandIn:
+class MethodPatch:
     """A patch of an object's method. A copy of the object has its own, unpatched method instead."""
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
@@ -31,12 +31,12 @@ class StandIn:
         return getattr, (self._owner, self._name)
 
 
-def replace_method(
+def patch_method(
     owner: object,
     name: str,
     call: Callable[..., Any],
     patches: ExitStack,
-    kind: type[StandIn] = StandIn,
+    kind: type[MethodPatch] = MethodPatch,
 ) -> None:
     """Patch a method of an object.
 
@@ -56,7 +56,7 @@ def replace_method(
 def in_place(owner: object, name: str, call: Callable[..., Any]) -> Iterator[None]:
     """Patch a method of an object inside the `with` block."""
     with ExitStack() as patches:
-        replace_method(owner, name, call, patches)
+        patch_method(owner, name, call, patches)
         yield
 
 

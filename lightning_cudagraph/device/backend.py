@@ -20,8 +20,8 @@ from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.graph_parts import Between, CudaParts
 from lightning_cudagraph.device.host_work import host_work_of
 from lightning_cudagraph.device.refusals import clear_frames, meaning_of
-from lightning_cudagraph.device.sentry.mends import Constants, HostMemory, MendingSentry
-from lightning_cudagraph.device.sentry.noted import noted_refusals
+from lightning_cudagraph.device.sentry.first_refusal import first_refusal_kept
+from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.device.sentry.sentry import HostReads
 from lightning_cudagraph.device.streams.branches import Branches, SentBackError
 from lightning_cudagraph.device.streams.side_streams import (
@@ -79,11 +79,11 @@ class Backend(Protocol):
             are fastest.
         streams: the number of streams that independent ops are captured on.
         barriers: the ops of the last capture that made all streams wait, with their counts.
-        in_turn: True at a graph break of a replay. The pool then holds memory that the rest of the
-            replay needs, so that no other graph may be replayed.
+        in_graph_break: True at a graph break of a replay. The pool then holds memory that the rest of
+            the replay needs, so that no other graph may be replayed.
     """
 
-    in_turn: bool
+    in_graph_break: bool
     streams: int
     barriers: dict[str, int]
     generators: Generators
@@ -227,7 +227,7 @@ class CudaBackend:
         self.device = device
         self.streams = streams
         self.barriers: dict[str, int] = {}
-        self.in_turn = False
+        self.in_graph_break = False
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._side = SideStream(device)
         self._side_stream = self._side.stream
@@ -291,7 +291,7 @@ class CudaBackend:
                         HostReads(self.device.type),
                         Constants(memory),
                         sentry,
-                        noted_refusals(),
+                        first_refusal_kept(),
                     ):
                         result = body()
                 except BaseException as error:
@@ -328,7 +328,7 @@ class CudaBackend:
     def checked(self) -> Iterator[None]:
         memory = HostMemory()
         sentry = MendingSentry(self.generators, memory)
-        with HostReads(self.device.type), Constants(memory), sentry, noted_refusals():
+        with HostReads(self.device.type), Constants(memory), sentry, first_refusal_kept():
             yield
 
     def cut(self) -> None:

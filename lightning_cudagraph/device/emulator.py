@@ -36,8 +36,8 @@ from lightning_cudagraph.device.sentry.collectives import (
     returned_unrun,
     wait_for,
 )
+from lightning_cudagraph.device.sentry.first_refusal import first_refusal_kept
 from lightning_cudagraph.device.sentry.inductor import refused_on_cpu
-from lightning_cudagraph.device.sentry.noted import noted_refusals
 from lightning_cudagraph.device.sentry.sentry import STORAGE, HostReads, Sentry, forbid, user_location
 from lightning_cudagraph.device.streams.dataflow import Placed
 from lightning_cudagraph.device.streams.tape import Tape
@@ -419,7 +419,7 @@ class EmulatorBackend:
         self.device = torch.device("cpu")
         self.streams = streams
         self.barriers: dict[str, int] = {}
-        self.in_turn = False
+        self.in_graph_break = False
         self.generators = Generators("cpu", torch.default_generator)
         self._recording: EmulatedGraph | None = None
         self._live: list[EmulatedGraph] = []
@@ -445,7 +445,7 @@ class EmulatorBackend:
                 host_work_of(graph.work),
                 HostReads("cpu"),
                 recorder,
-                noted_refusals(),
+                first_refusal_kept(),
             ):
                 result = body()
             graph.written = recorder.writes.older
@@ -470,7 +470,7 @@ class EmulatorBackend:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        with HostReads("cpu"), Sentry("cpu", self.generators), noted_refusals():
+        with HostReads("cpu"), Sentry("cpu", self.generators), first_refusal_kept():
             yield
 
     def written(self, graph: Graph) -> list[Tensor]:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.steps import Place, Step
+from lightning_cudagraph.capture.steps import AccumulationPhase, Step
 from lightning_cudagraph.capture.stream_choice import Streams
-from lightning_cudagraph.checks.carried import CarriedTensors
 from lightning_cudagraph.checks.guards.guards import Guards
-from lightning_cudagraph.checks.unfit import refuse_unfit_modules
+from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
+from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend, CudaBackend
@@ -129,7 +129,7 @@ class StepRun:
         self._specializations: dict[Signature, _Specialization] = {}
         self._last: _Specialization | None = None
         of.surroundings.check()
-        refuse_unfit_modules(of.model, averaged=True)
+        refuse_unsupported_modules(of.model, averaged=True)
         _refuse_several_devices(of.model, backend.device)
         self._optimizers = OptimizerSteps(of.optimizers, of.scaler, backend.device, self._drop_all)
         self._harmless = settings.harmless | (OWN_ATTRIBUTES if of.replicas else frozenset())
@@ -142,7 +142,7 @@ class StepRun:
         )
         self._owns_gradients = of.replicas.own_gradients(self._recorder.parameters().values())
         # Without modules: a function that rebinds attributes is refused.
-        no_attributes = CarriedTensors(
+        no_attributes = ReboundAttributes(
             nn.Module(), backend.device, frozenset(), of.surroundings.stays_on_host
         )
         self._context = RunContext(
@@ -227,7 +227,7 @@ class StepRun:
             transaction=recorder.undone,
             parameters=habits.parameters,
             # One instance for each phase: its gradients have one address anyway.
-            place=Place(True, habits.finds_gradients()),
+            accumulation=AccumulationPhase(True, habits.finds_gradients()),
             kept=lambda: not self._owns_gradients,
             is_broken=self._replicas.is_broken,
             mend=self._replicas.reset,

@@ -1,5 +1,4 @@
-"""Host program: the scalar arithmetic of an optimizer step, traced at capture and run before each
-replay.
+"""The scalar arithmetic of an optimizer step, traced at capture and run before each replay.
 
 `torch.optim.Adam` computes `lr / (1 - beta1 ** step)` in Python, from a learning rate and a counter in
 host memory, and passes the result to an op. While such a step is captured, its numbers are

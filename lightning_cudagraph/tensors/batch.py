@@ -312,7 +312,7 @@ class Signature:
     __slots__ = ("_hash", "_key", "_paths")
 
     def __init__(
-        self, batch: Any, device: torch.device, beside: Mapping[str, Hashable] | None = None
+        self, batch: Any, device: torch.device, specialization: Mapping[str, Hashable] | None = None
     ) -> None:
         described: list[Any] = []
         paths: list[str] = []
@@ -338,7 +338,7 @@ class Signature:
         for path, leaf in _values_beside(batch, "batch"):
             paths.append(path)
             described.append((type(leaf), self._value_of(path, leaf)))
-        for name, value in (beside or {}).items():
+        for name, value in (specialization or {}).items():
             paths.append(name)
             described.append((type(value), value))
         self._key = (structure_of(batch), tuple(described))

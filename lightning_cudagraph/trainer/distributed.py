@@ -43,7 +43,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.compat.features import COLLECTIVES
-from lightning_cudagraph.compat.method_patches import replace_method
+from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import PeerError, UnsupportedError
@@ -89,7 +89,7 @@ def wrapped_on_side_stream(strategy: Strategy, backend: Backend, patches: ExitSt
         with backend.on_side_stream():
             return DistributedDataParallel(module, device_ids=device_ids, **strategy._ddp_kwargs)
 
-    replace_method(strategy, "_setup_model", wrap, patches)
+    patch_method(strategy, "_setup_model", wrap, patches)
 
 
 def _at(where: int) -> str:
@@ -172,7 +172,7 @@ class Distributed:
         timeout = getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)
         self._peers.start(timeout)
         loop = trainer.fit_loop.epoch_loop
-        replace_method(loop, "_broadcast_sigterm_tensor", lambda: None, self._patches)
+        patch_method(loop, "_broadcast_sigterm_tensor", lambda: None, self._patches)
         self._take_sigterm()
         self._votes = True
 

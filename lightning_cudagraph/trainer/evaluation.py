@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.steps import Phase, Place, Step
+from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
 from lightning_cudagraph.checks.audit.frozen import FrozenIndex, frozen_python_audit
-from lightning_cudagraph.checks.carried import CarriedTensors
 from lightning_cudagraph.checks.guards.guards import Guards
-from lightning_cudagraph.compat.method_patches import replace_method
+from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
+from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import CaptureError, Wording
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
@@ -57,7 +57,7 @@ from lightning_cudagraph.trainer.profilers import unprofiled
 __all__ = ["GraphedEvaluation", "wording_of"]
 
 # The one accumulation phase: evaluation has no gradients.
-_PLACE = Place(drops=True, steps=False)
+_PLACE = AccumulationPhase(drops=True, steps=False)
 # A capture is under `no_grad` instead, where this call would return False.
 _NO_INFERENCE_MODE = {
     torch.is_inference_mode_enabled: (
@@ -123,7 +123,7 @@ class GraphedEvaluation:
         self._run = run = RunContext(
             backend,
             settings,
-            CarriedTensors(module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric),
+            ReboundAttributes(module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric),
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
             wording=wording_of(stage),
             max_signatures=settings.max_graphs,
@@ -153,7 +153,7 @@ class GraphedEvaluation:
             return
         strategy = self._trainer.strategy
         self._eager_step = getattr(strategy, self._step_name)
-        replace_method(strategy, self._step_name, self._step, self._patches)
+        patch_method(strategy, self._step_name, self._step, self._patches)
 
     def close(self) -> None:
         """Remove the patches, and release graphs and their memory."""
@@ -182,8 +182,8 @@ class GraphedEvaluation:
             values=self._values,
             state=self._state,
             transaction=self._undone,
-            place=_PLACE,
-            beside={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
+            accumulation=_PLACE,
+            specialization={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
             learning=self._learning,
         )
         phase, outputs = self._engine.step(step, self._metrics.adopt)

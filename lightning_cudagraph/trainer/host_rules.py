@@ -30,7 +30,7 @@ from lightning_cudagraph.checks.audit.host_calls import HostRules, allowance
 from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.audit.parts import PRIVATE
 from lightning_cudagraph.checks.audit.walker import Root
-from lightning_cudagraph.compat.method_patches import StandIn
+from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
@@ -52,7 +52,7 @@ _MODULE_METHODS = (
 # Called between the backward pass and the optimizer's step.
 _METHODS_BEHIND = ("on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients")
 _OPTIMIZER_METHODS = ("step", "zero_grad")
-_CALLABLES = (FunctionType, MethodType, BuiltinFunctionType, StandIn)
+_CALLABLES = (FunctionType, MethodType, BuiltinFunctionType, MethodPatch)
 
 
 def _getters(owner: type, label: str, *names: str) -> dict[CodeType, str]:

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cudagraph.capture.steps import Place
+from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.processes.ddp import DDPState, hooks_of
 from lightning_cudagraph.processes.shards import Shards, sharded_modules
 from lightning_cudagraph.trainer.config.support import check_replicas
@@ -58,22 +58,22 @@ class Replicas(DDPState):
         super().ran()
         self.shards.ran()
 
-    def unlike_others(self, place: Place) -> str:
+    def unlike_others(self, accumulation: AccumulationPhase) -> str:
         """Return the reason why the next step differs from others of its phase; empty if it does not."""
         for ddp in self.wrappers:
             # Renamed in torch 2.13.
             name = (
                 "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
             )
-            broadcasts = place.drops and bool(getattr(ddp, name))
+            broadcasts = accumulation.drops and bool(getattr(ddp, name))
             if ddp.modules_buffers and ddp.will_sync_module_buffers() != broadcasts:
                 return "buffers are not broadcast in the step after a validation"
         return self.shards.unlike_others()
 
-    def replayed(self, place: Place) -> None:
+    def replayed(self, accumulation: AccumulationPhase) -> None:
         """Set the state on the host that an eager step leaves."""
         for ddp in self.wrappers:
-            ddp.require_forward_param_sync = place.syncs
+            ddp.require_forward_param_sync = accumulation.syncs
 
     @contextmanager
     def undone(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from lightning_cudagraph import CaptureError
 from lightning_cudagraph.device.backend import CudaBackend
 from lightning_cudagraph.device.sentry import hidden_reads, sentry
-from lightning_cudagraph.device.sentry.mends import Constants, HostMemory
+from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory
 from tests.checked import samples_of_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a thousand samples, not one of them ours

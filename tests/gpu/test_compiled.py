@@ -16,7 +16,7 @@ from torch._inductor.utils import fresh_cache
 from lightning_cudagraph import CaptureError, CUDAGraphCallback
 from lightning_cudagraph.capture.stream_choice import AskedStreams
 from lightning_cudagraph.device.backend import CudaBackend
-from lightning_cudagraph.device.sentry.mends import Constants, HostMemory, MendingSentry
+from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.device.sentry.sentry import HostReads
 from tests.harness import Net, Trace, assert_same, loader, make, train
 from tests.test_compiled import *  # noqa: F403

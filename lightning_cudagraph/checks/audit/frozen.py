@@ -24,7 +24,7 @@ from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of,
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
-from lightning_cudagraph.device.sentry.noted import Noted, noted_refusals, refused
+from lightning_cudagraph.device.sentry.first_refusal import FirstRefusal, first_refusal_kept, refused
 from lightning_cudagraph.device.sentry.sentry import Location, user_location
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import address_of
@@ -127,7 +127,7 @@ def frozen_python_audit(
     }
     state = Walk(scope=_scope(rules, device))
     calls = HostCalls(rules, state, lambda: audit.after_backward)
-    noted = Noted()
+    noted = FirstRefusal()
 
     def check() -> None:
         error = noted.first  # user code may have caught it
@@ -150,7 +150,7 @@ def frozen_python_audit(
     audit = StepAudit(calls.mentioned, check)
     try:
         state.add(*_roots(model, trainer, rules, others or {}))
-        with noted_refusals() as noted, calls:
+        with first_refusal_kept() as noted, calls:
             yield audit
         check()
     except BaseException:

@@ -1,5 +1,4 @@
-"""Host calls of a step, seen by the interpreter's profiling hook, and refused if a replay would lose
-them.
+"""Host calls of a step, seen by the interpreter's profiling hook; those that a replay would lose.
 
 The clock, files and terminals lie outside of Python's memory, where the walk over objects sees no
 change. So a call with a result that moves from step to step, or with an effect that a replay would not
@@ -34,7 +33,7 @@ from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
-from lightning_cudagraph.device.sentry.noted import refused
+from lightning_cudagraph.device.sentry.first_refusal import refused
 from lightning_cudagraph.device.sentry.sentry import Location, is_users, user_frame
 from lightning_cudagraph.errors import CaptureError
 

@@ -24,8 +24,7 @@ _PACKAGES = "-packages" + os.sep
 
 
 def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
-    """The first line that sets the changed attribute, or else changes an item of it, or else mentions
-    it.
+    """The first line that sets the changed attribute, changes an item of it, or mentions it.
 
     Args:
         codes: user code that has run, in the order of its first runs.

@@ -30,9 +30,9 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.collective_hooks import run_collective
+from lightning_cudagraph.device.sentry.first_refusal import refused
 from lightning_cudagraph.device.sentry.hidden_reads import in_op, of_function
 from lightning_cudagraph.device.sentry.known import KnownValues
-from lightning_cudagraph.device.sentry.noted import refused
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode, OwnFunctionMode
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import is_around_another

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from lightning_cudagraph.device.backend import Backend, Event
 from lightning_cudagraph.timing.events.marks import StepMarks
-from lightning_cudagraph.timing.readings.lead_in import LeadIn, with_lead_in
 from lightning_cudagraph.timing.readings.sinks import Sink, Sinks
 from lightning_cudagraph.timing.readings.spans import MAX_LAYOUTS, Reading
+from lightning_cudagraph.timing.readings.step_gap import StepGap, with_lead_in
 
 __all__ = ["FitClock"]
 
@@ -33,7 +33,7 @@ class _Unread(NamedTuple):
     """
 
     marks: StepMarks
-    lead_in: LeadIn
+    lead_in: StepGap
     step: int
     ended: Event
     owned: list[Event]
@@ -73,7 +73,7 @@ class FitClock:
         # Events to reuse: creating one takes longer than recording it.
         self._free: list[Event] = []
         # The events before the next step, if that one is to be timed.
-        self._lead_in: LeadIn | None = None
+        self._lead_in: StepGap | None = None
 
     def is_due(self, optimizer_step: int) -> bool:
         """True if an optimizer step is timed, by the number of those before it."""
@@ -85,7 +85,7 @@ class FitClock:
     def copying(self) -> AbstractContextManager[None]:
         """Context for the copy of the batch of a step that is due."""
         if self._lead_in is None:
-            self._lead_in = LeadIn(self._passed, None)
+            self._lead_in = StepGap(self._passed, None)
         return self._lead_in
 
     def upcoming(self, marks: StepMarks | None) -> None:
@@ -118,12 +118,12 @@ class FitClock:
         end = self._passed()
         waited_s = self._waited_s()
         if marks is not None:
-            lead_in = self._lead_in or LeadIn(self._passed, None)
+            lead_in = self._lead_in or StepGap(self._passed, None)
             owned = lead_in.events if is_next_due else [*lead_in.events, end]
             waited_ms = 1e3 * (waited_s - self._waited_before_s)
             self._unread.append(_Unread(marks, lead_in, step, end, owned, batch, is_last, waited_ms))
         self._waited_before_s = waited_s
-        self._lead_in = LeadIn(self._passed, end) if is_next_due else None
+        self._lead_in = StepGap(self._passed, end) if is_next_due else None
 
     def interrupted(self) -> None:
         """Drop the gap before the next step: something else than a replay comes before it."""
@@ -163,7 +163,7 @@ class FitClock:
         self._free += owned
         self._sinks.add(reading)
 
-    def _before_ms(self, lead_in: LeadIn, start: Event) -> list[float]:
+    def _before_ms(self, lead_in: StepGap, start: Event) -> list[float]:
         """Times of the events before a step, in milliseconds after its start, thus negative."""
         if not lead_in.events:
             return []

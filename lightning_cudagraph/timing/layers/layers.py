@@ -347,4 +347,4 @@ def untimed_notes(untimed: Mapping[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for what, reason in untimed.items():
         by_reason.setdefault(reason, []).append(what)
-    return [f"not timed: {_some(whats)}: {reason}" for reason, whats in by_reason.items()]
+    return [f"not timed: {_some(names)}: {reason}" for reason, names in by_reason.items()]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_cudagraph.timing.output.tables import layers_of, timed_steps
 from lightning_cudagraph.timing.output.texts import shortened
-from lightning_cudagraph.timing.readings.lead_in import GAP_TAG
 from lightning_cudagraph.timing.readings.spans import STEP_TAG, Track
+from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, Slice, slices_of, step_end
 from lightning_cudagraph.timing.readings.windows import Times, WindowSummary
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.tables import Layer, layers_of, timed_steps
 from lightning_cudagraph.timing.output.texts import shortened, table
-from lightning_cudagraph.timing.readings.lead_in import GAP_TAG
 from lightning_cudagraph.timing.readings.spans import (
     BACKWARD_TAG,
     EXPOSED_TAG,
@@ -15,6 +14,7 @@ from lightning_cudagraph.timing.readings.spans import (
     STEP_PARTS,
     STEP_TAG,
 )
+from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 
 __all__ = [

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.timing.readings.pace import StepPace
+from lightning_cudagraph.timing.readings.step_time import StepTime
 
 __all__ = ["StageSummary"]
 
@@ -46,7 +46,7 @@ class StageSummary:
     plain_steps: int = 0
 
     @classmethod
-    def of(cls, counts: StepCounts, checked: int, pace: StepPace | None = None) -> StageSummary:
+    def of(cls, counts: StepCounts, checked: int, pace: StepTime | None = None) -> StageSummary:
         """A snapshot of the numbers.
 
         Args:

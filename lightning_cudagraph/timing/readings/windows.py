@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_cudagraph.timing.readings.lead_in import COPY_TAG, GAP_TAG
 from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import (
     STEP_PARTS,
@@ -19,6 +18,7 @@ from lightning_cudagraph.timing.readings.spans import (
     Reading,
     SpanLayout,
 )
+from lightning_cudagraph.timing.readings.step_gap import COPY_TAG, GAP_TAG
 
 __all__ = ["ReadingWindow", "Times", "WindowSummary", "column_times"]
 

@@ -30,9 +30,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_cudagraph.checks.unfit import refuse_unfit_modules
+from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.compat.features import CAPTURES, EVALUATION
-from lightning_cudagraph.compat.method_patches import StandIn
+from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _MockOptimizer
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.backend import Backend, CudaBackend
@@ -187,7 +187,7 @@ def _check_placement(trainer: pl.Trainer) -> None:
         )
     check_replicas(strategy)
     for name in _STEP_METHODS:
-        ours = type(getattr(strategy, name)) is StandIn
+        ours = type(getattr(strategy, name)) is MethodPatch
         if ours or not is_overridden(name, strategy, base):
             continue
         raise UnsupportedError(
@@ -351,4 +351,4 @@ def check_optimizer_part(trainer: pl.Trainer) -> None:
 
 
 def _check_modules(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    refuse_unfit_modules(module, sharded=isinstance(trainer.strategy, ModelParallelStrategy))
+    refuse_unsupported_modules(module, sharded=isinstance(trainer.strategy, ModelParallelStrategy))

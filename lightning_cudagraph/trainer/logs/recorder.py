@@ -134,9 +134,9 @@ class Logs:
             stack.enter_context(in_place(self._module, TO_TENSOR, noting_to_tensor))
             yield
 
-    def warmed_up(self, place: Hashable, batch: Any) -> None:
+    def warmed_up(self, accumulation: Hashable, batch: Any) -> None:
         """Count the last eager step as a warm-up step of this kind, on a batch of these shapes."""
-        self._numbers.warmed_up((place, _shapes(batch)))
+        self._numbers.warmed_up((accumulation, _shapes(batch)))
 
     def begin_transaction(self) -> None:
         """Prepare for the captures of a step, one or several, or for an eager run of it."""
@@ -144,18 +144,18 @@ class Logs:
         if self._adds:
             self._sums.make_room(self._results)
 
-    def before_replay(self, place: Hashable) -> None:
+    def before_replay(self, accumulation: Hashable) -> None:
         """Bring the current sums into the static tensors to which graphs of this kind add."""
         with self._lock:
-            if self._waiting is not None and self._waits_at == place:
+            if self._waiting is not None and self._waits_at == accumulation:
                 return  # nothing has read them since the replay before
             self.settle()
-        if sums := self._places.get(place):
+        if sums := self._places.get(accumulation):
             # In the first batch of an epoch, Lightning resets at its first log, name by name.
             goes_on = self._trainer._logger_connector._first_loop_iter is False
             sums.adopt(self._results, goes_on)
 
-    def put_off(self, place: Hashable, logged: LoggedStep) -> None:
+    def put_off(self, accumulation: Hashable, logged: LoggedStep) -> None:
         """Pass the values of a replay to Lightning, lazily if possible.
 
         Then they stay in the graph's memory until they are read. The next replay of this kind overwrites
@@ -164,7 +164,7 @@ class Logs:
         if logged.can_wait:
             with self._lock:
                 self._replays = self._replays + 1 if self._waiting is not None else 1
-                self._waiting, self._waits_at = logged, place
+                self._waiting, self._waits_at = logged, accumulation
         else:
             self.settle()
             logged.hand_over(self._trainer)
@@ -183,11 +183,11 @@ class Logs:
         self._sums.let_go()
 
     @contextmanager
-    def recorded(self, place: Hashable, batch: Any, capturing: bool) -> Iterator[list[Event]]:
+    def recorded(self, accumulation: Hashable, batch: Any, capturing: bool) -> Iterator[list[Event]]:
         """Context of a step that records logged values, instead of reducing them, and metric calls.
 
         Args:
-            place: the kind of step.
+            accumulation: the kind of step.
             batch: its batch.
             capturing: the step is captured, and not run eagerly for a comparison.
 
@@ -197,7 +197,7 @@ class Logs:
         if capturing:
             self._slots = {}
             if self._is_first_instance:
-                self._places[place] = SumsOfPlace()
+                self._places[accumulation] = SumsOfPlace()
         if self._trainer.predicting:
             events: list[Event] = []
             with self._metrics.recording(events.append):
@@ -209,9 +209,9 @@ class Logs:
         recorder = _Recorder(results, self._numbers)
         to_tensor = getattr(self._module, TO_TENSOR)
         if capturing:
-            self._numbers.begin_capture((place, _shapes(batch)))
+            self._numbers.begin_capture((accumulation, _shapes(batch)))
         else:
-            self._numbers.begin_rehearsal(place)
+            self._numbers.begin_rehearsal(accumulation)
 
         def to_device_tensor(value: Any, name: str) -> Any:
             if isinstance(value, Later):
@@ -234,7 +234,7 @@ class Logs:
     def finished(
         self,
         events: list[Event],
-        place: Hashable,
+        accumulation: Hashable,
         capturing: bool,
         loss: Tensor | None = None,
         is_last: bool = True,
@@ -243,7 +243,7 @@ class Logs:
 
         Args:
             events: the events that `recorded` has recorded of it.
-            place: the kind of step.
+            accumulation: the kind of step.
             capturing: the step is captured.
             loss: the step's loss, which is packed with them.
             is_last: the last or only part of the step.
@@ -252,7 +252,7 @@ class Logs:
             CaptureError: if a further capture instance of the step logs other names than the first.
         """
         packed = packed_values(events, self._module)
-        sums = self._places[place]
+        sums = self._places[accumulation]
         logged, batch_size = self._with_sizes(events, packed) if self._adds else ([], None)
         slots = self._sums.usable(logged)
         if capturing:
@@ -272,7 +272,7 @@ class Logs:
                     "Log the same names in every step.",
                 )
             self._is_first_instance = False
-            self._numbers.captured(place)
+            self._numbers.captured(accumulation)
         return LoggedStep(events, sums, slots, packed, loss, is_last)
 
     def _with_sizes(

@@ -2,7 +2,7 @@
 
 Lightning's loop stays in charge. Its automatic optimization is replaced by a thin subclass, with
 closures that hold their batch (`closures.py`). Two methods of the strategy, which move a batch and step
-the optimizer (`steps.py`), and the loop's `advance` (`advance.py`) are patched. All patches go through
+the optimizer (`steps.py`), and the loop's `advance` (`fast_path.py`) are patched. All patches go through
 one `ExitStack`.
 """
 
@@ -21,7 +21,7 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import Step, StepCounts
 from lightning_cudagraph.compat.features import SHORT_WAY
-from lightning_cudagraph.compat.method_patches import replace_method
+from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.compat.tables import notes, notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
@@ -32,7 +32,6 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.profilers import around_replays, profiler_notes, progress_bar_notes
-from lightning_cudagraph.trainer.training.advance import QuickAdvance
 from lightning_cudagraph.trainer.training.captured_step.compiled_step import (
     compile_step,
     is_step_compiled,
@@ -41,6 +40,7 @@ from lightning_cudagraph.trainer.training.captured_step.compiled_step import (
 from lightning_cudagraph.trainer.training.captured_step.optimizer_part import OptimizerPart
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
 from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
+from lightning_cudagraph.trainer.training.fast_path import FastPath
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times.run_times import RunTimes, ended_by, step_number
@@ -134,8 +134,8 @@ class GraphedTraining:
             compile_step(self._module, run.backend.device, patches)
         self._steps.install(patches)
         loop = self._trainer.fit_loop.epoch_loop
-        self._advance = QuickAdvance(run, self._steps)
-        replace_method(loop, "advance", self._advance, patches)
+        self._advance = FastPath(run, self._steps)
+        patch_method(loop, "advance", self._advance, patches)
         metrics = loop._results.metrics
 
         def settled_metrics(on_step: bool) -> Any:
@@ -143,7 +143,7 @@ class GraphedTraining:
             return metrics(on_step)
 
         # Lightning and user code that reads the trainer's metrics get them from here.
-        replace_method(loop._results, "metrics", settled_metrics, patches)
+        patch_method(loop._results, "metrics", settled_metrics, patches)
 
     def close(self) -> None:
         """Undo all patches, and release the graphs and their memory."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import lightning.pytorch as pl
 
-from lightning_cudagraph.checks.carried import CarriedTensors
 from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.host_rules import (
@@ -52,7 +52,7 @@ class TrainingRun:
     metrics: StepMetrics = field(init=False)
     hooks: InnerHooks = field(init=False)
     guards: Guards = field(init=False)
-    carried: CarriedTensors = field(init=False)
+    carried: ReboundAttributes = field(init=False)
     logs: Logs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,9 @@ class TrainingRun:
         self.metrics = StepMetrics(module, trainer, self.backend, host_rules(trainer, harmless))
         self.hooks = InnerHooks(trainer, module, lambda: self.part.behind is not None)
         self.guards = _guards(self)
-        self.carried = CarriedTensors(module, self.backend.device, OWN_ATTRIBUTES | harmless, is_metric)
+        self.carried = ReboundAttributes(
+            module, self.backend.device, OWN_ATTRIBUTES | harmless, is_metric
+        )
         self.logs = Logs(trainer, module, self.metrics, adds=True)
 
     @property

@@ -3,7 +3,7 @@
 Lightning makes a closure for each batch and passes it to `Strategy.optimizer_step`, in which the whole
 step happens: there a batch is warmed up, captured or replayed. If the optimizer steps eagerly after the
 replay, or not at all on this batch, it happens in the call of the closure. On the fast path, the loop
-(`advance.py`) makes no closure and asks for the replay itself (`TrainingSteps.again`).
+(`fast_path.py`) makes no closure and asks for the replay itself (`TrainingSteps.again`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.graph import Cut
-from lightning_cudagraph.capture.steps import Phase, Place, Replay, Step
+from lightning_cudagraph.capture.graph import BreakGraph
+from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
 from lightning_cudagraph.checks.verify.verify import Verifier
-from lightning_cudagraph.compat.method_patches import replace_method
+from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.tensors.recomputed import detach_recomputed
-from lightning_cudagraph.timing.readings.pace import Plain
+from lightning_cudagraph.timing.readings.step_time import Plain
+from lightning_cudagraph.trainer.training.after_replay import AfterReplay
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
 from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.eager_steps import EagerSteps
-from lightning_cudagraph.trainer.training.hand_over import HandOver
 from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.baseline import PlainSteps
@@ -79,10 +79,10 @@ class TrainingSteps:
         self._recorder = recorder
         self._eager = EagerSteps(run)
         self._plain = PlainSteps(run.trainer, run.backend, run.settings)
-        self._hand_over = HandOver(run)
+        self._after_replay = AfterReplay(run)
         self._refreshes = {
-            place: partial(self._refresh, place)
-            for place in starmap(Place, product((False, True), repeat=3))
+            accumulation: partial(self._refresh, accumulation)
+            for accumulation in starmap(AccumulationPhase, product((False, True), repeat=3))
         }
         self.phase = Phase.EAGER
         self.is_in_step = False
@@ -94,9 +94,9 @@ class TrainingSteps:
         loop = run.trainer.fit_loop.epoch_loop
         run.optimization.install(loop, self._call_closure, self._engine.counts.note_eager, patches)
         self._eager_step: Callable[..., Any] = strategy.optimizer_step
-        replace_method(strategy, "optimizer_step", self._optimizer_step, patches)
+        patch_method(strategy, "optimizer_step", self._optimizer_step, patches)
         self.transfer = BatchTransfer(run, self._engine)
-        replace_method(strategy, "batch_to_device", self.transfer, patches)
+        patch_method(strategy, "batch_to_device", self.transfer, patches)
 
     def _optimizer_step(
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
@@ -140,7 +140,7 @@ class TrainingSteps:
             lambda inner: self._eager_step(optimizer, inner, model, **kwargs),
             part.optimizer,
             lambda capturing: part.arithmetic(optimizer, capturing),
-            Place(closure.drops_gradients, True, self._replicas.syncs),
+            AccumulationPhase(closure.drops_gradients, True, self._replicas.syncs),
         )
         return self._take(closure, body, eagerly)
 
@@ -174,7 +174,7 @@ class TrainingSteps:
             lambda inner: inner(),
             EagerOptimizer(self._part.optimizer.optimizer),
             lambda capturing: nullcontext(),
-            Place(closure.drops_gradients, False, self._replicas.syncs),
+            AccumulationPhase(closure.drops_gradients, False, self._replicas.syncs),
         )
         return self._take(closure, body, eagerly)
 
@@ -206,29 +206,29 @@ class TrainingSteps:
             due; nothing has happened then.
         """
         part, optimization = self._part, self._optimization
-        place = Place(drops, steps, steps and bool(self._replicas.wrappers))
+        accumulation = AccumulationPhase(drops, steps, steps and bool(self._replicas.wrappers))
         if (
             part.behind is not None
             or optimization._skip_backward
             or not part.is_of(self._strategy.optimizers[0])
-            or self._replicas.unlike_others(place)
+            or self._replicas.unlike_others(accumulation)
         ):
             return NOT_PLAIN
         # Lightning's own counters of optimizer steps.
         progress = optimization.optim_progress.optimizer.step
         total, current = progress.total, progress.current
         timed = self._clock.is_due(total.completed)
-        replay = Replay(batch, place, timed, self._upcoming, self._clock.copying)
+        replay = Replay(batch, accumulation, timed, self._upcoming, self._clock.copying)
         if steps:
             total.ready += 1
             current.ready += 1
-        outputs = self._engine.again(replay, self._refreshes[place])
+        outputs = self._engine.again(replay, self._refreshes[accumulation])
         if outputs is None:
             if steps:
                 total.ready -= 1
                 current.ready -= 1
             return NOT_PLAIN
-        given = self._hand_over.after(outputs, place, timed, wanted)
+        given = self._after_replay.after(outputs, accumulation, timed, wanted)
         if steps:
             total.completed += 1
             current.completed += 1
@@ -240,7 +240,7 @@ class TrainingSteps:
         Returns:
             The loss of a replay, or the result of `eagerly`.
         """
-        run, place = self._run, body.place
+        run, accumulation = self._run, body.accumulation
         run.hooks.watch(closure, self._part.optimizer.optimizer)
         run.logs.settle()
         timed = self._clock.is_due(run.steps_before)
@@ -249,7 +249,7 @@ class TrainingSteps:
         checked = self._verifier.checked
         self.is_in_step = True
         try:
-            self.phase, outputs = self._engine.step(step, self._refreshes[place])
+            self.phase, outputs = self._engine.step(step, self._refreshes[accumulation])
         finally:
             self.is_in_step = False
         if self.phase is not Phase.CAPTURED or self._verifier.checked != checked:
@@ -257,72 +257,74 @@ class TrainingSteps:
         if self._verifier.checked != checked:
             run.times.pace.pause()  # a check takes several replays and an eager step
         if outputs is not None:
-            given = self._hand_over.after(outputs, place, timed, wanted=True)
+            given = self._after_replay.after(outputs, accumulation, timed, wanted=True)
             assert given is not None
             loss: Tensor = given.pop("loss")
             closure._result = ClosureResult(None, extra=given)
             closure._result.loss = loss
             return loss
         if self.phase is Phase.WARMING:
-            run.logs.warmed_up(place, closure.batch)
+            run.logs.warmed_up(accumulation, closure.batch)
             # The last one is timed, and has to begin on an idle device, as the others do.
             run.backend.synchronize()
             if closure._result is not None and closure._result.closure_loss is None:
                 self._engine.unsupported(self._recorder.returned_none())
-        if place.steps:
+        if accumulation.steps:
             run.times.pace.tick(self.phase)
         return returned[0]
 
     def _step(
         self, closure: GraphClosure, body: StepBody, eagerly: Callable[[], object], timed: bool
     ) -> Step[StepOutputs]:
-        run, place, recorder = self._run, body.place, self._recorder
+        run, accumulation, recorder = self._run, body.accumulation, self._recorder
 
-        def record(batch: Any, cut: Cut, timed: bool) -> StepOutputs:
+        def record(batch: Any, cut: BreakGraph, timed: bool) -> StepOutputs:
             with run.replicas.undone():  # each capture instance begins in the same state
                 timings = run.settings.timings if timed else None
                 return recorder.record(batch, closure, body, timings, cut)
 
         def run_last() -> None:
-            self._eager.run_marked(eagerly, place.steps)
+            self._eager.run_marked(eagerly, accumulation.steps)
 
         return Step(
             batch=closure.batch,
-            place=place,
+            accumulation=accumulation,
             timed=timed,
             upcoming=self._upcoming,
             copying=self._clock.copying,
-            between=lambda outputs, index: self._hand_over.in_the_middle(outputs, index, closure, body),
+            between=lambda outputs, index: self._after_replay.in_the_middle(
+                outputs, index, closure, body
+            ),
             run=lambda: self._eager.run(eagerly),
             run_last=run_last if run.settings.timings is not None else None,
             record=record,
             rehearse=lambda batch: recorder.record(batch, closure, body, None, None),
             values=StepOutputs.values,
             state=lambda: {
-                **self._part.state(place, self._makes_gradients(place)),
+                **self._part.state(accumulation, self._makes_gradients(accumulation)),
                 **run.metrics.tensors(),
             },
             transaction=self._undone,
-            parameters=lambda: self._part.parameters(self._makes_gradients(place)),
+            parameters=lambda: self._part.parameters(self._makes_gradients(accumulation)),
             is_broken=run.replicas.is_broken,
             mend=run.replicas.reset,
-            unlike_others=run.replicas.unlike_others(place),
+            unlike_others=run.replicas.unlike_others(accumulation),
             in_window=run.trainer.accumulate_grad_batches > 1,
             kept=lambda: self._part.behind is not None or not gradients_unseen(run.trainer, run.module),
             learning=self._learning,
-            takes=run.times.takes(place, run.trainer.accumulate_grad_batches),
+            takes=run.times.takes(accumulation, run.trainer.accumulate_grad_batches),
         )
 
-    def _makes_gradients(self, place: Place) -> bool:
+    def _makes_gradients(self, accumulation: AccumulationPhase) -> bool:
         """True for a step that drops gradients and makes new ones, False for one that adds to them."""
-        return place.drops and not self._run.hooks.leave_gradients
+        return accumulation.drops and not self._run.hooks.leave_gradients
 
-    def _refresh(self, place: Place) -> None:
+    def _refresh(self, accumulation: AccumulationPhase) -> None:
         """Bring host values (learning rates, metric states, logs) to where the graph reads them."""
-        if place.steps:
+        if accumulation.steps:
             self._part.optimizer.refresh()
         self._run.metrics.adopt()
-        self._run.logs.before_replay(place)
+        self._run.logs.before_replay(accumulation)
 
     def _upcoming(self, outputs: StepOutputs) -> None:
         self._clock.upcoming(outputs.marks)

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cudagraph.compat.features import EVENT_QUEUE
-from lightning_cudagraph.compat.method_patches import replace_method
+from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords
 from lightning_cudagraph.timing.readings.spans import Reading
@@ -115,7 +115,7 @@ class LoggerWriter:
                 if made:
                     file.write(made)
 
-            replace_method(records, "write", write, self._patches)
+            patch_method(records, "write", write, self._patches)
         put: Callable[[Any], None] = queue.write
         return put
 

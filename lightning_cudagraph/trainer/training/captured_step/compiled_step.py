@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import lightning.pytorch as pl
 import torch
 
-from lightning_cudagraph.compat.method_patches import StandIn, replace_method
+from lightning_cudagraph.compat.method_patches import MethodPatch, patch_method
 
 __all__ = ["compile_step", "is_step_compiled", "logging_uncompiled"]
 
@@ -16,7 +16,7 @@ _STEP = "training_step"
 _LOGGING = ("log", "log_dict")
 
 
-class _CompiledStep(StandIn):
+class _CompiledStep(MethodPatch):
     """Patch of `training_step` by its compiled form."""
 
 
@@ -32,7 +32,7 @@ def compile_step(module: pl.LightningModule, device: torch.device, patches: Exit
     # On a CPU the emulator records torch's ops, which Inductor's kernels do not call.
     backend = "aot_eager" if device.type == "cpu" else "inductor"
     compiled = torch.compile(getattr(module, _STEP), backend=backend)
-    replace_method(module, _STEP, compiled, patches, _CompiledStep)
+    patch_method(module, _STEP, compiled, patches, _CompiledStep)
 
 
 class _LoggingUncompiled:

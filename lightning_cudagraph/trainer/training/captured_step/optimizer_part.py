@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cudagraph.capture.steps import Place
+from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.optimizers import EagerOptimizer, PreparedOptimizer
@@ -163,7 +163,7 @@ class OptimizerPart:
         """True once the optimizer has made its state, in steps that the scaler did not skip."""
         return self.behind is not None or self.scaler is None or self.scaler.applied
 
-    def state(self, place: Place, makes_gradients: bool) -> dict[str, Tensor]:
+    def state(self, accumulation: AccumulationPhase, makes_gradients: bool) -> dict[str, Tensor]:
         """All tensors that a captured step changes, by name, in the order of the step."""
         state: dict[str, Tensor] = {
             **{f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()},
@@ -173,7 +173,7 @@ class OptimizerPart:
                 if parameter.grad is not None
             },
         }
-        if not place.steps:
+        if not accumulation.steps:
             return state
         if self.scaler is not None:
             state |= self.scaler.tensors()

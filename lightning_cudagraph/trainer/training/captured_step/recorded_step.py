@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.steps import Place
+from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.tensors.batch import compared_outputs
 from lightning_cudagraph.tensors.local import local
@@ -18,11 +18,11 @@ from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 
-__all__ = ["HostTurn", "StepBody", "StepOutputs"]
+__all__ = ["HostBreak", "StepBody", "StepOutputs"]
 
 
 @dataclass
-class HostTurn:
+class HostBreak:
     """A graph break: hooks that run on the host in the middle of every replay.
 
     Attributes:
@@ -64,7 +64,7 @@ class StepOutputs:
     marks: StepMarks | None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     zero_grads: int = 1
-    turns: list[HostTurn] = field(default_factory=list)
+    turns: list[HostBreak] = field(default_factory=list)
     after_backward: bool = False
     recomputed: list[Recomputed] = field(default_factory=list)
 
@@ -90,15 +90,15 @@ class StepBody:
         run: does the step with the given closure.
         optimizer: the optimizer, if it is in the graph.
         arithmetic: context around the step; its argument is True in a capture.
-        place: the accumulation phase.
+        accumulation: the accumulation phase.
     """
 
     run: Callable[[GraphClosure], object]
     optimizer: EagerOptimizer
     arithmetic: Callable[[bool], AbstractContextManager[None]]
-    place: Place
+    accumulation: AccumulationPhase
 
     @property
     def has_optimizer(self) -> bool:
         """True if the optimizer's step is in the graph."""
-        return self.place.steps
+        return self.accumulation.steps

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.graph import Cut
+from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.checks.audit.frozen import FrozenIndex, StepAudit, frozen_python_audit
 from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.device.sentry.compiled import recompilation
@@ -28,7 +28,7 @@ from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING, ch
 from lightning_cudagraph.trainer.host_rules import host_rules, refuse_replaced_methods
 from lightning_cudagraph.trainer.profilers import unprofiled
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
-    HostTurn,
+    HostBreak,
     StepBody,
     StepOutputs,
 )
@@ -65,7 +65,7 @@ class Recorder:
         closure: GraphClosure,
         body: StepBody,
         timings: LayerTimings | None,
-        cut: Cut | None,
+        cut: BreakGraph | None,
     ) -> StepOutputs:
         """Run a step on the static batch.
 
@@ -89,7 +89,7 @@ class Recorder:
         marks: StepMarks | None = None
         if timings is not None:
             marks = self._run.times.marks(body.has_optimizer, timings.placement)
-        place, carried = body.place, self._run.carried
+        accumulation, carried = body.accumulation, self._run.carried
         uncounted = 0
 
         def call(own: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
@@ -119,7 +119,7 @@ class Recorder:
                     audit.end_backward()
             behind = True
 
-        turns: list[HostTurn] = []
+        turns: list[HostBreak] = []
         before = {id(p): _gradient(p) for p in self._module.parameters()}
         taken = 0
         with ExitStack() as stack:
@@ -128,8 +128,8 @@ class Recorder:
             def turn(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
                 nonlocal taken, uncounted
                 self._metrics.write_back()
-                part = self._logs.finished(logs[taken:], place, capturing, is_last=False)
-                turns.append(HostTurn(whose, part, uncounted, run, recomputed.so_far()))
+                part = self._logs.finished(logs[taken:], accumulation, capturing, is_last=False)
+                turns.append(HostBreak(whose, part, uncounted, run, recomputed.so_far()))
                 taken, uncounted = len(logs), 0
                 if cut is not None:
                     with marks.stage("host") if marks is not None else nullcontext():
@@ -137,7 +137,7 @@ class Recorder:
 
             left_out = self._hooks.left_out(inner, body.optimizer.optimizer, turn, end_backward)
             stack.enter_context(left_out)
-            logs = stack.enter_context(self._logs.recorded(place, batch, capturing))
+            logs = stack.enter_context(self._logs.recorded(accumulation, batch, capturing))
             if marks is not None:  # before the audit, which would attribute their hooks to the step
                 stack.enter_context(marks.recording())
                 stack.enter_context(timed_stages(marks, self._trainer, self._module))
@@ -168,7 +168,7 @@ class Recorder:
                 self._metrics.tell_reads(audit.mentioned)
         if result.loss is None:
             raise self.returned_none()
-        logged = self._logs.finished(logs[taken:], place, capturing, result.loss)
+        logged = self._logs.finished(logs[taken:], accumulation, capturing, result.loss)
         # The result still refers to autograd's graph, and so to the memory of all activations.
         refuse_odd_outputs(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)

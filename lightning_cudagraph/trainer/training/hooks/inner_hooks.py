@@ -32,11 +32,11 @@ from lightning_cudagraph.errors import CaptureError, HookError
 from lightning_cudagraph.trainer.config.support import callbacks_of, described_hook, is_overridden
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 
-__all__ = ["InnerHooks", "TakeTurn"]
+__all__ = ["AtGraphBreak", "InnerHooks"]
 
 # Called by a step under capture at a graph break, with the names of the hooks, True if they drop
 # gradients, and the function that calls them, given the closure of the step.
-TakeTurn = Callable[[str, bool, Callable[[GraphClosure], None]], None]
+AtGraphBreak = Callable[[str, bool, Callable[[GraphClosure], None]], None]
 
 _OF_MODULES = frozenset({"on_before_zero_grad", "optimizer_zero_grad"})
 _OF_CALLBACKS = frozenset(
@@ -178,7 +178,7 @@ class InnerHooks:
         self,
         closure: GraphClosure,
         optimizer: Optimizer,
-        turn: TakeTurn,
+        turn: AtGraphBreak,
         end_backward: Callable[[], None],
     ) -> Iterator[None]:
         """Leave the hooks out of a step, and call `turn` at each graph break instead.
@@ -221,7 +221,7 @@ class InnerHooks:
         call._call_callback_hooks(self._trainer, "on_after_backward")
         call._call_lightning_module_hook(self._trainer, "on_after_backward")
 
-    def _before_backward(self, turn: TakeTurn) -> Callable[..., None]:
+    def _before_backward(self, turn: AtGraphBreak) -> Callable[..., None]:
         whose = ", ".join(self._of_callbacks("on_before_backward"))
         remedy = (
             "Do it in the module's own `on_before_backward`, or in `training_step`: these are captured."

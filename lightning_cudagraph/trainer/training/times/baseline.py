@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.tensors.batch import flatten_batch
-from lightning_cudagraph.timing.readings.pace import Plain
+from lightning_cudagraph.timing.readings.step_time import Plain
 from lightning_cudagraph.trainer.config.settings import Settings
 
 __all__ = ["PlainSteps", "has_speed"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
-from lightning_cudagraph.capture.steps import Place
+from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE, TIMES
 from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.device.backend import Backend
@@ -36,9 +36,9 @@ from lightning_cudagraph.timing.output.report import eager_report, layer_lines, 
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.output.trace import TraceWriter
-from lightning_cudagraph.timing.readings.pace import StepPace
 from lightning_cudagraph.timing.readings.rank_times import RankTable, RankTimes, SharedRun
 from lightning_cudagraph.timing.readings.sinks import Sink
+from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.readings.windows import ReadingWindow
 from lightning_cudagraph.trainer.profilers import delay_notes
@@ -101,7 +101,7 @@ class RunTimes:
         self.names: list[str] = [] if choice is None else list(select_layers(module, choice))
         self._module = module
         self._left_out = {} if choice is None else left_out(module, choice)
-        self.pace = StepPace()
+        self.pace = StepTime()
         self._trainer = trainer
         self._backend = backend
         self._every_n_steps = 0 if choice is None else choice.every_n_steps
@@ -150,20 +150,20 @@ class RunTimes:
         """The timed layers that the model has now, by name."""
         return layers_at(self._module, self.names)
 
-    def takes(self, place: Place, accumulate_grad_batches: int) -> tuple[bool, ...]:
+    def takes(self, accumulation: AccumulationPhase, accumulate_grad_batches: int) -> tuple[bool, ...]:
         """The capture instances that a step needs: True for one with timing events.
 
         Args:
-            place: the accumulation phase of the step.
+            accumulation: the accumulation phase of the step.
             accumulate_grad_batches: the length of the accumulation window, in batches.
         """
         if self._every_n_steps == 0:
             return (False,)
         # Two timed instances, where timed replays follow each other: if every step is timed, and in the
         # middle of a window, since a window is timed as a whole.
-        in_the_middle = not (place.drops or place.steps) and accumulate_grad_batches > 3
-        in_turn = self._takes_in_turn and (self._every_n_steps == 1 or in_the_middle)
-        timed = (True, True) if in_turn else (True,)
+        in_the_middle = not (accumulation.drops or accumulation.steps) and accumulate_grad_batches > 3
+        in_graph_break = self._takes_in_turn and (self._every_n_steps == 1 or in_the_middle)
+        timed = (True, True) if in_graph_break else (True,)
         return timed if self._every_n_steps == 1 else (False, *timed)
 
     def marks(self, has_optimizer: bool, placement: Placement = "forked") -> StepMarks:

@@ -22,7 +22,7 @@ from lightning_cudagraph.compat.features import HELD_GRADIENTS
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.tensors.local import address_of, local
 
-__all__ = ["GradientCopies", "Gradients", "HandedOut", "Holds", "adopt", "gradients_of"]
+__all__ = ["ExternalReferences", "GradientCopies", "Gradients", "HandedOut", "adopt", "gradients_of"]
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
@@ -51,10 +51,10 @@ def _is_in_torch(parameter: nn.Parameter, gradient: Tensor) -> bool:
     return parameter.grad is gradient if count is None else count() > 1
 
 
-_all: WeakSet[Holds] = WeakSet()
+_all: WeakSet[ExternalReferences] = WeakSet()
 
 
-class Holds:
+class ExternalReferences:
     """References to the gradients of a graph: to the tensors, and to their storages (views, arrays)."""
 
     def __init__(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
@@ -85,9 +85,9 @@ class Holds:
         known = {id(holds): holds for _, g in found if (holds := of_graphs.get(id(g))) is not None}
         unknown = [(p, g) for p, g in found if id(g) not in of_graphs]
         del found
-        alone = Holds([(fresh, fresh.grad)])
+        alone = ExternalReferences([(fresh, fresh.grad)])
         alone.count()
-        others = Holds(unknown)
+        others = ExternalReferences(unknown)
         del unknown
         others._references = alone._references * len(others._gradients)
         others._users = alone._users * len(others._gradients)
@@ -202,7 +202,7 @@ class GradientCopies:
             added: parameters with gradients that the step adds to.
             can_be_kept: True if user code can hold gradients between two steps.
         """
-        if not self.are_given and can_be_kept() and Holds.is_one_kept(added):
+        if not self.are_given and can_be_kept() and ExternalReferences.is_one_kept(added):
             self.are_given = True
         if self.are_given:
             self.handed = self.handed or HandedOut([*dropped, *added])

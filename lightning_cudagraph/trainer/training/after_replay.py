@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_cudagraph.capture.steps import Phase, Place
+from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
 from lightning_cudagraph.errors import HookError
 from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
@@ -12,10 +12,10 @@ from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.run_times import batch_of_step, step_number
 
-__all__ = ["HandOver"]
+__all__ = ["AfterReplay"]
 
 
-class HandOver:
+class AfterReplay:
     """After-replay work: logs, hooks, counters, gradients and outputs, as an eager step leaves them."""
 
     def __init__(self, run: TrainingRun) -> None:
@@ -49,27 +49,27 @@ class HandOver:
             )
 
     def after(
-        self, outputs: StepOutputs, place: Place, timed: bool, wanted: bool
+        self, outputs: StepOutputs, accumulation: AccumulationPhase, timed: bool, wanted: bool
     ) -> dict[str, Any] | None:
         """Leave the state that Lightning has at the end of an eager step.
 
         Args:
             outputs: the static outputs of the replay.
-            place: the accumulation phase of the step.
+            accumulation: the accumulation phase of the step.
             timed: the times of the step are shown.
             wanted: return the outputs at once. If not, what was logged waits until it is asked for.
 
         Returns:
             Copies of the outputs, as hooks get them, with the loss; None if not wanted.
         """
-        self._replicas.replayed(place)
+        self._replicas.replayed(accumulation)
         given: dict[str, Any] | None = None
         if wanted:
             # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
             extra = map_leaves(outputs.extra, copied_leaf)
             given = {"loss": outputs.logs.hand_over(self._trainer), **extra}
         else:
-            self._logs.put_off(place, outputs.logs)
+            self._logs.put_off(accumulation, outputs.logs)
         self._count_zero_grads(outputs.zero_grads)
         for attribute in outputs.recomputed:
             attribute.hand_over()
@@ -77,10 +77,12 @@ class HandOver:
         if outputs.after_backward:
             self._hooks.run_after_backward()
         marks = outputs.marks if timed else None
-        is_next_due = self._clock.is_due(self._optimization.optim_progress.optimizer_steps + place.steps)
+        is_next_due = self._clock.is_due(
+            self._optimization.optim_progress.optimizer_steps + accumulation.steps
+        )
         batch_idx, is_last = batch_of_step(self._trainer)
         self._clock.ended(marks, step_number(self._trainer), is_next_due, batch_idx, is_last)
-        if place.steps:
+        if accumulation.steps:
             self._pace.tick(Phase.CAPTURED)
         return given
 

@@ -24,7 +24,7 @@ from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["CarriedTensors"]
+__all__ = ["ReboundAttributes"]
 
 _Form = tuple[Any, ...]
 
@@ -209,7 +209,7 @@ def _copy(into: list[Tensor], values: list[Tensor]) -> None:
             tensor.copy_(value)
 
 
-class CarriedTensors:
+class ReboundAttributes:
     """The rebound attributes of a model's modules.
 
     Args:

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from lightning_cudagraph.capture.steps import Phase
 
-__all__ = ["Plain", "StepPace"]
+__all__ = ["Plain", "StepTime"]
 
 
 class Plain(Enum):
@@ -18,7 +18,7 @@ class Plain(Enum):
     LAST = "last"
 
 
-class StepPace:
+class StepTime:
     """Mean time of replays that follow a replay, and of plain steps before the capture.
 
     Other eager steps are not measured: the callback watches them, so they take longer than without it.

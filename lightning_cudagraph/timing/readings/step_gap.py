@@ -10,13 +10,13 @@ from collections.abc import Callable
 from lightning_cudagraph.device.backend import Event
 from lightning_cudagraph.timing.readings.spans import STEP_TAG, Span, SpanLayout
 
-__all__ = ["COPY_TAG", "GAP_TAG", "LeadIn", "with_lead_in"]
+__all__ = ["COPY_TAG", "GAP_TAG", "StepGap", "with_lead_in"]
 
 COPY_TAG = f"{STEP_TAG}copy"
 GAP_TAG = f"{STEP_TAG}gap"
 
 
-class LeadIn:
+class StepGap:
     """The events before one timed step, in order; a context around each copy of its batch.
 
     Args:

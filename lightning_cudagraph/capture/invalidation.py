@@ -10,9 +10,9 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.tensors.holds import GradientCopies
+from lightning_cudagraph.tensors.external_references import GradientCopies
 
-__all__ = ["StandingGraphs"]
+__all__ = ["Invalidation"]
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ _MAX_SHORT_CAPTURES = 8
 _FEW_REPLAYS = 32
 
 
-class StandingGraphs(Generic[T]):
+class Invalidation(Generic[T]):
     """Invalidation of the graphs of an engine.
 
     Attributes:
@@ -123,7 +123,7 @@ class StandingGraphs(Generic[T]):
 
     def leave(self) -> None:
         """Prepare for a replay by another engine: move gradients out of the memory pool."""
-        if self._backend.in_turn:
+        if self._backend.in_graph_break:
             return  # at a graph break: no other engine replays before the end of the step
         self._graphs.plain.clear()
         if not self._copies.are_given and any(each.is_kept() for each in self._graphs.all()):

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_cudagraph.capture.steps import Phase
 from lightning_cudagraph.compat.features import SHORT_WAY
-from lightning_cudagraph.compat.method_patches import StandIn
+from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import (
     _DataLoaderIterDataFetcher,
     _TrainingEpochLoop,
@@ -38,7 +38,7 @@ from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import NOT_PLAIN, TrainingSteps
 from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
-__all__ = ["QuickAdvance"]
+__all__ = ["FastPath"]
 
 # Methods that the epoch loop calls around `advance`; one set on the instance has to be called.
 _AROUND = ("run", "done", "on_advance_end", "on_iteration_done", "update_lr_schedulers")
@@ -85,7 +85,7 @@ def _are_kept(connector: Any) -> bool:
 _SIGTERM = "_broadcast_sigterm_tensor"
 
 
-class QuickAdvance:
+class FastPath:
     """Patch of `_TrainingEpochLoop.advance`; one call takes batches until more than a replay is due."""
 
     def __init__(self, run: TrainingRun, steps: TrainingSteps) -> None:
@@ -142,12 +142,12 @@ class QuickAdvance:
             and type(loop) is _TrainingEpochLoop
             and vars(loop).keys().isdisjoint(_AROUND)
             and type(vars(trainer)["profiler"]) is PassThroughProfiler
-            and (trainer.world_size == 1 or type(vars(loop).get(_SIGTERM)) is StandIn)
+            and (trainer.world_size == 1 or type(vars(loop).get(_SIGTERM)) is MethodPatch)
             and not strategy.handles_gradient_accumulation
             and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
             and module.automatic_optimization
             and not is_overridden("on_train_batch_start", strategy, Strategy)
-            and all(type(vars(strategy).get(name)) is StandIn for name in _PATCHED)
+            and all(type(vars(strategy).get(name)) is MethodPatch for name in _PATCHED)
             and undisturbed(trainer, module)
             and self._steps.is_plain()
         ):

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 from lightning_cudagraph.errors import CaptureError
 
-__all__ = ["Noted", "noted_refusals", "refused"]
+__all__ = ["FirstRefusal", "first_refusal_kept", "refused"]
 
 
 @dataclass
-class Noted:
+class FirstRefusal:
     """The first refusal in the step that is running."""
 
     first: CaptureError | None = None
 
 
-_under_way: list[Noted] = []
+_under_way: list[FirstRefusal] = []
 
 
 def refused(error: CaptureError) -> CaptureError:
@@ -33,13 +33,13 @@ def refused(error: CaptureError) -> CaptureError:
 
 
 @contextmanager
-def noted_refusals() -> Iterator[Noted]:
+def first_refusal_kept() -> Iterator[FirstRefusal]:
     """Record refusals inside the `with` block.
 
     Raises:
         CaptureError: the first refusal, at the end, if the code inside has caught it.
     """
-    noted = Noted()
+    noted = FirstRefusal()
     _under_way.append(noted)
     try:
         yield noted
