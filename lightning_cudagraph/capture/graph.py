@@ -35,12 +35,12 @@ T = TypeVar("T")
 BreakGraph = Callable[[str, bool], None]
 
 
-def _moved(outputs: T, accumulation: Gradients) -> T:
+def _moved(outputs: T, target: Gradients) -> T:
     """Copy the gradients at the end of a captured step to the addresses of another instance."""
-    if accumulation:
-        made = [local(parameter.grad) for parameter, _ in accumulation if parameter.grad is not None]
-        torch._foreach_copy_([local(gradient) for _, gradient in accumulation], made)
-        for parameter, gradient in accumulation:
+    if target:
+        made = [local(parameter.grad) for parameter, _ in target if parameter.grad is not None]
+        torch._foreach_copy_([local(gradient) for _, gradient in target], made)
+        for parameter, gradient in target:
             parameter.grad = gradient
     return outputs
 
@@ -133,7 +133,7 @@ class CapturedStep(Generic[T]):
                 # no cost. The previous instance keeps its own.
                 for parameter in makes:
                     parameter.grad = None
-                accumulation = self._instances[0].gradients if one_place and self._instances else []
+                target = self._instances[0].gradients if one_place and self._instances else []
                 breaks: list[GraphBreak] = []
 
                 def cut(hooks: str, drops: bool, breaks: list[GraphBreak] = breaks) -> None:
