@@ -144,7 +144,7 @@ class CapturedStep(Generic[T]):
                 loan = self.static.lend()
                 graph, outputs = backend.capture(
                     lambda: compiled.held(
-                        lambda: _moved(record(loan.batch, cut, is_timed), accumulation)  # noqa: B023
+                        lambda: _moved(record(loan.batch, cut, is_timed), target)  # noqa: B023
                     ),
                     is_compiled=compiled.is_called,
                 )
