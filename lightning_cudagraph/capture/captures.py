@@ -15,6 +15,7 @@ from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mo
 from lightning_cudagraph.capture.standing import StandingGraphs
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
+from lightning_cudagraph.checks.diagnosis import Diagnosis
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.device.refusals import clear_frames
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
@@ -78,6 +79,11 @@ class Captures(Generic[T]):
         self._copies = copies
         self._streams = streams
         self._compiled = compiled
+        self._diagnosis: Diagnosis | None = None
+        if run.agreement is None:  # else the others are not in the same place, and nothing more is found
+            self._diagnosis = Diagnosis(
+                run.backend, run.carried, guards, compiled, looks_twice=run.is_examined
+            )
 
     def attempt(self, step: Step[T], signature: Signature) -> tuple[CapturedStep[T] | None, str, bool]:
         """Capture a step, in all processes or in none.
@@ -91,8 +97,12 @@ class Captures(Generic[T]):
             code in this process.
 
         Raises:
-            UnsupportedError: if it cannot be captured, and the user wants that raised.
+            UnsupportedError: if it cannot be captured, and the user wants that raised. It names all that
+                was found.
         """
+        if self._diagnosis is not None and (error := self._diagnosis.error) is not None:
+            self._examine(step, error)
+            raise error
         captured: CapturedStep[T] | None = None
         failure: UnsupportedError | None = None
         raised = sent_back = ""
@@ -128,7 +138,11 @@ class Captures(Generic[T]):
         if is_broken:
             step.mend()
         if failure is not None:
-            self._standing.unsupported(failure)  # which puts it into the words of the front end
+            try:
+                self._standing.unsupported(failure)  # which puts it into the words of the front end
+            except UnsupportedError:
+                if self._examine(step, failure):
+                    raise
             # Steps go on. A suspended generator of the failed one would leave what it has entered on:
             # in torch 2.10, hooks of a checkpoint, for all tensors that are saved from then on.
             clear_frames(failure)
@@ -137,6 +151,13 @@ class Captures(Generic[T]):
         if sent_back:  # the step is eager, and a later one is captured
             self._streams.send_back(sent_back)
         return captured, raised or sent_back, mine
+
+    def _examine(self, step: Step[T], error: UnsupportedError) -> bool:
+        """Add to an error what else is found in the step; return True if it is complete."""
+        if self._diagnosis is None:
+            return True
+        with outside_inference_mode():
+            return self._diagnosis.examine(step, error)
 
     def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         try:

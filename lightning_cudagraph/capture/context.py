@@ -59,6 +59,7 @@ class RunContext:
         on_capture: called after each capture with the step and the host time that it took, in
             milliseconds.
         counts: the counts of the steps so far.
+        is_examined: before an error of a capture is raised, one more step is taken and looked at.
         verifier: compares replays with eager steps.
         signatures: those that have graphs.
     """
@@ -76,6 +77,7 @@ class RunContext:
     around_replays: Callable[[], AbstractContextManager[object]] = nullcontext
     on_capture: Callable[[Step[Any], float], None] = lambda step, capture_ms: None
     counts: StepCounts = field(default_factory=StepCounts)
+    is_examined: bool = False
     verifier: Verifier = field(init=False)
     signatures: Signatures = field(init=False)
 

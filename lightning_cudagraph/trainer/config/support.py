@@ -38,6 +38,7 @@ from lightning_cudagraph.compat.names.lightning_names import _MockOptimizer
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.backend import Backend, CudaBackend
 from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.sentry.noted import refuse_together
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_compiled
 from lightning_cudagraph.processes.ddp import COMM_HOOKS, check_wrapper
@@ -151,10 +152,12 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     Raises:
         UnsupportedError: naming what was found, and what to do about it.
     """
-    _check_placement(trainer)
-    _check_precision(trainer)
-    _check_loop(trainer, module)
-    _check_modules(trainer, module)
+    refuse_together(
+        lambda: _check_placement(trainer),
+        lambda: _check_precision(trainer),
+        lambda: _check_loop(trainer, module),
+        lambda: _check_modules(trainer, module),
+    )
 
 
 def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
