@@ -93,6 +93,7 @@ class UnsupportedError(CUDAGraphError):
         self.in_optimizer = in_optimizer
         self.location = location
         self.subject: Hashable = None  # what several checks find, each with other words
+        self.search_ended_by = ""
         self._others: tuple[Finding, ...] = ()
         super().__init__(f"{reason} {remedy} {_RUN_EAGERLY}")
 
@@ -101,18 +102,19 @@ class UnsupportedError(CUDAGraphError):
         """All that keeps the step from being captured: the reason of this error first."""
         return Finding(self.reason, self.remedy, self.location, self.in_optimizer), *self._others
 
-    def add_findings(self, found: Iterable[Finding]) -> None:
+    def add_findings(self, found: Iterable[Finding], ended_by: str = "") -> None:
         """Add what else was found in the same step to the error, and to its message.
 
         Args:
             found: findings; the one of this error may be among them.
+            ended_by: what has ended the search before the end of the step, in words; or nothing.
         """
+        self.search_ended_by = ended_by
         known = {finding.what for finding in self.findings}
         self._others += tuple(finding for finding in found if finding.what not in known)
-        if self._others:
-            of_this_error = str(self.args[0]).partition(_OTHERS)[0]
-            lines = "".join(f"\n- {finding.what}" for finding in self._others)
-            self.args = (f"{of_this_error}{_OTHERS}{lines}",)
+        lines = "".join(f"\n- {finding.what}" for finding in self._others)
+        of_this_error = str(self.args[0]).partition(_OTHERS)[0]
+        self.args = (f"{of_this_error}{_OTHERS}{lines}" if lines else of_this_error,)
 
 
 class CaptureError(UnsupportedError):

@@ -85,13 +85,12 @@ class Diagnosis:
         if self._changes is not None:
             for moved in self._changes():
                 self._found.add(self._moving(moved))
-        if ended := self._run_through(step):
-            error.add_note(f"The search for more of them in the step ended with {ended}")
+        ended_by = self._run_through(step)
         if self._looks_twice and self._changes is None:
             self._changes = self._guards.changes_from_now()
             self.error = error
             return False
-        error.add_findings(self._found.findings)
+        error.add_findings(self._found.findings, ended_by)
         self._found, self._changes, self.error = Gathered(), None, None
         return True
 
@@ -99,7 +98,7 @@ class Diagnosis:
         """Run the step, and gather what a capture would refuse.
 
         Returns:
-            The exception that ended it early, in words; empty if it came to its end.
+            What has ended it early, in words; empty if it came to its end.
         """
         dropped, added = step.parameters()
         gradients = [(parameter, parameter.grad) for parameter in (*dropped, *added)]
@@ -130,6 +129,7 @@ class Diagnosis:
         except UnsupportedError as error:
             self._found.add(error)
             clear_frames(error)
+            return error.reason
         except Exception as error:  # code that cannot go on behind what was refused
             clear_frames(error)
             return f"{type(error).__name__}: {error}"

@@ -100,16 +100,14 @@ class HeldIterator:
         return self
 
     def __next__(self, *args: Any) -> NoReturn:
-        # Also where refusals are gathered: a draw cannot be undone.
-        raise refused(
-            forbidden(
-                f"a draw from the iterator `{self._name}` of {self._of}, which a replay would not"
-                " repeat",
-                "Draw in `on_train_batch_start`, and hand the result to the step in a registered"
-                " buffer, written with `copy_` or `fill_`; or draw in the dataloader. If it may stay"
-                f' what it is, allow it: `CUDAGraphCallback(harmless=["{self._name}"])`.',
-                user_location(),
-            )
+        error = forbidden(
+            f"a draw from the iterator `{self._name}` of {self._of}, which a replay would not repeat",
+            "Draw in `on_train_batch_start`, and hand the result to the step in a registered buffer,"
+            " written with `copy_` or `fill_`; or draw in the dataloader. If it may stay what it is,"
+            f' allow it: `CUDAGraphCallback(harmless=["{self._name}"])`.',
+            user_location(),
         )
+        error.subject = self._name, self._of
+        raise refused(error)  # also where refusals are gathered: a draw cannot be undone
 
     send = throw = close = __next__

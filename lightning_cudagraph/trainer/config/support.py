@@ -152,8 +152,8 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     Raises:
         UnsupportedError: naming what was found, and what to do about it.
     """
+    _check_placement(trainer)  # alone: of another strategy nothing else is known
     refuse_together(
-        lambda: _check_placement(trainer),
         lambda: _check_precision(trainer),
         lambda: _check_loop(trainer, module),
         lambda: _check_modules(trainer, module),
