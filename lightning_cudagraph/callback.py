@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.timing.layers.layers import LayerTimings
 from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
+from lightning_cudagraph.trainer.command.doctor import examine
 from lightning_cudagraph.trainer.config.arguments import check_arguments, check_company
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
 from lightning_cudagraph.trainer.config.support import (
@@ -160,6 +163,7 @@ class CUDAGraphCallback(Callback):
         self._no_evaluation: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._description = ""
+        self._is_examined = False
         self._interrupted: RunSummary | None = None  # of a `fit` interrupted by a hook
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,6 +180,30 @@ class CUDAGraphCallback(Callback):
         if self._evaluation is not None:
             found = found.with_stage(self._evaluation.stage_name, self._evaluation.stage)
         return found
+
+    def check(
+        self, module: pl.LightningModule, batches: Any = None, trainer: pl.Trainer | None = None
+    ) -> DiagnosisReport:
+        """List all that keeps the training step of a module from being captured, with these arguments.
+
+        A copy of the module trains for a few steps, on the emulator where there is no GPU. The module
+        and the random states are as before; what the step prints or writes is printed and written.
+
+        Args:
+            module: the module.
+            batches: a dataloader, a datamodule, or one batch; None for the module's own dataloader.
+            trainer: a trainer with the arguments of the run, which is of no use afterwards: it takes a
+                few steps, without loggers and checkpoints. None for one with Lightning's defaults.
+
+        Example::
+
+            report = CUDAGraphCallback().check(module, train_loader)
+            print(report)
+        """
+        examined = copy(self)
+        examined._is_examined = True
+        examined.on_unsupported, examined.timings = "raise", None
+        return examine(examined, module, batches, trainer)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         training = self._training
@@ -297,7 +325,7 @@ class CUDAGraphCallback(Callback):
 
     def _print_report(self, after_progress_bar: bool = False) -> None:
         """Print the report once; after a progress bar, on a new line."""
-        if not self._is_printed:
+        if not self._is_printed and not self._is_examined:
             rank_zero_info(f"\n{self._summary}" if after_progress_bar else str(self._summary))
         self._is_printed = True
 
@@ -424,7 +452,8 @@ class CUDAGraphCallback(Callback):
             frozenset(self.harmless),
             streams_for(self.streams),
             self.compile,
-            self.warmup_steps is None,
+            self.warmup_steps is None and not self._is_examined,
+            self._is_examined,
         )
 
     def _leave_others(self) -> None:

@@ -7,8 +7,8 @@ class adds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 __all__ = [
     "BatchError",
@@ -21,13 +21,44 @@ __all__ = [
     "TimerError",
     "UnsupportedError",
     "VerificationError",
-    "Wording",
 ]
 
 _RUN_EAGERLY = (
     'To train on without a graph where this happens, pass `CUDAGraphCallback(on_unsupported="eager")`;'
     ' to switch graphs off altogether, pass `backend="off"`.'
 )
+_OTHERS = "\nAlso found in the same step (`error.findings` has the remedies):"
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line of source, and the line of a library that it calls, if it does."""
+
+    path: str
+    line: int
+    source: str
+    called: Location | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.path}:{self.line}" + (f" (`{self.source}`)" if self.source else "")
+        return text if self.called is None else f"{text}, which comes to {self.called}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing in a run that keeps a step from being captured.
+
+    Attributes:
+        what: what was found, in a sentence.
+        remedy: one thing to do about it.
+        location: the user's line, if there is one.
+        in_optimizer: True if only code after the backward pass is concerned.
+    """
+
+    what: str
+    remedy: str
+    location: Location | None = None
+    in_optimizer: bool = False
 
 
 class CUDAGraphError(RuntimeError):
@@ -46,13 +77,44 @@ class UnsupportedError(CUDAGraphError):
         remedy: one thing to do about it.
         in_optimizer: True if only code after the backward pass is concerned, so that forward and
             backward can still be captured. Default: False.
+        location: the user's line, if there is one.
     """
 
-    def __init__(self, reason: str, remedy: str, *, in_optimizer: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        remedy: str,
+        *,
+        in_optimizer: bool = False,
+        location: Location | None = None,
+    ) -> None:
         self.reason = reason
         self.remedy = remedy
         self.in_optimizer = in_optimizer
+        self.location = location
+        self.subject: Hashable = None  # what several checks find, each with other words
+        self.search_ended_by = ""
+        self._others: tuple[Finding, ...] = ()
         super().__init__(f"{reason} {remedy} {_RUN_EAGERLY}")
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All that keeps the step from being captured: the reason of this error first."""
+        return Finding(self.reason, self.remedy, self.location, self.in_optimizer), *self._others
+
+    def add_findings(self, found: Iterable[Finding], ended_by: str = "") -> None:
+        """Add what else was found in the same step to the error, and to its message.
+
+        Args:
+            found: findings; the one of this error may be among them.
+            ended_by: what has ended the search before the end of the step, in words; or nothing.
+        """
+        self.search_ended_by = ended_by
+        known = {finding.what for finding in self.findings}
+        self._others += tuple(finding for finding in found if finding.what not in known)
+        lines = "".join(f"\n- {finding.what}" for finding in self._others)
+        of_this_error = str(self.args[0]).partition(_OTHERS)[0]
+        self.args = (f"{of_this_error}{_OTHERS}{lines}" if lines else of_this_error,)
 
 
 class CaptureError(UnsupportedError):
@@ -111,6 +173,10 @@ class Wording:
         """Put them into all that an error says."""
         error.reason, error.remedy = self.of(error.reason), self.of(error.remedy)
         error.args = tuple(map(self.of, error.args))
+        error._others = tuple(
+            replace(finding, what=self.of(finding.what), remedy=self.of(finding.remedy))
+            for finding in error._others
+        )
 
 
 class HookError(CUDAGraphError):

@@ -15,6 +15,7 @@ from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mo
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
+from lightning_cudagraph.checks.diagnosis import Diagnosis
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.device.refusals import clear_frames
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
@@ -79,6 +80,11 @@ class Captures(Generic[T]):
         self._copies = copies
         self._streams = streams
         self._compiled = compiled
+        self._diagnosis: Diagnosis | None = None
+        if run.agreement is None:  # else the others are not in the same place, and nothing more is found
+            self._diagnosis = Diagnosis(
+                run.backend, run.carried, guards, compiled, looks_twice=run.is_examined
+            )
 
     def attempt(self, step: Step[T], signature: Signature) -> tuple[CapturedStep[T] | None, str, bool]:
         """Capture a step, in all processes or in none.
@@ -87,8 +93,12 @@ class Captures(Generic[T]):
             The captured step. Or None, the reason, and True if user code in this process raised it.
 
         Raises:
-            UnsupportedError: if the step cannot be captured and `on_unsupported="raise"`.
+            UnsupportedError: if the step cannot be captured and `on_unsupported="raise"`. It names all
+                that was found.
         """
+        if self._diagnosis is not None and (error := self._diagnosis.error) is not None:
+            self._examine(step, error)
+            raise error
         captured: CapturedStep[T] | None = None
         failure: UnsupportedError | None = None
         raised = sent_back = ""
@@ -124,7 +134,11 @@ class Captures(Generic[T]):
         if is_broken:
             step.mend()
         if failure is not None:
-            self._standing.unsupported(failure)  # rephrases it for the front end
+            try:
+                self._standing.unsupported(failure)  # rephrases it for the front end
+            except UnsupportedError:
+                if self._examine(step, failure):
+                    raise
             # Training goes on. A suspended generator in the frames of the error would keep its context
             # managers entered: in torch 2.10, the saved-tensor hooks of a checkpoint.
             clear_frames(failure)
@@ -133,6 +147,13 @@ class Captures(Generic[T]):
         if sent_back:  # this step is eager, a later one is captured
             self._streams.send_back(sent_back)
         return captured, raised or sent_back, mine
+
+    def _examine(self, step: Step[T], error: UnsupportedError) -> bool:
+        """Add to an error what else is found in the step; return True if it is complete."""
+        if self._diagnosis is None:
+            return True
+        with outside_inference_mode():
+            return self._diagnosis.examine(step, error)
 
     def _capture(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         try:

@@ -30,6 +30,7 @@ from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.graph_parts import Between
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
+from lightning_cudagraph.device.kept_memory import KeptMemory
 from lightning_cudagraph.device.sentry.collectives import (
     is_collective,
     only_wraps,
@@ -170,44 +171,27 @@ class _Resize:
 _resize: Any = torch.UntypedStorage.resize_
 
 
-class _Undo:
+class _Undo(KeptMemory):
     """The contents of memory before the capture, to restore them."""
 
     def __init__(self, generators: Generators) -> None:
+        super().__init__()
         self._generators = generators
         self._rng_state = generators.state(torch.get_rng_state())
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         self._sizes: list[_Resize] = []
-        self._made_inside: set[int] = set()
-
-    def before(self, tensors: list[Tensor]) -> None:
-        # All inputs, not only those that the schema declares as written: `native_batch_norm` writes its
-        # running statistics undeclared.
-        for tensor in tensors:
-            key = storage_id(tensor)
-            if key in self._saved or key in self._made_inside:
-                continue
-            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            self._saved[key] = (whole, whole.clone())
-
-    def after(self, tensors: list[Tensor]) -> None:
-        self._made_inside.update(key for t in tensors if (key := storage_id(t)) not in self._saved)
 
     def before_resize(self, storage: torch.UntypedStorage) -> None:
         key = int(storage._cdata)
         if not storage.nbytes():
-            self._made_inside.add(key)  # it is empty: there is nothing to restore
-        elif key not in self._made_inside:
+            self.made_inside.add(key)  # it is empty: there is nothing to restore
+        elif key not in self.made_inside:
             forbid(*STORAGE, user_location())
         self._sizes.append(_Resize(storage, storage.nbytes()))
 
     def roll_back(self) -> None:
         for size in reversed(self._sizes):
             size.run()
-        with torch.no_grad():
-            # Two storages may share memory (`from_dlpack`): the copy saved first holds the state before.
-            for whole, saved in reversed(self._saved.values()):
-                whole.copy_(saved)
+        self.put_back()
         torch.set_rng_state(self._generators.set_extra_states(self._rng_state))
 
 

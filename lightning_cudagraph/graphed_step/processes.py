@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_cudagraph.device.sentry.first_refusal import refused
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
-from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+from lightning_cudagraph.device.sentry.sentry import forbidden, user_location
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.processes.at_exit import AtExit
@@ -146,17 +147,22 @@ class CollectiveRules(OwnDispatchMode):
     ) -> Any:
         if func.namespace in _NAMESPACES:
             name = func._schema.name
+            # Also where refusals are gathered: the other processes may not take part.
             if name in _HOST_WAITS:
-                forbid(
-                    f"a barrier (`{name}`), in which the host waits for other processes",
-                    "Call it before or after the step.",
-                    user_location(),
+                raise refused(
+                    forbidden(
+                        f"a barrier (`{name}`), in which the host waits for other processes",
+                        "Call it before or after the step.",
+                        user_location(),
+                    )
                 )
             if self._alone:
-                forbid(
-                    f"a collective (`{name}`) in {self._alone}: a graph with collectives is replayed by"
-                    " all processes or by none, and each would decide by itself",
-                    self._remedy,
-                    user_location(),
+                raise refused(
+                    forbidden(
+                        f"a collective (`{name}`) in {self._alone}: a graph with collectives is replayed"
+                        " by all processes or by none, and each would decide by itself",
+                        self._remedy,
+                        user_location(),
+                    )
                 )
         return func(*args, **(kwargs or {}))

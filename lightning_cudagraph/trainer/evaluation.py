@@ -217,7 +217,7 @@ class GraphedEvaluation:
         refuse_replaced_methods(self._module, None, self._harmless, self._step_name, called)
         arguments: list[Any] = [*indices]
         if arguments and "batch_idx" not in self._harmless:
-            arguments[0] = FrozenIndex("batch_idx")
+            arguments[0] = FrozenIndex("batch_idx", arguments[0])
         with ExitStack() as stack:
             stack.enter_context(unprofiled(self._trainer))
             stack.enter_context(self._without_gradients())

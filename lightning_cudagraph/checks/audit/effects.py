@@ -24,6 +24,7 @@ from lightning_cudagraph.checks.audit.host_objects import (
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.walker import Walk
+from lightning_cudagraph.device.sentry.first_refusal import is_gathering, refuse
 from lightning_cudagraph.device.sentry.own_modes import not_compiled
 from lightning_cudagraph.device.sentry.sentry import is_users
 from lightning_cudagraph.errors import StaleGraphError
@@ -102,6 +103,9 @@ class Effects:
             for node, parts in before:
                 node.put_back(parts)
             raise
+        if is_gathering():
+            for node, parts in before:
+                node.put_back(parts)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -129,7 +133,7 @@ class Effects:
                 continue  # that code runs on the host in replays too
             error = effect_error(moved, line_that_sets(moved, captured) or nearest_line(moved, captured))
             error.in_optimizer = moved.of.startswith(OF_OPTIMIZER)
-            raise error
+            refuse(error, moved.subject)
 
     def _is_effect(self, moved: Moved) -> bool:
         if moved.is_under(self._harmless):

@@ -10,7 +10,7 @@ of objects before and after the step sees changes (`walker.py`), and reads of th
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +24,15 @@ from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of,
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
-from lightning_cudagraph.device.sentry.first_refusal import FirstRefusal, first_refusal_kept, refused
-from lightning_cudagraph.device.sentry.sentry import Location, user_location
-from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.device.sentry.first_refusal import (
+    FirstRefusal,
+    backward_ended,
+    first_refusal_kept,
+    is_gathering,
+    refuse,
+)
+from lightning_cudagraph.device.sentry.sentry import user_location
+from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError
 from lightning_cudagraph.tensors.local import address_of
 
 __all__ = ["FrozenIndex", "StepAudit", "effect_error", "frozen_python_audit"]
@@ -39,7 +45,8 @@ _HOST_HOOK = (
 
 def _refuse(name: str) -> Any:
     def used(self: FrozenIndex, *args: Any) -> Any:
-        raise refused(frozen_read(self._name, user_location()))
+        refuse(frozen_read(self._name, user_location()))
+        return getattr(self._value, name)(*args)
 
     used.__name__ = name
     return used
@@ -52,10 +59,12 @@ class FrozenIndex:
 
     Args:
         name: its name for the user.
+        value: its value, for a step that goes on after it was refused.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, value: int) -> None:
         self._name = name
+        self._value = value
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -95,6 +104,7 @@ class StepAudit:
         """Check the changes so far; later ones come from the optimizer's part of the step."""
         self.check()
         self.after_backward = True
+        backward_ended()
 
 
 @contextmanager
@@ -130,22 +140,34 @@ def frozen_python_audit(
     noted = FirstRefusal()
 
     def check() -> None:
-        error = noted.first  # user code may have caught it
-        moved = (change for change in state.changes() if not change.is_under(rules.harmless))
-        if error is None and (change := next(moved, None)) is not None:
-            where = calls.where(change) or nearest_line(change, calls.mentioned.users_code)
-            error = effect_error(change, where)
-        for name, (tensor, _, address) in storages.items():
-            if error is None and address_of(tensor) != address and name not in rules.harmless:
-                where = calls.line_of("data")
-                error = CaptureError(
-                    f"The training step gives `{name}` another storage (`.data = ...`){_at(where)},"
-                    " which a replay would not do.",
-                    "Write into it: `copy_`, `mul_`, under `torch.no_grad()`.",
-                )
-        if error is not None:
+        def refuse_here(error: UnsupportedError, subject: Hashable = None) -> None:
             error.in_optimizer = audit.after_backward
-            raise error
+            refuse(error, subject)
+
+        if noted.first is not None:  # user code may have caught it
+            refuse_here(noted.first)
+        for change in state.changes():
+            if not change.is_under(rules.harmless):
+                where = calls.where(change) or nearest_line(change, calls.mentioned.users_code)
+                refuse_here(effect_error(change, where), change.subject)
+        for name, (tensor, _, address) in storages.items():
+            if address_of(tensor) != address and name not in rules.harmless:
+                where = calls.line_of("data")
+                refuse_here(
+                    CaptureError(
+                        f"The training step gives `{name}` another storage (`.data = ...`){_at(where)},"
+                        " which a replay would not do.",
+                        "Write into it: `copy_`, `mul_`, under `torch.no_grad()`.",
+                        location=where,
+                    ),
+                    (name, "data"),
+                )
+
+    def put_back() -> None:
+        state.put_back()
+        for tensor, as_it_was, address in storages.values():
+            if address_of(tensor) != address:
+                tensor.data = as_it_was
 
     audit = StepAudit(calls.mentioned, check)
     try:
@@ -153,11 +175,12 @@ def frozen_python_audit(
         with first_refusal_kept() as noted, calls:
             yield audit
         check()
+        if is_gathering():
+            put_back()
     except BaseException:
-        state.put_back()
-        for tensor, as_it_was, address in storages.values():
-            if address_of(tensor) != address:
-                tensor.data = as_it_was
+        if is_gathering():
+            check()
+        put_back()
         raise
     finally:
         state.release()
@@ -208,10 +231,12 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             " numbers of this one step.",
             "Draw on the device (`torch.rand(..., device=x.device)`), or in the dataloader."
             + allowance(change.name),
+            location=where,
         )
     return CaptureError(
         f"The training step sets or changes {named}{_at(where)}, which a replay would not do: it would"
         " keep what this one step left there.",
         f"{_HOST_HOOK}. To keep what the step computes, return it, and take it from the outputs in"
         " `on_train_batch_end`." + allowance(change.name),
+        location=where,
     )

@@ -33,9 +33,9 @@ from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
-from lightning_cudagraph.device.sentry.first_refusal import refused
-from lightning_cudagraph.device.sentry.sentry import Location, is_users, user_frame
-from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.device.sentry.first_refusal import refuse
+from lightning_cudagraph.device.sentry.sentry import is_users, user_frame
+from lightning_cudagraph.errors import CaptureError, Location
 
 __all__ = ["HostCalls", "HostRules", "allowance", "frozen_read"]
 
@@ -151,6 +151,16 @@ def frozen_read(name: str, where: Location | None) -> CaptureError:
         f"A CUDA graph cannot hold a read of `{name}`, which would stay what it is in this step: found"
         f" {_at(where)}.",
         _BEFORE + allowance(_short(name)),
+        location=where,
+    )
+
+
+def _lost_effect(name: str, where: Location | None, remedy: str) -> CaptureError:
+    return CaptureError(
+        f"A CUDA graph cannot hold a use of `{name}`, which a replay would not repeat: found"
+        f" {_at(where)}.",
+        remedy + allowance(name),
+        location=where,
     )
 
 
@@ -271,13 +281,7 @@ class HostCalls:
         elif key in self._refused:
             name, remedy = self._refused[key]
             if not self._allows(name):
-                self._refuse(
-                    CaptureError(
-                        f"A CUDA graph cannot hold a use of `{name}`, which a replay would not repeat:"
-                        f" found {_at(user_frame(asker))}.",
-                        remedy + allowance(name),
-                    )
-                )
+                refuse(_lost_effect(name, user_frame(asker), remedy))
         elif key in self._effects:
             self._refuse_effect(self._effects[key], asker, frame, is_python=True)
         elif code.co_name.startswith(_RECORDING):
@@ -346,15 +350,17 @@ class HostCalls:
 
     def _refuse_read(self, name: str, asker: FrameType) -> None:
         if not self._allows(name):
-            self._refuse(frozen_read(name, user_frame(asker)))
+            refuse(frozen_read(name, user_frame(asker)))
 
     def _refuse_other(self, name: str, remedy: str, asker: FrameType) -> None:
         if not self._allows(name):
-            self._refuse(
+            where = user_frame(asker)
+            refuse(
                 CaptureError(
                     f"`{name}` would say another thing in the captured step than without it: found"
-                    f" {_at(user_frame(asker))}.",
+                    f" {_at(where)}.",
                     remedy + allowance(name),
+                    location=where,
                 )
             )
 
@@ -370,19 +376,10 @@ class HostCalls:
             if id(frame.f_code) in self._allowed_code:
                 return
             frame = frame.f_back
-        self._refuse(
-            CaptureError(
-                f"A CUDA graph cannot hold a use of `{name}`, which a replay would not repeat: found"
-                f" {_at(user_frame(asker))}.",
-                _AFTERWARDS + allowance(name),
-            )
-        )
+        refuse(_lost_effect(name, user_frame(asker), _AFTERWARDS))
 
     def _allows(self, name: str) -> bool:
         return bool({name, _short(name), name.removesuffix("()")} & self._rules.harmless)
-
-    def _refuse(self, error: CaptureError) -> None:
-        raise refused(error)
 
     def _origin_of(self, frame: FrameType) -> _Origin:
         file = frame.f_code.co_filename

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from lightning_cudagraph.checks.audit.host_objects import cached_by_class
-from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+from lightning_cudagraph.device.sentry.first_refusal import refused
+from lightning_cudagraph.device.sentry.sentry import forbidden, user_location
 
 __all__ = ["HeldIterator", "generator_state", "is_iterator"]
 
@@ -99,12 +100,14 @@ class HeldIterator:
         return self
 
     def __next__(self, *args: Any) -> NoReturn:
-        forbid(
+        error = forbidden(
             f"a draw from the iterator `{self._name}` of {self._of}, which a replay would not repeat",
             "Draw in `on_train_batch_start`, and hand the result to the step in a registered buffer,"
             " written with `copy_` or `fill_`; or draw in the dataloader. If it may stay what it is,"
             f' allow it: `CUDAGraphCallback(harmless=["{self._name}"])`.',
             user_location(),
         )
+        error.subject = self._name, self._of
+        raise refused(error)  # also where refusals are gathered: a draw cannot be undone
 
     send = throw = close = __next__

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from lightning_cudagraph.checks.audit.parts import Moved
-from lightning_cudagraph.device.sentry.sentry import Location, location_in
+from lightning_cudagraph.device.sentry.sentry import location_in
+from lightning_cudagraph.errors import Location
 
 __all__ = ["NUMPYS_OWN", "first_line", "is_set_elsewhere", "line_that_sets", "nearest_line", "stores"]
 

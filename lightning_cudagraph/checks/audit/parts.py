@@ -216,6 +216,11 @@ class Moved(NamedTuple):
         return self.node.draws
 
     @property
+    def subject(self) -> tuple[str, str]:
+        """The part, as several checks that find it name it."""
+        return self.name, self.of
+
+    @property
     def is_read(self) -> bool:
         """True if the step can have read the part, by the names that it mentions."""
         return self.node.was_read(self.label)

@@ -128,6 +128,17 @@ class Guards:
         """The names that any captured step mentions."""
         return MentionedNames.union(self.mentioned)
 
+    def changes_from_now(self) -> Callable[[], list[Moved]]:
+        """A function that finds what the examined step reads and what has changed since this call."""
+        walk = self._walk_of(self.all_mentioned(), [])
+
+        def changes() -> list[Moved]:
+            moved = [m for m in walk.changes() if m.is_read and not m.is_under(self._unwatched)]
+            walk.release()
+            return moved
+
+        return changes
+
     def take(self) -> None:
         """Record the present state, at a capture."""
         self._take_walk()

@@ -1,35 +1,164 @@
-"""The first refusal in a step, raised at its end even if the step's own code catches it.
+"""Refusals in a step: raised, and raised again if the step catches them; or gathered.
 
 A step may catch exceptions and go on, or raise others instead. The refused op has then not run, and a
-graph without it would be another step.
+graph without it would be another step. So the first refusal is raised again at the end.
+
+Where all that a graph cannot hold is wanted, a step runs once more without a capture. What is refused in
+it is gathered then, and the step goes on, for real.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.errors import Finding, UnsupportedError
 
-__all__ = ["FirstRefusal", "first_refusal_kept", "refused"]
+__all__ = [
+    "FirstRefusal",
+    "Gathered",
+    "backward_ended",
+    "first_refusal_kept",
+    "gathering",
+    "going_on",
+    "is_gathering",
+    "one_finding",
+    "refuse",
+    "refuse_together",
+    "refused",
+]
 
 
 @dataclass
 class FirstRefusal:
     """The first refusal in the step that is running."""
 
-    first: CaptureError | None = None
+    first: UnsupportedError | None = None
+
+
+class Gathered:
+    """The refusals in one step, or in several runs of it.
+
+    Attributes:
+        findings: what was refused, in order, once each.
+    """
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.is_behind = False  # the backward pass has ended
+        self.is_quiet = False
+        self._subjects: set[Hashable] = set()
+
+    def add(self, error: UnsupportedError) -> None:
+        """Add the finding of an error, if it is not known."""
+        key = error.reason if error.subject is None else error.subject
+        if self.is_quiet or key in self._subjects:
+            return
+        self._subjects.add(key)
+        first, *others = error.findings
+        in_optimizer = error.in_optimizer or self.is_behind
+        self.findings.append(Finding(first.what, first.remedy, first.location, in_optimizer))
+        self.findings += others
+
+
+class _OfThread(threading.local):
+    gathered: Gathered | None = None
 
 
 _under_way: list[FirstRefusal] = []
+_here = _OfThread()
 
 
-def refused(error: CaptureError) -> CaptureError:
+def is_gathering() -> bool:
+    """True if refusals in this thread are gathered instead of raised."""
+    return _here.gathered is not None
+
+
+def refuse(error: UnsupportedError, subject: Hashable = None) -> None:
+    """Raise an error; or, where refusals are gathered, add it to them and return.
+
+    Args:
+        error: the error.
+        subject: what is found by several checks, or in several runs, each with other words; None for
+            what the text of the error tells from all others.
+    """
+    error.subject = subject
+    if _here.gathered is None:
+        raise refused(error)
+    _here.gathered.add(error)
+
+
+def refused(error: UnsupportedError) -> UnsupportedError:
     """Record an error that is about to be raised, if it is the innermost step's first."""
-    if _under_way and _under_way[-1].first is None:
+    if _here.gathered is not None:
+        _here.gathered.add(error)
+    elif _under_way and _under_way[-1].first is None:
         _under_way[-1].first = error
     return error
+
+
+@contextmanager
+def gathering(found: Gathered) -> Iterator[None]:
+    """Gather what this thread refuses inside the `with` block."""
+    before, _here.gathered = _here.gathered, found
+    try:
+        yield
+    finally:
+        _here.gathered = before
+        found.is_behind = False
+
+
+@contextmanager
+def going_on() -> Iterator[None]:
+    """Where refusals are gathered, go on behind the `with` block if it is refused."""
+    try:
+        yield
+    except UnsupportedError as error:
+        if not is_gathering():
+            raise
+        refuse(error, error.subject)
+
+
+@contextmanager
+def one_finding() -> Iterator[None]:
+    """Refuse nothing inside the `with` block, which is a part of what has just been gathered."""
+    found = _here.gathered
+    if found is None or found.is_quiet:
+        yield
+        return
+    found.is_quiet = True
+    try:
+        yield
+    finally:
+        found.is_quiet = False
+
+
+def refuse_together(*checks: Callable[[], object]) -> None:
+    """Make all checks, and raise the first error of one, with the findings of the others.
+
+    Raises:
+        UnsupportedError: if a check does.
+    """
+    errors = [error for check in checks if (error := _error_of(check)) is not None]
+    if errors:
+        errors[0].add_findings(finding for error in errors for finding in error.findings)
+        raise errors[0]
+
+
+def _error_of(check: Callable[[], object]) -> UnsupportedError | None:
+    try:
+        check()
+    except UnsupportedError as error:
+        return error
+    return None
+
+
+def backward_ended() -> None:
+    """What is gathered from now on comes after the backward pass of the step."""
+    if _here.gathered is not None:
+        _here.gathered.is_behind = True
 
 
 @contextmanager
@@ -37,7 +166,7 @@ def first_refusal_kept() -> Iterator[FirstRefusal]:
     """Record refusals inside the `with` block.
 
     Raises:
-        CaptureError: the first refusal, at the end, if the code inside has caught it.
+        UnsupportedError: the first refusal, at the end, if the code inside has caught it.
     """
     noted = FirstRefusal()
     _under_way.append(noted)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from lightning_cudagraph.compat.names import torch_names
-from lightning_cudagraph.device.sentry.sentry import Location, user_location
-from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.device.sentry.sentry import user_location
+from lightning_cudagraph.errors import CaptureError, Location
 
 __all__ = ["refused_on_cpu", "wants_graphs", "without_its_graphs"]
 

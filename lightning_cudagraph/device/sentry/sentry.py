@@ -16,11 +16,11 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +30,11 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.collective_hooks import run_collective
-from lightning_cudagraph.device.sentry.first_refusal import refused
+from lightning_cudagraph.device.sentry.first_refusal import one_finding, refuse
 from lightning_cudagraph.device.sentry.hidden_reads import in_op, of_function
 from lightning_cudagraph.device.sentry.known import KnownValues
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode, OwnFunctionMode
-from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.errors import CaptureError, Location
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import Writes
 
@@ -149,20 +149,6 @@ _IN_BETWEEN = (
     *("_compile.py", "_dynamo", "_functorch", "_inductor", "_ops.py", "_tensor.py"),
     *("autograd", "overrides.py", "utils"),
 )
-
-
-@dataclass(frozen=True)
-class Location:
-    """A line of source, and the line of a library that it calls, if it does."""
-
-    path: str
-    line: int
-    source: str
-    called: Location | None = None
-
-    def __str__(self) -> str:
-        text = f"{self.path}:{self.line}" + (f" (`{self.source}`)" if self.source else "")
-        return text if self.called is None else f"{text}, which comes to {self.called}"
 
 
 def _library_dirs() -> tuple[str, ...]:
@@ -281,10 +267,15 @@ def location_of(error: BaseException) -> Location | None:
     return _locate(reversed(frames))
 
 
-def forbid(what: str, remedy: str, location: Location | None) -> NoReturn:
-    """Raise, and record, the error for something in a step that a CUDA graph cannot hold."""
+def forbid(what: str, remedy: str, location: Location | None, subject: Hashable = None) -> None:
+    """Refuse something in a step that a CUDA graph cannot hold; see `refuse`."""
+    refuse(forbidden(what, remedy, location), subject)
+
+
+def forbidden(what: str, remedy: str, location: Location | None) -> CaptureError:
+    """The error for something in a step that a CUDA graph cannot hold."""
     where = f"at {location}" if location else "in code called by torch, with no line of yours in it"
-    raise refused(CaptureError(f"A CUDA graph cannot hold {what}: found {where}.", remedy))
+    return CaptureError(f"A CUDA graph cannot hold {what}: found {where}.", remedy, location=location)
 
 
 def _is_mask(index: Any) -> bool:
@@ -383,20 +374,29 @@ class HostReads(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if (read := self._read_by(func, args, kwargs)) is not None:
+            forbid(*read, user_location())
+            with one_finding():  # the ops that it consists of
+                return func(*args, **kwargs)
+        if func in _ADDRESSES:
+            for sentry in _standing:
+                sentry.known.give_out(args[0])
+        return func(*args, **kwargs)
+
+    def _read_by(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, str] | None:
+        """A description for the user and a remedy, if a function reads the memory of a tensor."""
         if func in _HOST_READS and args[0].device.type == self._device_type:
-            forbid(_HOST_READS[func], _HOST_VALUE[1], user_location())
+            return _HOST_READS[func], _HOST_VALUE[1]
         if (
             func in _FROM_LISTS
             and isinstance(args[0] if args else None, (list, tuple))
             and _works_on(self._device_type, args[:1], {})
         ):
-            forbid(*_LIST_OF_TENSORS, user_location())
-        if (hidden := of_function(func, args, kwargs or {})) is not None:
-            forbid(*hidden, user_location())
-        if func in _ADDRESSES:
-            for sentry in _standing:
-                sentry.known.give_out(args[0])
-        return func(*args, **(kwargs or {}))
+            return _LIST_OF_TENSORS
+        return of_function(func, args, kwargs)
 
 
 _standing: list[Sentry] = []

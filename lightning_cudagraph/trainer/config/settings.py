@@ -16,7 +16,11 @@ Scope = Literal["auto", "step", "forward_backward"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `CUDAGraphCallback`, which documents each."""
+    """The arguments of `CUDAGraphCallback`, which documents each.
+
+    Attributes:
+        is_examined: the run looks for all that keeps its steps from being captured, and is thrown away.
+    """
 
     scope: Scope
     warmup_steps: int
@@ -28,3 +32,4 @@ class Settings:
     streams: Streams = 1
     compile: bool = False
     measures_plain_steps: bool = False
+    is_examined: bool = False

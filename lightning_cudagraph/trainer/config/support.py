@@ -37,6 +37,7 @@ from lightning_cudagraph.compat.names.lightning_names import _MockOptimizer
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.backend import Backend, CudaBackend
 from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.sentry.first_refusal import refuse_together
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_compiled
 from lightning_cudagraph.processes.ddp import COMM_HOOKS, check_wrapper
@@ -142,10 +143,12 @@ def described_hook(owner: Any, name: str) -> str:
 
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raise `UnsupportedError` for a run that is not known to have the same numbers with a graph."""
-    _check_placement(trainer)
-    _check_precision(trainer)
-    _check_loop(trainer, module)
-    _check_modules(trainer, module)
+    _check_placement(trainer)  # alone: of another strategy nothing else is known
+    refuse_together(
+        lambda: _check_precision(trainer),
+        lambda: _check_loop(trainer, module),
+        lambda: _check_modules(trainer, module),
+    )
 
 
 def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:

@@ -135,4 +135,5 @@ def _refuse(what: _What, before: Any, now: Any) -> None:
         "Log the number in `on_train_batch_end`, which runs on the host after every step; a tensor that"
         " the step makes of it would stay what it is too.",
         user_location(),
+        subject=what,
     )

@@ -19,7 +19,8 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
-from lightning_cudagraph.device.sentry.sentry import Location, is_users, user_frame
+from lightning_cudagraph.device.sentry.sentry import is_users, user_frame
+from lightning_cudagraph.errors import Location
 
 __all__ = ["MetricReads", "metric_reads"]
 

@@ -20,7 +20,8 @@ from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.compat.features import COUNTED_CLASSES, METRICS
 from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.device.backend import Backend
-from lightning_cudagraph.device.sentry.sentry import Location, forbid, user_location
+from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+from lightning_cudagraph.errors import Location
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_hidden_tensors
 from lightning_cudagraph.tensors.state import StaticState
 from lightning_cudagraph.trainer.metrics.calls import (

@@ -93,6 +93,7 @@ class GraphedTraining:
             run.carried,
             self._announce,
             agreement=agreement,
+            is_examined=settings.is_examined,
             learning_rates=lambda: self._part.optimizer.learning_rates(),
             narrow=self._part.put_behind,
             on_give_up=self._part.let_go,

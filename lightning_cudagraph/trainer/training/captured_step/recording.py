@@ -18,6 +18,7 @@ from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.checks.audit.frozen import FrozenIndex, StepAudit, frozen_python_audit
 from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.device.sentry.compiled import recompilation
+from lightning_cudagraph.device.sentry.first_refusal import going_on, refuse
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
@@ -80,12 +81,15 @@ class Recorder:
             CaptureError: if the step has an effect on the host that a replay would not have.
         """
         capturing = cut is not None
-        body.optimizer.check_state()
+        with going_on():
+            body.optimizer.check_state()
         if body.has_optimizer:
-            check_optimizer_part(self._trainer)  # callbacks may have been added since
+            with going_on():
+                check_optimizer_part(self._trainer)  # callbacks may have been added since
         optimizer = body.optimizer.optimizer if body.has_optimizer else None
         called = (self._trainer.strategy, self._trainer.precision_plugin)
-        refuse_replaced_methods(self._module, optimizer, self._harmless, callees=called)
+        with going_on():
+            refuse_replaced_methods(self._module, optimizer, self._harmless, callees=called)
         marks: StepMarks | None = None
         if timings is not None:
             marks = self._run.times.marks(body.has_optimizer, timings.placement)
@@ -196,7 +200,7 @@ class Recorder:
         arguments = OrderedDict(closure.kwargs)
         arguments[next(iter(arguments))] = batch
         if "batch_idx" in arguments and "batch_idx" not in self._harmless:
-            arguments["batch_idx"] = FrozenIndex("batch_idx")
+            arguments["batch_idx"] = FrozenIndex("batch_idx", closure.batch_idx)
         return arguments
 
     def _trained(self, before: Mapping[int, _Gradient]) -> dict[str, nn.Parameter]:
@@ -257,8 +261,11 @@ def _gradient(parameter: nn.Parameter) -> _Gradient:
 
 def _detached(leaf: Any) -> Any:
     if isinstance(leaf, FrozenIndex):
-        raise CaptureError(
-            "The output of `training_step` holds `batch_idx`, which would stay what it is in this step.",
-            "Leave it out: `on_train_batch_end` is given it.",
+        refuse(
+            CaptureError(
+                "The output of `training_step` holds `batch_idx`, which would stay what it is in this"
+                " step.",
+                "Leave it out: `on_train_batch_end` is given it.",
+            )
         )
     return leaf.detach() if isinstance(leaf, Tensor) else leaf

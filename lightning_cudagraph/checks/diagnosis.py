@@ -1,0 +1,156 @@
+"""All that keeps a step from being captured, found by running it without a capture.
+
+A capture ends at the first thing that a graph cannot hold. So when an error of it is about to be raised,
+the step runs once more: eagerly, on a copy of the batch, under the checks of a capture, which gather
+what they refuse. All that this run does to tensors and to watched Python objects is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from lightning_cudagraph.checks.audit.host_lines import first_line
+from lightning_cudagraph.checks.audit.parts import Moved
+from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.host_work import HostWork, host_work_of
+from lightning_cudagraph.device.kept_memory import undone
+from lightning_cudagraph.device.refusals import clear_frames
+from lightning_cudagraph.device.sentry.compiled import CompiledCode
+from lightning_cudagraph.device.sentry.first_refusal import Gathered, gathering
+from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.tensors.static import StaticBatch
+
+__all__ = ["Diagnosis"]
+
+
+class _Step(Protocol):
+    """What is needed of a step."""
+
+    @property
+    def batch(self) -> Any: ...
+
+    @property
+    def record(self) -> Callable[[Any, Callable[[str, bool], None], bool], Any]: ...
+
+    @property
+    def transaction(self) -> Callable[[], AbstractContextManager[None]]: ...
+
+    @property
+    def parameters(self) -> Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]: ...
+
+    def all_state(self, written: Iterable[Tensor]) -> dict[str, Tensor]: ...
+
+
+class Diagnosis:
+    """Looks for all that keeps the steps of an engine from being captured.
+
+    Args:
+        looks_twice: look at the next step, too, and at what has changed between the two, before
+            the error is raised.
+
+    Attributes:
+        error: the error to be raised after the next step; None if there is none.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        carried: ReboundAttributes,
+        guards: Guards,
+        compiled: CompiledCode,
+        looks_twice: bool,
+    ) -> None:
+        self._backend = backend
+        self._carried = carried
+        self._guards = guards
+        self._compiled = compiled
+        self._looks_twice = looks_twice
+        self._found = Gathered()
+        self._changes: Callable[[], list[Moved]] | None = None
+        self.error: UnsupportedError | None = None
+
+    def examine(self, step: _Step, error: UnsupportedError) -> bool:
+        """Add to an error what else is found in a step, and leave the step undone.
+
+        Returns:
+            True if the error is complete; False if the next step is wanted.
+        """
+        self._found.add(error)
+        if self._changes is not None:
+            for moved in self._changes():
+                self._found.add(self._moving(moved))
+        ended_by = self._run_through(step)
+        if self._looks_twice and self._changes is None:
+            self._changes = self._guards.changes_from_now()
+            self.error = error
+            return False
+        error.add_findings(self._found.findings, ended_by)
+        self._found, self._changes, self.error = Gathered(), None, None
+        return True
+
+    def _run_through(self, step: _Step) -> str:
+        """Run the step, and gather what a capture would refuse.
+
+        Returns:
+            What has ended it early, in words; empty if it came to its end.
+        """
+        dropped, added = step.parameters()
+        gradients = [(parameter, parameter.grad) for parameter in (*dropped, *added)]
+
+        def record() -> None:
+            static = StaticBatch(step.batch)
+            static.copy_from(step.batch)
+            loan = static.lend()
+            step.record(loan.batch, _leave_out, False)
+            loan.refuse_changes()
+
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(gathering(self._found))
+                stack.enter_context(self._guards.effects.refused(self._guards.all_mentioned))
+                stack.enter_context(step.transaction())
+                self._carried.place()
+                stack.enter_context(self._backend.on_side_stream())
+                stack.enter_context(undone(self._backend, step.all_state(()).values()))
+                stack.enter_context(host_work_of([HostWork()]))
+                for parameter in dropped:
+                    parameter.grad = None
+                stack.enter_context(self._backend.checked())
+                if self._compiled.is_called:
+                    self._compiled.left_out(record)
+                else:
+                    record()
+        except UnsupportedError as error:
+            self._found.add(error)
+            clear_frames(error)
+            return error.reason
+        except Exception as error:  # code that cannot go on behind what was refused
+            clear_frames(error)
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._carried.take_out()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+        return ""
+
+    def _moving(self, moved: Moved) -> UnsupportedError:
+        where = first_line(moved.attribute, True, self._guards.all_mentioned().users_code)
+        at = f", which the step reads at {where}" if where else ", which the step reads"
+        error = CaptureError(
+            f"Between two steps, {moved.words}{at}: a graph would be captured again each time.",
+            "Hand it to the step in a registered buffer, written with `copy_` or `fill_` in a hook that"
+            " runs on the host at every step, such as `on_train_batch_start`; or keep it constant.",
+            location=where,
+        )
+        error.subject = moved.subject
+        return error
+
+
+def _leave_out(hooks: str, drops: bool) -> None:
+    """At a graph break: its hooks run behind a replay, and not in a capture."""

@@ -1,0 +1,98 @@
+"""The memory that the ops of an eager run read or write, as it was before, to put it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
+from lightning_cudagraph.tensors.writes import storage_id, tensors_in
+
+__all__ = ["KeptMemory", "undone"]
+
+
+class _Device(Protocol):
+    def rng_state(self) -> Tensor: ...
+
+    def set_rng_state(self, state: Tensor) -> None: ...
+
+
+class KeptMemory:
+    """Copies of storages that are older than a run."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self.made_inside: set[int] = set()
+
+    def before(self, tensors: Iterable[Tensor]) -> None:
+        """Before an op: copy the older storages among its inputs.
+
+        All inputs, not only those that the schema declares as written: `native_batch_norm` writes its
+        running statistics undeclared.
+        """
+        for tensor in tensors:
+            key = storage_id(tensor)
+            if key in self._saved or key in self.made_inside:
+                continue
+            storage = tensor.untyped_storage()
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self._saved[key] = (whole, whole.clone())
+
+    def after(self, tensors: Iterable[Tensor]) -> None:
+        """After an op: the storages of its results that are not older were made inside."""
+        self.made_inside.update(key for t in tensors if (key := storage_id(t)) not in self._saved)
+
+    def put_back(self) -> None:
+        """Restore all copied storages."""
+        with torch.no_grad():
+            # Two storages may share memory (`from_dlpack`): the copy saved first holds the state before.
+            for whole, saved in reversed(self._saved.values()):
+                whole.copy_(saved)
+
+
+class _Keeping(OwnDispatchMode):
+    """Copies what each op reads or writes, before it runs."""
+
+    def __init__(self, memory: KeptMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._memory.before(_with_memory(args, kwargs))
+        result = func(*args, **kwargs)
+        self._memory.after(_with_memory(result))
+        return result
+
+
+def _with_memory(*values: Any) -> list[Tensor]:
+    return [
+        tensor
+        for tensor in tensors_in(*values)
+        if tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
+    ]
+
+
+@contextmanager
+def undone(device: _Device, known: Iterable[Tensor]) -> Iterator[None]:
+    """Run the `with` block for real, and put memory and random state back.
+
+    Args:
+        device: the random states.
+        known: tensors that the block may write into without an op, as compiled kernels do.
+    """
+    memory = KeptMemory()
+    memory.before(known)
+    rng_state = device.rng_state()
+    try:
+        with _Keeping(memory):
+            yield
+    finally:
+        memory.put_back()
+        device.set_rng_state(rng_state)

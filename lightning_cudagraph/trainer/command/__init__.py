@@ -1,0 +1,1 @@
+"""The console command, and the doctor: what in a step keeps it from being captured?"""

@@ -1,0 +1,100 @@
+"""The console command: LightningCLI with this project's defaults, and the doctor."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from importlib import import_module
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.cli import ArgsType, LightningCLI
+from lightning_utilities.core.imports import RequirementCache
+
+# By its public name, as scripts do: the callback is above this folder.
+from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
+from lightning_cudagraph.trainer.config.support import callbacks_of
+
+__all__ = ["main"]
+
+_CLI_REQUIREMENT = RequirementCache("jsonargparse[signatures]>=4.39")
+_DOCTOR = "doctor"
+_JSON = "--json"
+_USAGE = """usage: lightning-cudagraph doctor [--json] --config FILE ...
+       lightning-cudagraph doctor [--json] MODULE:FUNCTION
+
+Run a few training steps, and list all that keeps them from being captured. Arguments such as
+--config are those of `lightning-cudagraph fit`. A function returns a LightningModule, or a tuple of
+it, its dataloader or datamodule, and a Trainer. The exit status is 1 if something keeps the step from
+being captured."""
+
+
+def main(args: ArgsType = None) -> None:
+    """Run `lightning-cudagraph fit|validate|test|predict|doctor --config some.yaml`.
+
+    Args:
+        args: arguments to parse; those of the command line by default.
+
+    Raises:
+        ModuleNotFoundError: if `jsonargparse`, which LightningCLI needs, is missing or too old.
+        SystemExit: from `doctor`, with status 1 if something keeps the step from being captured.
+    """
+    # A console script starts with its own folder first on the path, not with the user's project.
+    sys.path.insert(0, os.getcwd())
+    given = sys.argv[1:] if args is None else args
+    if isinstance(given, list) and given[:1] == [_DOCTOR]:
+        sys.exit(_doctor(given[1:]))
+    _require_cli()
+    LightningCLI(
+        args=args,
+        seed_everything_default=1,
+        # Runs without a logger share a folder, where the second finds the config.yaml of the first.
+        save_config_kwargs={"overwrite": True},
+    )
+
+
+def _require_cli() -> None:
+    if not _CLI_REQUIREMENT:
+        raise ModuleNotFoundError(
+            f"The command line needs `{_CLI_REQUIREMENT.requirement}`. "
+            f'Install it with: pip install "{_CLI_REQUIREMENT.requirement}"'
+        )
+
+
+def _doctor(args: list[str]) -> int:
+    """Check a training step; print what was found, and return the exit status."""
+    as_json = _JSON in args
+    args = [arg for arg in args if arg != _JSON]
+    if not args or args[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if args else 2
+    with redirect_stdout(sys.stderr):  # what the steps print is not part of the report
+        report = _of_config(args) if args[0].startswith("-") else _of_function(*args)
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+    return 0 if report.is_captured else 1
+
+
+def _of_config(args: list[str]) -> DiagnosisReport:
+    _require_cli()
+    given = sys.argv
+    sys.argv = [given[0], *args]  # LightningCLI warns of arguments that are passed to it besides these
+    try:
+        cli = LightningCLI(run=False, save_config_callback=None, seed_everything_default=1)
+    finally:
+        sys.argv = given
+    return _callback_of(cli.trainer).check(cli.model, cli.datamodule, cli.trainer)
+
+
+def _of_function(name: str) -> DiagnosisReport:
+    path, _, function = name.partition(":")
+    made: Any = getattr(import_module(path.removesuffix(".py").replace("/", ".")), function)()
+    module, data, trainer = (*(made if isinstance(made, tuple) else (made,)), None, None)[:3]
+    return _callback_of(trainer).check(module, data, trainer)
+
+
+def _callback_of(trainer: pl.Trainer | None) -> CUDAGraphCallback:
+    found = [] if trainer is None else callbacks_of(trainer)
+    return next((c for c in found if isinstance(c, CUDAGraphCallback)), None) or CUDAGraphCallback()

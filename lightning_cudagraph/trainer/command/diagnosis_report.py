@@ -1,0 +1,110 @@
+"""The report of the doctor, as text and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_cudagraph.errors import Finding
+
+__all__ = ["DiagnosisReport"]
+
+_WIDTH = 110
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnosisReport:
+    """What was found in a few steps of a run; `str` of it is the report.
+
+    Attributes:
+        step: the step that was examined, by its name.
+        backend: the device on which it was captured, in words.
+        findings: what keeps the step from being captured, each with the user's line and a remedy.
+        notes: what the callback deals with by itself, and what else its report says.
+        replayed_steps: the number of steps that were replays.
+    """
+
+    step: str
+    backend: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    replayed_steps: int
+
+    @property
+    def is_captured(self) -> bool:
+        """True if nothing keeps the step from being captured."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, in a form that JSON can write."""
+        return {
+            "step": self.step,
+            "backend": self.backend,
+            "is_captured": self.is_captured,
+            "replayed_steps": self.replayed_steps,
+            "findings": [_as_dict(finding) for finding in self.findings],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        count = len(self.findings)
+        verdict = (
+            f"captured; {self.replayed_steps} steps replayed"
+            if self.is_captured
+            else f"not captured, for {count} reason{'s' * (count > 1)}"
+        )
+        lines = [f"`{self.step}`: {verdict}"]
+        for number, finding in enumerate(self.findings, start=1):
+            lines.append("")
+            if (at := finding.location) is not None:
+                lines.append(f"{number:3}. {_shown(at.path)}:{at.line}")
+                lines += [f"         {at.source}"] if at.source else []
+            else:
+                lines.append(f"{number:3}. (no line of yours)")
+            lines += _indented(_without_location(finding))
+            lines += _indented(f"Remedy: {finding.remedy}")
+        if self.notes:
+            lines += ["", "The callback deals with these by itself, or only tells them:"]
+            lines += [part for note in self.notes for part in _indented(note, "  - ")]
+        return "\n".join(lines)
+
+
+def _shown(path: str) -> str:
+    """A path for a terminal: relative, if it lies in the working directory."""
+    found = Path(path)
+    return str(found.relative_to(Path.cwd())) if found.is_relative_to(Path.cwd()) else path
+
+
+def _indented(text: str, first: str = "     ") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _without_location(finding: Finding) -> str:
+    """What was found, without the line that is told apart from it."""
+    if finding.location is None:
+        return finding.what
+    where = str(finding.location)
+    return finding.what.replace(f": found at {where}", "").replace(f" at {where}", "")
+
+
+def _as_dict(finding: Finding) -> dict[str, Any]:
+    at = finding.location
+    called = None if at is None else at.called
+    return {
+        "what": _without_location(finding),
+        "remedy": finding.remedy,
+        "file": None if at is None else at.path,
+        "line": None if at is None else at.line,
+        "source": None if at is None else at.source,
+        "called": None if called is None else str(called),
+        "in_optimizer": finding.in_optimizer,
+    }

@@ -1,0 +1,317 @@
+"""The doctor: all that keeps a step from being captured is found in one run, each with its line."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+
+from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
+from lightning_cudagraph.trainer.command.cli import main
+from tests.harness import Net, differences, loader, make, train
+from tests.test_examples import char_gpt, digits
+
+HERE = Path(__file__)
+
+
+class Planted(Net):
+    """Habits of training steps that no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.losses: list[Tensor] = []
+        self.weight = 1.0
+        self.generator = np.random.default_rng(0)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weight = 1.0 / (1 + batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = nn.functional.cross_entropy(self(x), y, reduction="none")
+        highest = losses.max().item()  # FIND item
+        kept = losses[losses < 1e9]  # FIND mask
+        loss = kept.mean()
+        print(loss)  # FIND print
+        if loss > 1e9:  # FIND branch
+            loss = loss * 0
+        noise = self.generator.random()  # FIND numpy
+        factor = random.random()  # FIND random
+        self.calls += 1  # FIND counter
+        self.losses.append(loss.detach())  # FIND list
+        loss = loss * self.weight  # FIND moving number
+        loss = loss * (1 + batch_idx % 2)  # FIND batch_idx
+        loss = loss * (1 if self.global_step < 99 else 2)  # FIND global_step
+        parts = torch.tensor([loss.detach(), losses.detach().sum()])  # FIND list of tensors
+        wrong = (losses > 9).nonzero()  # FIND nonzero
+        self.log("seconds", time.time())  # FIND clock
+        return loss + 0 * (highest + noise + factor + float(parts.sum()) + len(wrong))  # FIND float
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.head.weight.grad.norm() > 1e9:  # FIND hook
+            raise ValueError("the gradient explodes")
+
+
+def _planted() -> dict[int, str]:
+    lines = enumerate(HERE.read_text().splitlines(), start=1)
+    marks = [(number, re.search(r"  # FIND ([a-z_ ]+)$", line)) for number, line in lines]
+    return {number: mark[1] for number, mark in marks if mark is not None}
+
+
+def _trainer(accelerator: str, **kwargs: Any) -> Trainer:
+    return Trainer(accelerator=accelerator, devices=1, logger=False, **kwargs)
+
+
+def test_all_that_is_planted_is_found_in_one_run(accelerator: str) -> None:
+    module = make(Planted)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random_state, torch_state = random.getstate(), torch.get_rng_state()
+    report = CUDAGraphCallback().check(module, loader(), _trainer(accelerator))
+    lines = {finding.location.line for finding in report.findings if finding.location}
+    planted = _planted()
+    assert len(planted) == 16
+    assert {planted[line] for line in planted if line not in lines} == set()
+    assert {line for line in lines if line not in planted} == set()
+    for finding in report.findings:
+        assert finding.location is not None, finding
+        assert finding.location.path == str(HERE)
+        assert finding.location.source in HERE.read_text()
+        assert finding.remedy
+        assert finding.in_optimizer == (planted[finding.location.line] == "hook")
+    # Two findings on a line differ: `print` itself, and the read of the tensor by it.
+    assert len({finding.what for finding in report.findings}) == len(report.findings) <= 16 + 2
+    assert not report.is_captured
+    # Nothing of it remains.
+    assert not differences(before, dict(module.state_dict()))
+    assert (module.calls, module.losses, module.weight) == (0, [], 1.0)
+    assert random.getstate() == random_state
+    assert torch.equal(torch.get_rng_state(), torch_state)
+
+
+class Three(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.mean.mul_(0.5).add_(loss.detach())
+        self.calls += 1
+        seen = loss.item()
+        return loss * (1 + random.random() + 0 * seen)
+
+
+class Kept(Net):
+    """The same without what stops a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.mean.mul_(0.5).add_(loss.detach())
+        return loss
+
+
+def test_the_error_of_a_fit_names_them_all_and_leaves_the_step_undone(
+    tmp_path: Path, accelerator: str
+) -> None:
+    module = make(Three)
+    with pytest.raises(CaptureError) as caught:
+        train(module, tmp_path / "a", CUDAGraphCallback(), accelerator=accelerator)
+    found = [finding.what for finding in caught.value.findings]
+    assert len(found) == 3
+    assert found[0] == caught.value.reason
+    text = str(caught.value)
+    assert all(text.count(what) == 1 for what in found)
+    assert [finding.remedy for finding in caught.value.findings if finding.remedy in text] == [
+        caught.value.remedy
+    ]
+    # The three steps of the warm-up happened, and nothing else.
+    assert module.calls == 3
+    steps = []
+
+    class Plain(Three):
+        def on_train_batch_end(self, *args: Any) -> None:
+            steps.append({name: value.clone() for name, value in self.state_dict().items()})
+
+    train(make(Plain), tmp_path / "b", accelerator=accelerator)
+    assert not differences(steps[2], dict(module.state_dict()))
+
+
+def test_what_stops_nothing_is_no_finding(accelerator: str) -> None:
+    batch = next(iter(loader()))
+    for batches in (loader(), batch):
+        report = CUDAGraphCallback().check(make(Kept), batches, _trainer(accelerator))
+        assert report.is_captured
+        assert report.findings == ()
+        assert report.replayed_steps > 4
+        assert "captured" in str(report)
+
+
+def test_arguments_of_the_callback_hold(accelerator: str) -> None:
+    callback = CUDAGraphCallback(harmless=["calls", "random"])
+    report = callback.check(make(Three), loader(), _trainer(accelerator))
+    sources = [finding.location and finding.location.source for finding in report.findings]
+    assert sources == ["seen = loss.item()"]
+    assert str(callback.summary).endswith("nothing has run yet")
+
+
+class OnlyTheHook(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.head.weight.grad.norm() > 1e9:
+            raise ValueError("the gradient explodes")
+
+
+class Moving(Kept):
+    weight = 1.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weight = 1.0 / (1 + batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.weight
+
+
+@pytest.mark.parametrize(("cls", "words"), [(OnlyTheHook, "optimizer"), (Moving, "`weight`")])
+def test_what_the_callback_deals_with_is_a_note(accelerator: str, cls: type[Net], words: str) -> None:
+    report = CUDAGraphCallback().check(make(cls), loader(), _trainer(accelerator))
+    assert report.is_captured
+    assert any(words in note for note in report.notes)
+
+
+def test_several_refusals_of_a_trainer_come_together(accelerator: str) -> None:
+    trainer = _trainer(accelerator, detect_anomaly=True, fast_dev_run=False)
+    report = CUDAGraphCallback().check(make(Net), loader(), trainer)
+    assert [finding.location for finding in report.findings] == [None]
+    assert "anomaly" in report.findings[0].what
+
+
+@pytest.mark.parametrize("example", [char_gpt, digits])
+def test_the_examples_have_no_findings(accelerator: str, example: Callable[[str], Any]) -> None:
+    build, data = example(accelerator)
+    report = CUDAGraphCallback().check(make(build), data, _trainer(accelerator))
+    assert report.findings == ()
+
+
+def test_steps_of_loops_name_all_too(accelerator: str) -> None:
+    device = "cuda" if accelerator == "gpu" else "cpu"
+    model = nn.Linear(6, 2).to(device)
+    seen: list[float] = []
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        seen.append(loss.item())
+        return loss * random.random()
+
+    before = model.weight.detach().clone()
+    batches = torch.randn(8, 4, 6, device=device)
+    batches = torch.randn(8, 4, 6, device=device)
+    with GraphedStep(step, model) as graph, pytest.raises(CaptureError) as caught:
+        [*map(graph, batches)]
+    found = [finding.what for finding in caught.value.findings]
+    assert len(found) == 3
+    assert not any("The training step" in what for what in found)
+    assert "`seen`" in str(found)
+    assert "`random`" in str(found)
+    assert len(seen) == 3  # the warm-up
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None
+
+
+def test_what_cannot_be_gone_on_behind_ends_the_search(accelerator: str) -> None:
+    class Draws(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = iter(range(1000))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)["loss"]
+            if loss > 1e9:
+                loss = loss * 0
+            loss = loss * next(self.numbers)
+            return loss * random.random()
+
+    module = make(Draws)
+    report = CUDAGraphCallback().check(module, loader(), _trainer(accelerator))
+    assert [f.location and f.location.source for f in report.findings] == [
+        "if loss > 1e9:",
+        "loss = loss * next(self.numbers)",
+    ]
+    assert "the search ended early: A CUDA graph cannot hold a draw from" in report.notes[-1]
+    assert next(module.numbers) == 0
+
+
+def make_planted() -> Any:
+    return make(Planted), loader()
+
+
+def make_kept() -> Any:
+    return make(Kept), loader(), _trainer("cpu")
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "tests.test_doctor:make_planted"])
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert all(f"tests/{HERE.name}:{line}\n" in said for line in _planted())
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--json", "tests.test_doctor:make_kept"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    told = json.loads(said)
+    assert told["is_captured"]
+    assert told["findings"] == []
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {class_path: tests.test_doctor.WithData}\n"
+        "trainer:\n"
+        "  accelerator: cpu\n"
+        "  callbacks: [{class_path: lightning_cudagraph.CUDAGraphCallback, init_args:"
+        " {harmless: [calls]}}]\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--json", "--config", str(config)])
+    assert ended.value.code == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [finding["source"] for finding in told["findings"]] == [
+        "seen = loss.item()",
+        "return loss * (1 + random.random() + 0 * seen)",
+    ]
+    assert {finding["file"] for finding in told["findings"]} == {str(HERE)}
+
+
+def test_the_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its script, its command, and the report of it."""
+    page = (HERE.parents[1] / "docs" / "doctor.md").read_text()
+    script, command, shown = re.findall(r"^```(?:python|bash|text)\n(.*?)^```$", page, re.M | re.S)[:3]
+    (tmp_path / "my_script.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    program, *args = command.split()
+    assert program == "lightning-cudagraph"
+    with pytest.raises(SystemExit):
+        main(args)
+    assert capsys.readouterr().out == shown
+
+
+class WithData(Three):
+    def train_dataloader(self) -> Any:
+        return loader()
