@@ -245,7 +245,14 @@ class HParams(ChangesAt):
         self.hparams.scale = 0.5
 
 
+class ZeroesEveryFourth(Net):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 4 == 0:
+            optimizer.zero_grad()
+
+
 SAME: list[type[Net]] = [
+    ZeroesEveryFourth,
     ClassAttribute,
     LossWeightPerEpoch,
     DropoutPerEpoch,
@@ -349,12 +356,6 @@ class ReturnsIndex(Net):
         return {"loss": super().training_step(batch, batch_idx)["loss"], "index": batch_idx}
 
 
-class ZeroesEveryFourth(Net):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 4 == 0:
-            optimizer.zero_grad()
-
-
 class SetsTheLrInside(Net):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
@@ -394,7 +395,6 @@ REFUSED: dict[type[Net], str] = {
     IndexesWithIndex: "`batch_idx`",
     CountsToIndex: "`batch_idx`",
     ReturnsIndex: "holds `batch_idx`",
-    ZeroesEveryFourth: r"`ZeroesEveryFourth.optimizer_zero_grad` \(.*\.py:\d+\) leaves gradients",
     SetsTheLrInside: "sets a learning rate",
     SwapsStorageInside: "gives `head.bias` another storage",
     WritesIntoTheBatch: r"writes into `batch\[0\]` in place",

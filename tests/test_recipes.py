@@ -13,6 +13,7 @@ In a text, `...` is anything.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.distributions import Distribution
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, UnsupportedError
@@ -57,6 +59,15 @@ def forms(page: Path) -> list[Form]:
             assert not found[-1].text, f"{page.name}: two texts of one form"
             found[-1].text, found[-1].title = block, title
     return found
+
+
+@pytest.fixture(autouse=True)
+def checks_of_distributions() -> Iterator[None]:
+    """Once something is compiled, torch leaves them out for the rest of the process."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(before)
 
 
 CASES = [

@@ -650,7 +650,7 @@ def test_validation_in_a_hook(tmp_path: Path, accelerator: str, name: str, evalu
         )
 
 
-@pytest.mark.filterwarnings("ignore:lightning_cudagraph. the graphs of a `fit` ended behind step")
+@pytest.mark.filterwarnings("ignore:lightning_cudagraph. the graphs of a `fit` were released after step")
 def test_each_run_has_its_own_report(tmp_path: Path) -> None:
     """An evaluation that a hook of a `fit` calls, and that `fit`, which it has taken down."""
     callback, inner = CUDAGraphCallback(timings=None, evaluation=True), list[RunSummary]()
