@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.checks.audit.host_lines import first_line
 from lightning_cudagraph.checks.audit.parts import Moved
-from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
 from lightning_cudagraph.device.kept_memory import undone
@@ -30,7 +30,7 @@ __all__ = ["Diagnosis"]
 
 
 class _Step(Protocol):
-    """What is needed of a step."""
+    """The parts of a step that are needed here."""
 
     @property
     def batch(self) -> Any: ...

@@ -112,7 +112,7 @@ def gathering(found: Gathered) -> Iterator[None]:
 
 @contextmanager
 def going_on() -> Iterator[None]:
-    """Where refusals are gathered, go on behind the `with` block if it is refused."""
+    """Go on after the `with` block if it is refused while refusals are gathered."""
     try:
         yield
     except UnsupportedError as error:
@@ -156,7 +156,7 @@ def _error_of(check: Callable[[], object]) -> UnsupportedError | None:
 
 
 def backward_ended() -> None:
-    """What is gathered from now on comes after the backward pass of the step."""
+    """Mark all that is gathered from now on as after the backward pass."""
     if _here.gathered is not None:
         _here.gathered.is_behind = True
 

@@ -16,7 +16,7 @@ _WIDTH = 110
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisReport:
-    """What was found in a few steps of a run; `str` of it is the report.
+    """The findings in a few steps of a run; `str` of it is the report.
 
     Attributes:
         step: the step that was examined, by its name.
@@ -89,7 +89,7 @@ def _indented(text: str, first: str = "     ") -> list[str]:
 
 
 def _without_location(finding: Finding) -> str:
-    """What was found, without the line that is told apart from it."""
+    """The description of a finding, without its line."""
     if finding.location is None:
         return finding.what
     where = str(finding.location)

@@ -29,7 +29,7 @@ _STEPS = 12
 
 
 class Examined(Protocol):
-    """What is needed of the callback."""
+    """The part of the callback that is needed here."""
 
     @property
     def summary(self) -> RunSummary:
