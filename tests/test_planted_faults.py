@@ -244,7 +244,7 @@ def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif what == "audit":
         monkeypatch.setattr(recording, "frozen_python_audit", _no_audit)
     elif what == "index":
-        monkeypatch.setattr(recording, "FrozenIndex", lambda name: 3)
+        monkeypatch.setattr(recording, "FrozenIndex", lambda name, value: 3)
     elif what == "mirror":
         fill, filled = Stage.fill, []
 
