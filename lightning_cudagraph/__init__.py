@@ -13,6 +13,7 @@ from lightning_cudagraph.errors import BatchError as BatchError
 from lightning_cudagraph.errors import CaptureError as CaptureError
 from lightning_cudagraph.errors import ConfigurationError as ConfigurationError
 from lightning_cudagraph.errors import CUDAGraphError as CUDAGraphError
+from lightning_cudagraph.errors import Finding as Finding
 from lightning_cudagraph.errors import HookError as HookError
 from lightning_cudagraph.errors import PeerError as PeerError
 from lightning_cudagraph.errors import StaleGraphError as StaleGraphError
@@ -26,6 +27,7 @@ from lightning_cudagraph.timing.events.timers import TimerRegistry as TimerRegis
 from lightning_cudagraph.timing.layers.layers import LayerTimings as LayerTimings
 from lightning_cudagraph.timing.output.stages import StageSummary as StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary as RunSummary
+from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport as DiagnosisReport
 from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor as LayerTimingsMonitor
 from lightning_cudagraph.trainer.manual import ManualOptimization as _ManualOptimization  # noqa: F401
 

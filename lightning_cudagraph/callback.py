@@ -195,6 +195,10 @@ class CUDAGraphCallback(Callback):
             trainer: a trainer with the arguments of the run, which is of no use afterwards: it takes a
                 few steps, without loggers and checkpoints. None for one with Lightning's defaults.
 
+        Returns:
+            The report, with `findings`, `notes` and `is_captured`; `str` of it is what the command line
+            prints.
+
         Example::
 
             report = CUDAGraphCallback().check(module, train_loader)

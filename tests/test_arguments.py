@@ -1,4 +1,4 @@
-"""What the callback and `GraphedStep` are asked for: alike in both, and in a file of LightningCLI's."""
+"""The arguments of the callback and of `GraphedStep`: alike in both, and in a config of LightningCLI."""
 
 from __future__ import annotations
 

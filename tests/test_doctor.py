@@ -200,6 +200,20 @@ def test_several_refusals_of_a_trainer_come_together(accelerator: str) -> None:
     assert "anomaly" in report.findings[0].what
 
 
+def test_a_run_without_graphs_is_not_called_captured(accelerator: str) -> None:
+    report = CUDAGraphCallback(backend="off").check(make(Net), loader(ragged=False))
+    assert (report.is_captured, report.replayed_steps) == (False, 0)
+    assert "nothing was found, and nothing was captured" in str(report)
+
+
+@pytest.mark.parametrize("args", [["script_without_a_function"], ["a:b", "c:d"]])
+def test_the_command_shows_its_usage(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *args])
+    assert ended.value.code == 2
+    assert "doctor" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("example", [char_gpt, digits])
 def test_the_examples_have_no_findings(accelerator: str, example: Callable[[str], Any]) -> None:
     build, data = example(accelerator)

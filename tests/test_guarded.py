@@ -452,7 +452,7 @@ OURS = ("label", "place", "cost", "waits", "moved", "results", "namespace", "kno
 
 
 class NamedLikeOurs(Net):
-    """What the host changes in every step has names that the code which captures steps uses, too.
+    """Attributes that the host changes in every step, with names that the capturing code uses too.
 
     It lies in a layer of torch's: of attributes that only a class of the user's has, those count that
     code of the user's mentions, and no others.

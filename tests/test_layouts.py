@@ -1,4 +1,4 @@
-"""What is prepared for steps does not grow with a run whose steps are all different."""
+"""Prepared data does not grow in a run in which all steps are different."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_python_does_not_end_before_what_ends_the_waits(
 def test_python_does_not_wait_for_ever_for_what_ends_the_waits(
     world: World, store: dist.HashStore, failures: Failures
 ) -> None:
-    """What does not come back is left to NCCL's watchdog, and to what has started the process."""
+    """A call that does not return is left to NCCL's watchdog and to the launcher."""
     store.set("failed", "rank 0: ValueError: no more cheese")
     assert world.aborted.wait(LIMIT_S)
     failures.close()

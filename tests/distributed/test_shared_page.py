@@ -21,7 +21,7 @@ def test_every_exchange_gives_all_numbers_in_order() -> None:
     path = SharedPage.create(2)
     pages = [SharedPage(path, rank, 2) for rank in (0, 1)]
     os.unlink(path)
-    for page in pages:  # the numbers have room for so many counts, and begin anew in the middle
+    for page in pages:  # the numbers have room for so many counts, and begin again in the middle
         page._count = (1 << (63 - VALUE_BITS)) - EXCHANGES // 2
     wrong: list[object] = []
 

@@ -158,7 +158,7 @@ def _processes(end: weakref.WeakMethod[Any]) -> Iterator[StepProcesses]:
 
 
 def _is_told(processes: StepProcesses) -> bool:
-    """Whether the other processes can know that this one has come to its end."""
+    """True if the other processes can know that this one has ended."""
     return bool(processes._peers._store.check(["ended"]))
 
 

@@ -34,8 +34,8 @@ class DiagnosisReport:
 
     @property
     def is_captured(self) -> bool:
-        """True if nothing keeps the step from being captured."""
-        return not self.findings
+        """True if the step was captured: nothing was found, and there were replays."""
+        return not self.findings and self.replayed_steps > 0
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, in a form that JSON can write."""
@@ -50,11 +50,12 @@ class DiagnosisReport:
 
     def __str__(self) -> str:
         count = len(self.findings)
-        verdict = (
-            f"captured; {self.replayed_steps} steps replayed"
-            if self.is_captured
-            else f"not captured, for {count} reason{'s' * (count > 1)}"
-        )
+        if self.is_captured:
+            verdict = f"captured; {self.replayed_steps} steps replayed"
+        elif count:
+            verdict = f"not captured, for {count} reason{'s' * (count > 1)}"
+        else:
+            verdict = "nothing was found, and nothing was captured"
         lines = [f"`{self.step}`: {verdict}"]
         for number, finding in enumerate(self.findings, start=1):
             lines.append("")
