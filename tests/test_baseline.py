@@ -120,7 +120,8 @@ LONG_RUN: dict[str, Any] = {
     ("run", "expected"),
     [
         ({}, 10),
-        ({"num_training_batches": float("inf")}, 10),
+        ({"num_training_batches": float("inf")}, 0),
+        ({"num_training_batches": float("inf"), "max_steps": 2000}, 4),
         ({"max_epochs": -1}, 10),
         ({"max_epochs": None, "max_steps": 2000}, 4),
         ({"max_epochs": 20}, 4),

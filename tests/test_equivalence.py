@@ -77,7 +77,10 @@ def test_same_as_plain(
         kwargs |= {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]}
 
     def build() -> Net:
-        # Lightning refuses to clip for fused optimizers under mixed precision.
+        # Lightning refuses to clip for fused optimizers under mixed precision. In double precision the
+        # fused step takes a moving learning rate from the host alone.
+        if precision == "64-true":
+            return Net(COUNTED["Adam"])
         return Net(SAME_KERNELS["SGD-momentum"] if clip and "mixed" in precision else None)
 
     plain = train(make(build), tmp_path / "plain", **kwargs)

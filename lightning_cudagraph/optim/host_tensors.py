@@ -6,7 +6,7 @@ of memory, so that a replay advances all of them at once. The tensor objects sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -63,36 +63,55 @@ class HostTensors:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self._device = device
+        self._brought: list[tuple[dict[str, Any], str, Tensor]] = []  # with the user's tensors
         self.alike: list[Alike] = []
 
     def found(self) -> list[tuple[str, Tensor]]:
         """The 0-dim state tensors in host memory, with their names in the state."""
-        is_on_host = self._is_on_host()
-        return [
-            (name, value)
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            for name, value in self._optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor) and value.dim() == 0 and is_on_host(group, name, value)
-        ]
+        # On the emulator host and device are one.
+        found = self._read_on_host()
+        return [(name, state[name]) for state, name in found if state[name].device.type == "cpu"]
 
-    def _is_on_host(self) -> Callable[[Any, str, Tensor], bool]:
-        if self._device.type != "cpu":
-            return lambda group, name, value: value.device.type == "cpu"
-        # On the emulator host and device are one. State that would be on a GPU has its parameter's
-        # shape.
-        shaped = [
-            (name, value.dim())
+    def _read_on_host(self) -> list[tuple[dict[str, Any], str]]:
+        """The 0-dim state that the step reads on the host, wherever it is, and the dictionaries.
+
+        The rest of a parameter's state is on its device, and has its shape.
+        """
+        states = [
+            (parameter.dim(), state)
             for group in self._optimizer.param_groups
+            if not group.get("capturable") and not group.get("fused")
             for parameter in group["params"]
-            if parameter.dim()
-            for name, value in self._optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
+            if (state := self._optimizer.state.get(parameter))
         ]
-        names = {name for name, dimensions in shaped if not dimensions} or {"step"}
-        return lambda group, name, value: (
-            name in names and not group.get("capturable") and not group.get("fused")
-        )
+        scalars = [
+            (dimensions, state, name)
+            for dimensions, state in states
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.dim() == 0
+        ]
+        names = {name for dimensions, _, name in scalars if dimensions} or {"step"}
+        return [(state, name) for _, state, name in scalars if name in names]
+
+    def bring(self) -> None:
+        """Move the state that the step reads on the host there; not within a capture.
+
+        `load_state_dict` puts all but `step` on the device of the parameter, where each step waits for
+        the value.
+        """
+        with out_of_sight():
+            for state, name in self._read_on_host():
+                if (value := state[name]).device.type != "cpu":
+                    self._brought.append((state, name, value))
+                    state[name] = value.cpu()
+
+    def copies(self) -> dict[int, Tensor]:
+        """Copies of the tensors that were `found`, on the devices where they were, by their ids."""
+        devices = {id(state.get(name)): users.device for state, name, users in self._brought}
+        return {
+            id(tensor): tensor.to(devices.get(id(tensor), tensor.device), copy=True)
+            for _, tensor in self.found()
+        }
 
     def gather(self) -> None:
         """Group equal tensors into contiguous memory, unless the groups still hold."""
@@ -117,9 +136,13 @@ class HostTensors:
         return all(alike.are_equal() for alike in self.alike)
 
     def let_go(self) -> None:
-        """Give each tensor memory of its own again."""
+        """Give each tensor memory of its own again, on the device where it was."""
         with out_of_sight():
             for alike in self.alike:
                 for member in alike.members:
                     member.set_(member.clone().untyped_storage(), 0, (), ())
+            for state, name, users in self._brought:
+                if name in state:
+                    state[name] = users.copy_(state[name])
         self.alike = []
+        self._brought = []

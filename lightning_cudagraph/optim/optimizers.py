@@ -207,9 +207,9 @@ class PreparedOptimizer(EagerOptimizer):
 
     def _as_the_user_has_it(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """The `state_dict` without this package's changes: each tensor with memory of its own."""
-        ours = {id(tensor) for _, tensor in self._tensors.found()}
+        copies = self._tensors.copies()
         states = {
-            index: {name: value.clone() if id(value) in ours else value for name, value in state.items()}
+            index: {name: copies.get(id(value), value) for name, value in state.items()}
             if isinstance(state, dict)
             else state
             for index, state in saved["state"].items()
@@ -314,6 +314,8 @@ class PreparedOptimizer(EagerOptimizer):
         for prepared in self._groups:
             prepared.note_moves()
         if not capturing:
+            if not self._form.inspected and not self._is_compiled:
+                self._tensors.bring()
             yield
             return
         traced: TracedStep | None = None

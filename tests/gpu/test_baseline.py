@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import lightning.pytorch as pl
+import pytest
 
 from lightning_cudagraph import CUDAGraphCallback
 from tests.harness import Net, loader, make
@@ -12,6 +13,7 @@ from tests.test_baseline import *  # noqa: F403
 from tests.test_baseline import LONG, Stops
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_the_verdict(tmp_path: Path, accelerator: str) -> None:
     """A small model is bound by launches."""
     callback = CUDAGraphCallback(timings=None)

@@ -35,11 +35,9 @@ UNSET = object()
 VALUES = frozenset(
     {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 )
-# Installed packages that are not user code. torch compiles with Triton and SymPy.
+# Installed packages that are not user code.
 _NOT_USERS = (
     "numpy",
-    "triton",
-    "sympy",
     "tensorboard",
     "tensorboardX",
     "wandb",

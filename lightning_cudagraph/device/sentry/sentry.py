@@ -51,6 +51,9 @@ _LIBRARIES = (
     "lightning_utilities",
     "pytorch_lightning",
     "torchmetrics",
+    # What torch compiles with: their own state changes in each call.
+    "triton",
+    "sympy",
 )
 
 _HOST_VALUE = (
@@ -177,7 +180,7 @@ def _is_library(path: str) -> bool:
 
 
 def is_user_code(path: str) -> bool:
-    """True if a source file is neither Python's, torch's, Lightning's nor this package's."""
+    """True if a source file is neither Python's, this package's, nor of `_LIBRARIES`."""
     return not path.startswith(("<", PACKAGE_DIR)) and not _is_library(path)
 
 

@@ -25,9 +25,9 @@ _SHARE = 1 / 500
 class PlainSteps:
     """Selection of the unwatched steps, between the last but one and the last step of the warm-up.
 
-    There are none in a short run, on the emulator, if a step is not one batch in one process, or if
-    steps are compiled for this run only. If the user sets the number of warm-up steps, there are none
-    either.
+    There are none in a short run or one of unknown length, on the emulator, if a step is not one batch in
+    one process, or if steps are compiled for this run only. If the user sets the number of warm-up steps,
+    there are none either.
     """
 
     def __init__(self, trainer: pl.Trainer, backend: Backend, settings: Settings) -> None:
@@ -62,9 +62,12 @@ def _number(trainer: pl.Trainer, backend: Backend, settings: Settings) -> int:
     is_one_batch = trainer.accumulate_grad_batches == 1 and trainer.world_size == 1
     if not (settings.measures_plain_steps and is_one_batch and has_speed(backend)) or settings.compile:
         return 0
+    max_steps = _limit(trainer.max_steps)
     batches = float(trainer.num_training_batches)  # infinite, if the loader has no length
+    if batches == max_steps == float("inf"):
+        return 0  # it may end at any step
     epochs = _limit(trainer.max_epochs) - trainer.current_epoch
-    steps = min(_limit(trainer.max_steps) - trainer.global_step, batches * epochs if epochs > 0 else 0)
+    steps = min(max_steps - trainer.global_step, batches * epochs if epochs > 0 else 0)
     n = int(min(_MOST, steps * _SHARE))
     # A pause in the middle of them would spoil the measurement.
     return n if n >= _LEAST and batches > settings.warmup_steps + n else 0
