@@ -23,6 +23,10 @@ def clear_frames(error: BaseException | None) -> None:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            # Before Python 3.12 a profiling hook leaves a copy of the locals in each frame; this
+            # empties it.
+            frame.f_locals  # noqa: B018
         error = error.__cause__ or error.__context__
 
 

@@ -25,9 +25,9 @@ _SHARE = 1 / 500
 class PlainSteps:
     """Selection of the unwatched steps, between the last but one and the last step of the warm-up.
 
-    There are none in a short run or one of unknown length, on the emulator, if a step is not one batch in
-    one process, or if steps are compiled for this run only. If the user sets the number of warm-up steps,
-    there are none either.
+    There are none in a short run or one of unknown length, on the emulator, if a step is not one
+    batch in one process, or if steps are compiled for this run only. If the user sets the number of
+    warm-up steps, there are none either.
     """
 
     def __init__(self, trainer: pl.Trainer, backend: Backend, settings: Settings) -> None:
