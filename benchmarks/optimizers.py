@@ -3,7 +3,7 @@
 The default form keeps its step counters on the host, and the graph reads from a tensor what its Python
 computes from them. Capturable AdamW computes the same numbers on the device. In fp16, a step is undone
 after an overflow; fused AdamW does not need that. All fits of a model take turns block by block in one
-process (`benchmarks/fits.py`), in a Trainer with the callback and without times of layers.
+process (`benchmarks/fits.py`), in a Trainer with the callback, four streams and no times of layers.
 
     python -m benchmarks.optimizers
 
@@ -66,7 +66,7 @@ def fit(workload: Workload, form: str, batches: BlockedBatches) -> None:
         return made
 
     module.configure_optimizers = configured
-    callback = CUDAGraphCallback(timings=None)
+    callback = CUDAGraphCallback(timings=None, streams=4 if ON_GPU else 1)
     with trainer_for(workload, [callback]) as trainer:
         trainer.fit(module, batches)
     if "steps eagerly" in str(callback.summary) or not callback.summary.fit.captures:
