@@ -209,7 +209,7 @@ class GraphedTraining:
         if self._part.scaler is not None and exception is None:
             skipped = int(self._part.scaler.skipped_steps)
             said.append(f"{skipped} step(s) skipped, because a gradient overflowed")
-        if exception is None and self._part.behind is None:
+        if exception is None and self._part.behind is None and self._trainer.world_size == 1:
             stage = self.stage
             said += fused_notes(self._part.optimizer.optimizer, stage.replayed, stage.replay_ms)
         ended = ended_by(self._trainer, exception)

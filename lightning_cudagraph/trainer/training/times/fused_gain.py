@@ -51,11 +51,8 @@ def fused_notes(optimizer: Optimizer, replayed: int, replay_ms: float | None) ->
     free_bytes, _ = torch.cuda.mem_get_info(parameters[0].device)
     if needed_bytes > free_bytes * _MAX_SHARE_OF_FREE:
         return []
-    present: dict[str, Any] = {"foreach": True} if "foreach" in defaults else {}
-    if "capturable" in defaults:  # takes as long as the default form does in a graph
-        present["capturable"] = True
     try:
-        present_ms = _step_ms(optimizer, groups, present)
+        present_ms = _step_ms(optimizer, groups, {"foreach": True})
         fused_ms = _step_ms(optimizer, groups, {"fused": True})
     except RuntimeError:  # torch has no fused kernel for this optimizer, device or dtype
         return []
@@ -92,7 +89,8 @@ def _step_ms(optimizer: Optimizer, groups: list[list[Tensor]], form: dict[str, A
         for zero in zeros:
             zero.grad = torch.zeros_like(zero)
         options = {name: value for name, value in group.items() if name in optimizer.defaults}
-        form_of_group = {"foreach": None, "fused": None, **form}
+        # A graph without this package needs `capturable`, which takes as long as the default form with it.
+        form_of_group = {"foreach": None, "fused": None, "capturable": True, **form}
         options |= {name: value for name, value in form_of_group.items() if name in optimizer.defaults}
         copies.append({**options, "params": zeros})
     make: Any = type(optimizer)
@@ -103,7 +101,8 @@ def _step_ms(optimizer: Optimizer, groups: list[list[Tensor]], form: dict[str, A
         copy.step()  # makes the state
     torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Threads of loaders may call CUDA meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         copy.step()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
