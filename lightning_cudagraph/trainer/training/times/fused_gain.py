@@ -89,7 +89,7 @@ def _step_ms(optimizer: Optimizer, groups: list[list[Tensor]], form: dict[str, A
         for zero in zeros:
             zero.grad = torch.zeros_like(zero)
         options = {name: value for name, value in group.items() if name in optimizer.defaults}
-        # A graph without this package needs `capturable`, which takes as long as the default form with it.
+        # torch captures `capturable` alone; it takes as long as the default form does with this package.
         form_of_group = {"foreach": None, "fused": None, "capturable": True, **form}
         options |= {name: value for name, value in form_of_group.items() if name in optimizer.defaults}
         copies.append({**options, "params": zeros})
