@@ -301,8 +301,8 @@ class Signature:
     """The properties of a batch that a graph is specialised on, as one comparable, hashable value.
 
     Containers by type, keys and plain values of their attributes; tensors by shape, stride, dtype,
-    device, `requires_grad`, plain values of their attributes, and identity with each other; other
-    leaves by value, because a capture freezes them.
+    device, plain values of their attributes, and identity with each other; other leaves by value,
+    because a capture freezes them.
 
     Args:
         batch: the batch to describe.
@@ -310,8 +310,8 @@ class Signature:
         beside: specialization: further values that are part of the signature, by names for the user.
 
     Raises:
-        BatchError: for an object that hides tensors, a tensor on another device, and a parameter or a
-            tensor that has been computed with a gradient.
+        BatchError: for an object that hides tensors, a tensor on another device, and one that requires
+            a gradient.
     """
 
     __slots__ = ("_hash", "_key", "_paths")
@@ -334,7 +334,6 @@ class Signature:
                         leaf.stride(),
                         leaf.dtype,
                         leaf.device.type,
-                        leaf.requires_grad,
                         same_as,
                     )
                 )
@@ -374,11 +373,12 @@ class Signature:
                 " buffers.",
                 "Pass its indices and values as strided tensors.",
             )
-        if not leaf.is_leaf or (isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad):
-            what = "is a parameter" if leaf.is_leaf else "has been computed with a gradient"
+        if leaf.requires_grad:
             raise BatchError(
-                f"`{path}` {what}; a graph reads a copy of it, and the gradient would end there.",
-                "Compute it in the step; or pass `tensor.detach()`, if no gradient is wanted.",
+                f"`{path}` requires a gradient; a graph reads a copy of it, and the gradient would end"
+                " there.",
+                "Pass `tensor.detach()`, and call `requires_grad_()` in the step, or compute it in"
+                " the step.",
             )
 
     @staticmethod
@@ -433,6 +433,5 @@ def _in_words(described: tuple[Any, ...]) -> str:
     if len(described) == 2:
         kind, value = described
         return str(value) if issubclass(kind, (float, complex)) else repr(value)
-    shape, stride, dtype, device, requires_grad, _ = described
-    text = f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}"
-    return f"{text}, requires_grad" if requires_grad else text
+    shape, stride, dtype, device, _ = described
+    return f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}"
