@@ -285,7 +285,7 @@ def _powersgd(state: Any, bucket: Any) -> Any:
         ),
         (
             DDPStrategy(ddp_comm_hook=_powersgd),
-            "ddp_comm_hook=_powersgd.*bf16_compress_hook",
+            "(?s)ddp_comm_hook=_powersgd.*bf16_compress_hook",
         ),
     ],
     ids=["FSDP", "unused parameters", "static graph", "mixed precision", "comm hook"],
