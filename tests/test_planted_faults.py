@@ -319,5 +319,5 @@ def test_item_in_an_optimizer(tmp_path: Path, accelerator: str) -> None:
         return Quiet(ReadsBack)
 
     callback = CUDAGraphCallback(scope="step")
-    with pytest.raises(UnsupportedError, match=r"`\.item\(\)`.*optimizers.py:\d+ \(`p.add_"):
+    with pytest.raises(UnsupportedError, match=r"(?s)`\.item\(\)`.*optimizers.py:\d+ \(`p.add_"):
         train(make(build), tmp_path, callback, accelerator=accelerator, **KWARGS)

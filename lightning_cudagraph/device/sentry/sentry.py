@@ -456,12 +456,12 @@ class Sentry(OwnDispatchMode):
 
     def __enter__(self) -> Sentry:
         _standing.append(self)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         _standing.remove(self)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
