@@ -21,14 +21,13 @@ SCRIPT = """
 import time
 
 import numpy as np
-import scipy.stats
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CUDAGraphCallback
-
+{imports}
 
 class Net(LightningModule):
     def __init__(self):
@@ -65,6 +64,7 @@ class Fault:
         remedy: a part of the remedy.
         recipe: the page.
         called: a part of the library's line, if it is in a library.
+        package: a package that the script needs besides.
     """
 
     line: str
@@ -72,6 +72,7 @@ class Fault:
     remedy: str
     recipe: str
     called: str = ""
+    package: str = ""
 
 
 FAULTS = {
@@ -124,6 +125,7 @@ FAULTS = {
         "draws from `numpy.random`",
         "Draw on the device",
         "host_random",
+        package="scipy.stats",
     ),
 }
 
@@ -144,7 +146,7 @@ def _stderr(script: Path, **env: str) -> list[str]:
 
 
 def _script(tmp_path: Path, fault: Fault) -> tuple[Path, int]:
-    text = SCRIPT.format(fault=fault.line)
+    text = SCRIPT.format(fault=fault.line, imports=f"import {fault.package}" if fault.package else "")
     path = tmp_path / "train.py"
     path.write_text(text)
     (number,) = [n for n, line in enumerate(text.splitlines(), start=1) if line.strip() == fault.line]
@@ -155,6 +157,8 @@ def _script(tmp_path: Path, fault: Fault) -> tuple[Path, int]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_the_terminal_shows(tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
+    if fault.package:
+        pytest.importorskip(fault.package)
     script, number = _script(tmp_path, fault)
     lines = _stderr(script)
     begin = next(n for n, line in enumerate(lines) if line.startswith("lightning_cudagraph.errors."))

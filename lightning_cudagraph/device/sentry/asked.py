@@ -47,6 +47,12 @@ _READERS = (
         + see("distributions"),
     ),
     _Reader(
+        "torch/nn/utils/",
+        lambda function, file: file == "clip_grad.py",
+        "Leave `error_if_nonfinite` out, and count the steps that are not finite in a buffer."
+        + see("nan_checks"),
+    ),
+    _Reader(
         "transformers/",
         lambda function, file: "mask" in function or "mask" in file,
         "Leave `attention_mask` out if no batch has padding; or pass one of four dimensions, which is"
