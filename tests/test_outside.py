@@ -283,7 +283,7 @@ def test_an_optimizer_with_a_zero_grad_of_its_own(tmp_path: Path, accelerator: s
     def build() -> Net:
         return Net(ZeroesItsOwnWay)
 
-    with pytest.raises(UnsupportedError, match=r"`.*ZeroesItsOwnWay` has a `zero_grad` of its own"):
+    with pytest.raises(UnsupportedError, match=r"(?s)`.*ZeroesItsOwnWay` has a `zero_grad` of its own"):
         train(make(build), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
 
 
