@@ -36,6 +36,7 @@ class Conditions:
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._trainer = trainer
+        self._strategy = trainer.strategy
         self._callbacks = [*callbacks_of(trainer)]
         strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
         optimization = loop.automatic_optimization
@@ -47,7 +48,6 @@ class Conditions:
         self._sizes = [*map(len, self._dicts)]
         picked: list[tuple[Any, tuple[str, ...]]] = [
             (trainer, ("profiler", "datamodule")),
-            (trainer._accelerator_connector, ("strategy",)),
             (module, _OF_MODULE),
             (loop, ("advance", "automatic_optimization", "_results", *AROUND)),
             (strategy, ("on_train_batch_start", "_lightning_module", "_lightning_optimizers", *PATCHED)),
@@ -61,7 +61,8 @@ class Conditions:
     def changed(self) -> bool:
         """True if anything is not as it was."""
         return (
-            callbacks_of(self._trainer) != self._callbacks
+            self._trainer.strategy is not self._strategy
+            or callbacks_of(self._trainer) != self._callbacks
             or [*map(len, self._dicts)] != self._sizes
             or not all(map(operator.is_, map(dict.get, self._spaces, self._names), self._values))
         )

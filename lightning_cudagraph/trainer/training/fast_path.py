@@ -1,9 +1,10 @@
-"""The fast path of Lightning's training loop: from one replay to the next without calls to empty hooks.
+"""The fast path of Lightning's training loop: from one replay to the next, a hook costs what it does.
 
 Around a replay of a few hundred microseconds, most of the host's time is Lightning's own: for every
 batch it looks up, announces and times some ten hooks that are not overridden, inspects the signature of
 `training_step`, asks repeatedly which loop is active, and collects values that no code reads. The fast
-path does the rest, in the same order, as long as no user code runs between two replays.
+path does the rest, in the same order. It calls the hooks of user code where Lightning calls them, and
+compares afterwards if they have changed what it depends on (`conditions.py`); guards find all else.
 
 It is correct only for a loop equivalent to the one that it repeats (`compat/lightning_source.py`).
 With another loop, which the report then names, and for every batch that needs more than a replay,
