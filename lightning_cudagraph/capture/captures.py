@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from lightning_cudagraph.capture.admission import Admission
 from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
@@ -72,7 +73,9 @@ class Captures(Generic[T]):
         copies: GradientCopies,
         streams: StreamChoice,
         compiled: CompiledCode,
+        admission: Admission[T],
     ) -> None:
+        self._admission = admission
         self._run = run
         self._guards = guards
         self._graphs = graphs
@@ -135,7 +138,10 @@ class Captures(Generic[T]):
             step.mend()
         if failure is not None:
             try:
-                self._standing.unsupported(failure)  # rephrases it for the front end
+                if self._admission.is_later(signature):
+                    self._admission.refuse(signature, failure.reason)
+                else:
+                    self._standing.unsupported(failure)  # rephrases it for the front end
             except UnsupportedError:
                 if self._examine(step, failure):
                     raise
@@ -169,7 +175,7 @@ class Captures(Generic[T]):
         return self._capture_once(step, signature)
 
     def _capture_once(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
-        self._graphs.plain.clear()  # each replays once through `step` before its next fast path
+        self._graphs.clear_plain()  # each replays once through `step` before its next fast path
         self._guards.watch()
         self._guards.effects.kind = signature, step.accumulation
         self._run.carried.watch()
@@ -232,4 +238,4 @@ class Captures(Generic[T]):
             lambda: capture((False,), kept=False),
             lambda captured: step.all_state(captured.written),
         )
-        return capture(step.takes, step.kept())
+        return capture(step.takes if self._graphs.is_timed(signature) else (False,), step.kept())

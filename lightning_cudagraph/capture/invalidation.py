@@ -125,7 +125,7 @@ class Invalidation(Generic[T]):
         """Prepare for a replay by another engine: move gradients out of the memory pool."""
         if self._backend.in_graph_break:
             return  # at a graph break: no other engine replays before the end of the step
-        self._graphs.plain.clear()
+        self._graphs.clear_plain()
         if not self._copies.are_given and any(each.is_kept() for each in self._graphs.all()):
             self._copy_out_from_now_on()
         for captured in self._graphs.all():
