@@ -264,7 +264,7 @@ class TrainingSteps:
             closure._result.loss = loss
             return loss
         if self.phase is Phase.WARMING:
-            run.logs.warmed_up(accumulation, closure.batch)
+            run.logs.warmed_up((accumulation, step.signature), closure.batch)
             # The last one is timed, and has to begin on an idle device, as the others do.
             run.backend.synchronize()
             if closure._result is not None and closure._result.closure_loss is None:
