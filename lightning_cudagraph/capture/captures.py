@@ -9,11 +9,11 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.admission import Admission
-from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.invalidation import Invalidation
+from lightning_cudagraph.capture.signatures.admission import Admission
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.checks.diagnosis import Diagnosis

@@ -9,16 +9,16 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.admission import Admission
-from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.captures import Captures
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.plans import Plans
 from lightning_cudagraph.capture.replays import Replays
+from lightning_cudagraph.capture.signatures.admission import Admission
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Phase, Replay, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
-from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.sentry.inductor import without_its_graphs

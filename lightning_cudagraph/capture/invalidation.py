@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
-from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
-from lightning_cudagraph.capture.warm_ups import WarmUps
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.external_references import GradientCopies

@@ -13,10 +13,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import AccumulationPhase
-from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.tensors.batch import Signature
 
 __all__ = ["Admission"]
@@ -105,7 +105,7 @@ class Admission(Generic[T]):
     def _another(self, signature: Signature) -> str:
         wording, first = self._run.wording, self._first
         if first is None:
-            return self._run.counts.variety
+            return f"a {wording.signature} that has not come often enough, and none has a graph yet"
         return f"another {wording.signature}: {wording.of(first.difference(signature))}"
 
     @property
