@@ -119,6 +119,7 @@ class CapturedStep(Generic[T]):
         # Parameters without a gradient to add to: the step makes one, or leaves the parameter alone. The
         # graph is valid only as long as they have none before the step.
         self._absent = [parameter for parameter in added if parameter.grad is None]
+        self._only_adds = not dropped
         makes = self._makes = [*dropped, *self._absent]
         before = [parameter.grad for parameter in makes]
         try:
@@ -254,7 +255,7 @@ class CapturedStep(Generic[T]):
         """
         if any(parameter.grad is not None for parameter in self._absent):
             return "a parameter that had no gradient before the step has one now"
-        if is_varied and any(parameter.grad is None for parameter, _ in self._accumulated):
+        if is_varied and self._only_adds and any(parameter.grad is None for parameter, _ in self._accumulated):
             return "a parameter that had a gradient before the step has none now"
         return None
 
