@@ -255,7 +255,8 @@ class CapturedStep(Generic[T]):
         """
         if any(parameter.grad is not None for parameter in self._absent):
             return "a parameter that had no gradient before the step has one now"
-        if is_varied and self._only_adds and any(parameter.grad is None for parameter, _ in self._accumulated):
+        is_strict = is_varied and self._only_adds
+        if is_strict and any(parameter.grad is None for parameter, _ in self._accumulated):
             return "a parameter that had a gradient before the step has none now"
         return None
 
