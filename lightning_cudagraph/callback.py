@@ -89,8 +89,9 @@ class CUDAGraphCallback(Callback):
             same batch; None for none.
         evaluation: capture `validation_step`, `test_step` and `predict_step` too, each after its own
             warm-up batches. The sanity check runs as without this callback.
-        max_graphs: the most batch signatures with graphs in an evaluation (full batches, the last one,
-            those of each dataloader); other batches run eagerly. In training one signature has graphs.
+        max_graphs: the most batch signatures (shapes, for example) with graphs, in training and in each
+            kind of evaluation; other batches run eagerly. In training, each after the first is warmed up
+            and captured when it has come eight times, and can replace the least recently used.
         compile: compile the training step with `torch.compile` in its default mode during `fit` (on the
             emulator, with ``backend="aot_eager"``). Replays are compared with compiled steps, and their
             numbers differ from those of steps that are not compiled. Layers are not timed.

@@ -9,10 +9,11 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.invalidation import Invalidation
+from lightning_cudagraph.capture.signatures.admission import Admission
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.checks.diagnosis import Diagnosis
@@ -71,7 +72,9 @@ class Captures(Generic[T]):
         copies: GradientCopies,
         streams: StreamChoice,
         compiled: CompiledCode,
+        admission: Admission[T],
     ) -> None:
+        self._admission = admission
         self._run = run
         self._guards = guards
         self._graphs = graphs
@@ -134,7 +137,10 @@ class Captures(Generic[T]):
             step.mend()
         if failure is not None:
             try:
-                self._standing.unsupported(failure)  # rephrases it for the front end
+                if self._admission.is_later(signature):
+                    self._admission.refuse(signature, failure.reason)
+                else:
+                    self._standing.unsupported(failure)  # rephrases it for the front end
             except UnsupportedError:
                 if self._examine(step, failure):
                     raise
@@ -168,7 +174,7 @@ class Captures(Generic[T]):
         return self._capture_once(step, signature)
 
     def _capture_once(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
-        self._graphs.plain.clear()  # each replays once through `step` before its next fast path
+        self._graphs.clear_plain()  # each replays once through `step` before its next fast path
         self._guards.watch()
         self._guards.effects.kind = signature, step.accumulation
         self._run.carried.watch()
@@ -228,6 +234,6 @@ class Captures(Generic[T]):
             lambda: capture((False,)),
             lambda captured: step.all_state(captured.written),
         )
-        captured = capture(step.takes)
+        captured = capture(step.takes if self._graphs.is_timed(signature) else (False,))
         captured.watch_gradients(step.kept())
         return captured

@@ -55,6 +55,8 @@ class RunContext:
         on_give_up: called when the run falls back to eager steps for good.
         around_replays: makes the context manager around each replay.
         on_capture: called after each capture with the step and its host time in milliseconds.
+        earns_graphs: signatures after the first earn their graphs, and replace the least recently used
+            ones; otherwise the first ones get them.
         is_examined: True if one more step is taken and examined before the error of a capture is raised.
     """
 
@@ -72,6 +74,7 @@ class RunContext:
     on_capture: Callable[[Step[Any], float], None] = lambda step, capture_ms: None
     counts: StepCounts = field(default_factory=StepCounts)
     is_examined: bool = False
+    earns_graphs: bool = False
     verifier: Verifier = field(init=False)
     signatures: Signatures = field(init=False)
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from lightning_cudagraph.capture.by_signature import GraphsBySignature
+from torch import Tensor
+
 from lightning_cudagraph.capture.captures import Captures
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.plans import Plans
 from lightning_cudagraph.capture.replays import Replays
+from lightning_cudagraph.capture.signatures.admission import Admission
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Phase, Replay, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
-from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.sentry.inductor import without_its_graphs
@@ -67,12 +70,15 @@ class StepEngine(Generic[T]):
         self._copies = copies = GradientCopies()
         graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device.type, run.signatures)
         self._graphs = graphs
+        self._admission = admission = Admission(run, graphs, self._warm_ups)
         self._standing = standing = Invalidation(run, guards, graphs, self._warm_ups, copies)
-        self._plans = Plans(run, graphs, standing, self._warm_ups, copies, is_settled)
-        self._captures = Captures(run, guards, graphs, standing, copies, self._streams, self._compiled)
-        self._replays = Replays(run, graphs, standing, copies)
+        self._plans = Plans(run, graphs, standing, self._warm_ups, copies, is_settled, admission)
+        self._captures = Captures(
+            run, guards, graphs, standing, copies, self._streams, self._compiled, admission
+        )
+        self._replays = Replays(run, graphs, standing, copies, admission)
 
-    def again(self, step: Replay[T], refresh: Callable[[], None]) -> T | None:
+    def again(self, step: Replay[T], refresh: Callable[[T | None], None]) -> T | None:
         """Replay by the fast path, if the step can take it.
 
         Args:
@@ -82,33 +88,35 @@ class StepEngine(Generic[T]):
         Returns:
             The static outputs. Or None: nothing has run, and the caller must call `step`.
         """
-        graphs = self._graphs
-        if (
-            step.accumulation not in graphs.plain
-            or self._backend.in_graph_break
-            or graphs.known_signature(step) is None
-        ):
+        if self._backend.in_graph_break:
+            return None
+        graphs = self._graphs.known(step)
+        if graphs is None or step.accumulation not in graphs.plain:
             return None
         self._standing.look_for_changes()
         captured = graphs.plain.get(step.accumulation)
         if captured is None or self._plans.is_due(step, captured):
+            return None
+        if self._admission.is_varied and captured.stale(is_varied=True):
             return None
         if self._agreement is not None:
             met = self._plans.met = self._agreement.vote(Intent.REPLAY)
             if met[1] is not Intent.REPLAY:
                 return None
             self._plans.met = None
-        refresh()
+        self._graphs.use(graphs)
+        refresh(captured.upcoming(step.timed))
         return self._replays.replayed(step, captured)
 
     def step(
-        self, step: Step[T], refresh: Callable[[], None], signature: Signature | None = None
+        self, step: Step[T], refresh: Callable[[T | None], None], signature: Signature | None = None
     ) -> tuple[Phase, T | None]:
         """Run one step in the phase of its batch.
 
         Args:
             step: the step.
-            refresh: updates the device mirrors of host values; called before a capture and a replay.
+            refresh: updates the device mirrors of host values; called with None before a capture, and
+                before a replay with its static outputs.
             signature: the signature of the batch, if the caller knows it.
 
         Returns:
@@ -136,7 +144,7 @@ class StepEngine(Generic[T]):
             self._copies.handed = None
 
     def _step(
-        self, step: Step[T], refresh: Callable[[], None], signature: Signature | None
+        self, step: Step[T], refresh: Callable[[T | None], None], signature: Signature | None
     ) -> tuple[Phase, T | None]:
         plan = self._plans.of_this_process(step, signature)
         if self._agreement is not None:
@@ -147,22 +155,30 @@ class StepEngine(Generic[T]):
         assert signature is not None
         if intent is Intent.WARM_UP:
             return self._warm_up(step, signature)
-        refresh()
         if intent is Intent.CAPTURE:
+            self._admission.make_room(signature)
+            refresh(None)
             captured, reason, raised = self._captures.attempt(step, signature)
             if captured is None:
                 # Outside the handler: the error and the tensors in its frames are free by now. If user
                 # code raised it, the eager step raises it again, with the usual effects.
                 done = self._eager(step, reason)
                 if raised:
-                    self._standing.unsupported(_only_in_the_capture(reason))
+                    error = _only_in_the_capture(reason)
+                    if self._admission.is_later(signature):
+                        self._admission.refuse(signature, error.reason)
+                    else:
+                        self._standing.unsupported(error)
                 return done
             self._graphs.add(signature, step, captured)
-            refresh()
+            self._admission.captured(signature)
             if self._plans.is_due(step, captured):
                 intent = Intent.VERIFY
+        graphs = self._graphs.of(signature)
         assert captured is not None
-        self._graphs.use(signature)
+        assert graphs is not None
+        self._graphs.use(graphs)
+        refresh(captured.upcoming(step.timed))
         if intent is Intent.VERIFY:
             outputs, reason = self._replays.checked(step, captured)
             return self._eager(step, reason) if reason else (Phase.CAPTURED, outputs)
@@ -172,6 +188,14 @@ class StepEngine(Generic[T]):
     def static(self) -> StaticBatch | None:
         """The static batch of the latest graph; a caller may fill it and pass its `batch` to `step`."""
         return self._graphs.static
+
+    def static_for(self, batch: Any) -> tuple[StaticBatch, list[Tensor]] | None:
+        """Find the static batch for a batch, and the tensors of the batch in its order; or None."""
+        return self._graphs.static_for(batch)
+
+    def is_timed(self, signature: Signature | None) -> bool:
+        """True if graphs of a signature have timing events, and their replays are measured."""
+        return signature is not None and self._graphs.is_timed(signature)
 
     @property
     def has_graphs(self) -> bool:
@@ -186,7 +210,13 @@ class StepEngine(Generic[T]):
     @property
     def notes(self) -> list[str]:
         """Notes on the captures, for the report."""
-        return [*self._streams.notes, *self._compiled.notes, *self._without_graphs]
+        several = self._admission.notes
+        return [*several, *self._streams.notes, *self._compiled.notes, *self._without_graphs]
+
+    @property
+    def remedy(self) -> str:
+        """The dimension of batches that varies most and what to do about it; empty if none does."""
+        return self._admission.remedy
 
     def pause(self) -> None:
         """Recheck all guards before the next replay: user code may have run since the last step."""
@@ -220,7 +250,7 @@ class StepEngine(Generic[T]):
 
     def _eager(self, step: Step[T], reason: str) -> tuple[Phase, None]:
         self.counts.note_eager(reason)
-        self._graphs.plain.clear()
+        self._graphs.clear_plain()
         self._carried.take_out()
         self._copies.put_back()
         # On the side stream: autograd nodes keep the stream on which they were made, and a node of the
@@ -234,7 +264,7 @@ class StepEngine(Generic[T]):
             if not self.counts.variety and (why := self._run.signatures.begin(signature)):
                 self.counts.variety = why
                 self._run.announce(f"There is no graph yet: {why}.")
-            self._warm_ups.begin(signature)
+            self._admission.begin_warm_up(signature)
         self._guards.watch()
         self._guards.effects.kind = signature, step.accumulation
         self._carried.take_out()
@@ -245,7 +275,9 @@ class StepEngine(Generic[T]):
                 stack.enter_context(self._backend.generators.learning())
             stack.enter_context(step.learning())
             stack.enter_context(self._compiled.noticed())
-            is_at_its_end = self._warm_ups.is_at_its_end(signature, step.accumulation)
+            is_at_its_end = self._graphs.is_timed(signature) and self._warm_ups.is_at_its_end(
+                signature, step.accumulation
+            )
             (step.run_last if is_at_its_end and step.run_last is not None else step.run)()
         # A step that raises does not count.
         self._warm_ups.done(signature, step.accumulation)

@@ -82,6 +82,7 @@ class CapturedStep(Generic[T]):
 
     Attributes:
         replays: number of steps that were replays; counted by the caller.
+        mismatches: number of steps in a row for which it was `stale`; counted by the caller.
         tape: the ops of the step at its first verification.
         written: the tensors older than the step that it writes.
         has_breaks_anywhere: the step has graph breaks in at least one process of the run.
@@ -108,7 +109,7 @@ class CapturedStep(Generic[T]):
         self._holds: ExternalReferences | None = None
         self._runs_between = False
         self.tape = OpTape()
-        self.replays = 0
+        self.replays = self.mismatches = 0
         self.has_breaks_anywhere = False
         self.written: list[Tensor] = []
         dropped, added = parameters
@@ -119,6 +120,7 @@ class CapturedStep(Generic[T]):
         # Parameters without a gradient to add to: the step makes one, or leaves the parameter alone. The
         # graph is valid only as long as they have none before the step.
         self._absent = [parameter for parameter in added if parameter.grad is None]
+        self._only_adds = not dropped
         makes = self._makes = [*dropped, *self._absent]
         before = [parameter.grad for parameter in makes]
         try:
@@ -244,10 +246,19 @@ class CapturedStep(Generic[T]):
             for parameter, gradient in kept:
                 parameter.grad = gradient
 
-    def stale(self) -> str | None:
-        """Return the reason why the graph no longer matches the step, or None."""
+    def stale(self, is_varied: bool = False) -> str | None:
+        """Return the reason why the graph does not match the step, or None.
+
+        Args:
+            is_varied: micro-batches of other signatures come before it. Without them, only a drop of all
+                gradients can take one to which the step adds, and zeros serve as well. With them, no
+                micro-batch may have used the parameter, and optimizers skip one without a gradient.
+        """
         if any(parameter.grad is not None for parameter in self._absent):
             return "a parameter that had no gradient before the step has one now"
+        is_strict = is_varied and self._only_adds
+        if is_strict and any(parameter.grad is None for parameter, _ in self._accumulated):
+            return "a parameter that had a gradient before the step has none now"
         return None
 
     def adopt_gradients(self) -> None:

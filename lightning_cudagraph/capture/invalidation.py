@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
-from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
-from lightning_cudagraph.capture.warm_ups import WarmUps
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.external_references import GradientCopies
@@ -136,7 +136,7 @@ class Invalidation(Generic[T]):
         """Prepare for a replay by another engine: move gradients out of the memory pool."""
         if self._backend.in_graph_break:
             return  # at a graph break: no other engine replays before the end of the step
-        self._graphs.plain.clear()
+        self._graphs.clear_plain()
         if self._is_gradient_kept(after_pause=True):
             self._copy_out_from_now_on()
         for captured in self._graphs.all():

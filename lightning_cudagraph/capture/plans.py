@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from lightning_cudagraph.capture.by_signature import NOT_YET, GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
+from lightning_cudagraph.capture.signatures.admission import Admission
+from lightning_cudagraph.capture.signatures.by_signature import NOT_YET, GraphsBySignature
+from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Replay, Step
-from lightning_cudagraph.capture.warm_ups import WarmUps
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
 from lightning_cudagraph.tensors.batch import Signature
@@ -19,6 +20,9 @@ from lightning_cudagraph.tensors.external_references import GradientCopies
 __all__ = ["Plan", "Plans"]
 
 T = TypeVar("T")
+
+# Batches in a row for which a graph expects other gradients before the step, until it is invalidated.
+_MAX_MISMATCHES = 8
 
 # The intent, the reason if the step is eager, the signature, and the captured step if there is one.
 Plan = tuple[Intent, str, Signature | None, CapturedStep[T] | None]
@@ -39,7 +43,9 @@ class Plans(Generic[T]):
         warm_ups: WarmUps,
         copies: GradientCopies,
         is_settled: Callable[[], bool],
+        admission: Admission[T],
     ) -> None:
+        self._admission = admission
         self._run = run
         self._backend = run.backend
         self._verifier = run.verifier
@@ -74,21 +80,29 @@ class Plans(Generic[T]):
         if self.met is None:  # else `again` has compared the guards, and voted on the result
             self._standing.look_for_changes()
         try:
-            signature = signature or self._graphs.known_signature(step)
+            if signature is None and (known := self._graphs.known(step)) is not None:
+                signature = known.signature
             signature = signature or Signature(step.batch, self._backend.device, step.specialization)
         except UnsupportedError as error:
             if self._run.settings.raise_unsupported:
                 raise
             return Intent.EAGER, self._run.wording.of(error.reason), None, None
-        if reason := self._graphs.one_too_many(signature):
+        step.signature = signature
+        if reason := self._admission.refusal(signature, step.accumulation):
             return Intent.EAGER, reason, None, None
         if self._copies.are_given:
             self._copies.begin(step.parameters)
         captured = self._graphs.get(signature, step.accumulation)
-        if captured is not None and (change := captured.stale()):
+        if captured is not None and (change := captured.stale(self._admission.is_varied)):
+            if captured.mismatches < _MAX_MISMATCHES and self._admission.is_varied:
+                # Micro-batches of other signatures may use other parameters than this one.
+                captured.mismatches += 1
+                return Intent.EAGER, change, None, None
             self._standing.drop(change)
             captured = None
-        if captured is None:
+        if captured is not None:
+            captured.mismatches = 0
+        else:
             left = self._warm_ups.left(signature, step.accumulation)
             if left > 0 or not self._is_settled() or self._graphs.maker(step, signature) is NOT_YET:
                 return Intent.WARM_UP, "", signature, None
@@ -115,10 +129,12 @@ class Plans(Generic[T]):
         if highest >= Intent.CAPTURE and lowest <= Intent.VERIFY:
             # A graph is of use only if all processes have one.
             dropped = agreement.gather(None if self._graphs else standing.dropped)
-            if self._graphs:
-                standing.drop(of_ranks(dropped) or "another process captures again", of_others=True)
-            if captured is not None:
-                return Intent.WARM_UP, "", signature, None
+            if any(why is not None for why in dropped):
+                if self._graphs:
+                    standing.drop(of_ranks(dropped) or "another process captures again", of_others=True)
+                if captured is not None:
+                    return Intent.WARM_UP, "", signature, None
+            # Otherwise a process begins or captures one more signature: this step is eager in all.
         if intent is Intent.EAGER or intent is Intent.WARM_UP:
             return plan
         return Intent.EAGER, "not all processes could take this step as a graph", None, None

@@ -8,10 +8,11 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
+from lightning_cudagraph.capture.signatures.admission import Admission
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
@@ -33,7 +34,9 @@ class Replays(Generic[T]):
         graphs: GraphsBySignature[T],
         standing: Invalidation[T],
         copies: GradientCopies,
+        admission: Admission[T],
     ) -> None:
+        self._admission = admission
         self._backend = run.backend
         self._carried = run.carried
         self._verifier = run.verifier
@@ -47,9 +50,9 @@ class Replays(Generic[T]):
     def replayed(self, step: Replay[T], captured: CapturedStep[T]) -> T:
         """Run a step by a replay, and return the static outputs."""
         outputs = self._replay(captured, step, step.between if captured.has_breaks else None, step.timed)
-        plain = self._graphs.plain
-        if step.accumulation not in plain and self._is_plain(captured):
-            plain[step.accumulation] = captured
+        graphs = self._graphs.latest
+        if graphs is not None and step.accumulation not in graphs.plain and self._is_plain(captured):
+            graphs.plain[step.accumulation] = captured
         return self._done(captured, outputs)
 
     def checked(self, step: Step[T], captured: CapturedStep[T]) -> tuple[T | None, str]:
@@ -115,7 +118,10 @@ class Replays(Generic[T]):
                 raise  # the other processes are in the middle of the verification
             if not captured.is_checked_apart:
                 put_back_gradients()
-            if isinstance(error, StaleGraphError):
+            signature = step.signature
+            if signature is not None and not captured.replays and self._admission.is_later(signature):
+                self._admission.refuse(signature, error.reason)
+            elif isinstance(error, StaleGraphError):
                 self._standing.drop(error.reason)
             else:
                 self._standing.unsupported(error)
@@ -162,7 +168,6 @@ class Replays(Generic[T]):
             and not self._copies.are_given
             and not self._carried.has_any
             and self._around_replays is nullcontext
-            and len(self._graphs) == 1
         )
 
     def _done(self, captured: CapturedStep[T], outputs: T) -> T:

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.graph import BreakGraph
-from lightning_cudagraph.tensors.batch import flatten_batch
+from lightning_cudagraph.tensors.batch import Signature, flatten_batch
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.writes import storage_id, whole
 
@@ -39,8 +39,10 @@ class StepCounts:
     Attributes:
         warmed_up: warm-up steps.
         captures: captures that succeeded.
+        evictions: signatures with released graphs, in favour of others.
         replayed: steps that were replays.
         eager: eager steps by reason, without warm-up.
+        eager_by_signature: batches that were to run eagerly, because their signature has no graph.
         capture_ms: host time of all captures.
         memory_bytes: device memory of the graphs.
         recaptures: the reasons of invalidations, in order.
@@ -49,8 +51,10 @@ class StepCounts:
 
     warmed_up: int = 0
     captures: int = 0
+    evictions: int = 0
     replayed: int = 0
     eager: Counter[str] = field(default_factory=Counter)
+    eager_by_signature: int = 0
     capture_ms: float = 0.0
     memory_bytes: int = 0
     recaptures: list[str] = field(default_factory=list)
@@ -128,7 +132,8 @@ class Step(Replay[T]):
         mend: repairs that state, in all processes together.
         unlike_others: the reason why this step differs from others of its phase and must run eagerly;
             empty if it does not.
-        run_last: runs the last warm-up step eagerly; None for `run`.
+        run_last: runs the last warm-up step of the first signature eagerly; None for `run`.
+        signature: the signature of the batch; set by the engine before it records or rehearses.
     """
 
     run: Callable[[], object]
@@ -146,6 +151,7 @@ class Step(Replay[T]):
     mend: Callable[[], None] = lambda: None
     unlike_others: str = ""
     run_last: Callable[[], object] | None = None
+    signature: Signature | None = None
 
     def all_state(self, written: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return all tensors that the step changes: `state`, and others that a capture saw it write."""

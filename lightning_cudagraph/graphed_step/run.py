@@ -197,7 +197,7 @@ class StepRun:
             kind.guards.suspect()
         returned: list[Any] = []
         step = self._step(kind, arguments, returned)
-        _, result = kind.engine.step(step, self._optimizers.refresh, kind.signature)
+        _, result = kind.engine.step(step, lambda result: self._optimizers.refresh(), kind.signature)
         if result is None:
             return copied(returned[0])
         for note in result.host_notes:

@@ -407,6 +407,15 @@ class Signature:
     def __hash__(self) -> int:
         return self._hash
 
+    def sizes(self) -> dict[tuple[str, int], int]:
+        """The sizes of the tensors, by path and dimension."""
+        return {
+            (path, dimension): size
+            for path, leaf in zip(self._paths, self._key[1], strict=True)
+            if len(leaf) > 2
+            for dimension, size in enumerate(leaf[0])
+        }
+
     def difference(self, other: Signature) -> str:
         """Describe the first difference of `other` from this one: the leaf, expected and found."""
         if self._key[0] != other._key[0]:

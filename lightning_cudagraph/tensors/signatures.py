@@ -56,9 +56,14 @@ class Signatures:
         for signature in signatures:
             self._captured.pop(signature, None)
 
+    @property
+    def is_full(self) -> bool:
+        """True if there is no room for one more signature."""
+        return len(self._captured) >= self._max_captured
+
     def one_too_many(self, signature: Signature) -> str:
         """Explain why one more signature gets no graph; return nothing if there is room for it."""
-        if len(self._captured) < self._max_captured:
+        if not self.is_full:
             return ""
         latest, wording = next(reversed(self._captured)), self._wording
         more = f"another {wording.signature}"

@@ -186,7 +186,7 @@ class GraphedEvaluation:
             specialization={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
             learning=self._learning,
         )
-        phase, outputs = self._engine.step(step, self._metrics.adopt)
+        phase, outputs = self._engine.step(step, lambda outputs: self._metrics.adopt())
         if phase is Phase.WARMING:
             self._logs.warmed_up(_kind(batch, indices), batch)
         if outputs is None:

@@ -559,6 +559,37 @@ def another_shape(here: Here) -> None:
     assert expected in reasons, reasons
 
 
+class TwoShapes(IterableDataset[Any]):
+    """Batches of two sizes: in turn, or, apart, beginning with the other one on each process."""
+
+    def __init__(self, batches: int, shift: int) -> None:
+        self.batches = batches
+        self.shift = shift
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(loader(ragged=False, batches=self.batches)):
+            is_small = (index + self.shift) % 2 == 1
+            yield [x[: BATCH_SIZE // 2] for x in batch] if is_small else batch
+
+
+def two_shapes_in_all(here: Here) -> None:
+    """All processes come to the second shape together, and capture it together."""
+    batches = DataLoader(TwoShapes(40, 0), batch_size=None)
+    _, graph = here.assert_same_runs(max_epochs=2, train_loader=batches)
+    assert graph.counts.captures == 2, graph.counts
+    assert graph.counts.recaptures == (), graph.counts
+    assert graph.counts.replayed >= 30, graph.counts
+
+
+def two_shapes_apart(here: Here) -> None:
+    """In each step the processes have different shapes; each replays the graph of its own."""
+    batches = DataLoader(TwoShapes(40, here.rank), batch_size=None)
+    _, graph = here.assert_same_runs(max_epochs=2, train_loader=batches)
+    assert graph.counts.captures == 2, graph.counts
+    assert graph.counts.recaptures == (), graph.counts
+    assert graph.counts.replayed >= 30, graph.counts
+
+
 class OtherDropout(Callback):
     """On one process, dropout becomes another in the middle."""
 

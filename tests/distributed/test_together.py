@@ -39,6 +39,8 @@ AGREED = (
     "sent_back_to_one_stream",
 )
 AGREED_LONG = (
+    "two_shapes_in_all",
+    "two_shapes_apart",
     "a_guard_in_one_process",
     "another_shape_over_sockets",
     "a_capture_that_one_refuses_over_sockets",

@@ -36,6 +36,8 @@ _LARGE_GAP = 0.1
 # A gain below the first is reported as not launch-bound; one below the second gets two decimals.
 _LAUNCH_BOUND = 1.05
 _SMALL_GAIN = 2.0
+# Steps from which on the report begins with the remedy, if most were eager because of their signature.
+_LONG = 100
 _NO_TIMES = WindowSummary([])
 _WATCHED = "watched, so slower: no measure of what is gained"
 
@@ -46,6 +48,9 @@ def verdict(stage: StageSummary, unit: str) -> str:
     percent = 1000 * stage.replayed // max(stage.steps, 1) / 10
     share = f"{stage.replayed} of {stage.steps} {unit} replayed ({percent}%)"
     speedup = stage.speedup
+    if stage.remedy and stage.steps >= _LONG and 2 * stage.eager_by_signature > stage.steps:
+        eager_percent = 100 * stage.eager_by_signature // stage.steps
+        return f"{eager_percent}% of your {unit} ran eagerly: {stage.remedy}; {share}"
     if speedup is None:
         return share
     gain = f"{speedup:.{1 if speedup >= _SMALL_GAIN else 2}f}x your plain step"
@@ -59,6 +64,8 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
     captured = f"captured {stage.captures} time(s)"
     if stage.captures:
         captured += f" in {stage.capture_ms:.0f} ms, {stage.memory_bytes / 2**20:.1f} MiB taken"
+    if stage.evictions:
+        captured += f", released for others {stage.evictions} time(s)"
     became = f"{stage.warmed_up} warmed up, {stage.replayed} replayed, {stage.eager_steps} eager"
     lines = [f"  {label:<10}{became}; {captured}"]
     by_number = sorted(stage.eager.items(), key=lambda item: -item[1])

@@ -19,7 +19,10 @@ class StageSummary:
         warmed_up: number of warm-up steps, which ran eagerly before a capture.
         replayed: number of replayed steps.
         eager: number of other eager steps, by reason.
+        eager_by_signature: number of batches that ran eagerly because their signature had no graph.
+        remedy: the dimension of batches that varies most and what to do about it; empty if none does.
         captures: number of successful captures.
+        evictions: number of batch signatures with graphs that were released for another one's.
         recaptures: the reasons of invalidations, in order.
         not_captured: the reason why nothing was captured, if the batches have too many signatures; or
             empty.
@@ -35,7 +38,10 @@ class StageSummary:
     warmed_up: int = 0
     replayed: int = 0
     eager: dict[str, int] = field(default_factory=dict)
+    eager_by_signature: int = 0
+    remedy: str = ""
     captures: int = 0
+    evictions: int = 0
     recaptures: tuple[str, ...] = ()
     not_captured: str = ""
     capture_ms: float = 0.0
@@ -46,19 +52,25 @@ class StageSummary:
     plain_steps: int = 0
 
     @classmethod
-    def of(cls, counts: StepCounts, checked: int, pace: StepTime | None = None) -> StageSummary:
+    def of(
+        cls, counts: StepCounts, checked: int, pace: StepTime | None = None, remedy: str = ""
+    ) -> StageSummary:
         """A snapshot of the numbers.
 
         Args:
             counts: the counts of the run's steps.
             checked: number of verified replays.
             pace: the step times; None if they were not measured.
+            remedy: what to do about batches of many signatures.
         """
         return cls(
             warmed_up=counts.warmed_up,
             replayed=counts.replayed,
             eager=dict(counts.eager),
+            eager_by_signature=counts.eager_by_signature,
+            remedy=remedy,
             captures=counts.captures,
+            evictions=counts.evictions,
             recaptures=tuple(counts.recaptures),
             not_captured=counts.variety,
             capture_ms=counts.capture_ms,

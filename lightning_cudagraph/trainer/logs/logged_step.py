@@ -66,6 +66,9 @@ class LoggedStep:
         values: the values to pack, by the index of their event.
         loss: the step's loss, which is packed with them.
         is_last: the last or only part of the step.
+
+    Attributes:
+        sums: the running sums of this kind of step.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class LoggedStep:
         is_last: bool,
     ) -> None:
         self._events = events
-        self._sums = sums
+        self.sums = sums
         self._loss = loss
         self._is_last = is_last
         together: dict[_Key, Tensor] = dict(values.items())
@@ -128,16 +131,16 @@ class LoggedStep:
         """
         return (
             self._is_last
-            and not self._sums.in_parts
+            and not self.sums.in_parts
             and not self._others
-            and (self._sums.live or not self._events)
+            and (self.sums.live or not self._events)
         )
 
     def note_batch_size(self, trainer: pl.Trainer) -> None:
         """Leave the batch size that the step has found, for values that hooks log after it."""
         results = trainer.fit_loop.epoch_loop._results  # sums in the graph exist in training only
         if results.batch_size is None:
-            results.batch_size = self._sums.batch_size
+            results.batch_size = self.sums.batch_size
 
     def hand_over(self, trainer: pl.Trainer, replays: int = 1, is_late: bool = False) -> Tensor | None:
         """Call the metrics and log the values of the last replay, as the step itself would.
@@ -156,12 +159,12 @@ class LoggedStep:
             # the packed tensor.
             values.update(zip(indices, packed.clone().unbind(), strict=True))
         if self._events:
-            if self._sums.live:
+            if self.sums.live:
                 self._book(trainer, values, replays, is_late)
             else:
                 self._log_again(trainer, list(enumerate(self._events)), values)
         if self._is_last:
-            self._sums.entered = True
+            self.sums.entered = True
         if self._loss is None or _LOSS in values:
             return values.get(_LOSS)
         return self._loss.clone()
@@ -195,12 +198,12 @@ class LoggedStep:
             elif isinstance(event.value, Later):
                 value = returned[id(event.value.call)][event.value.leaf]
                 value = getattr(trainer.lightning_module, TO_TENSOR)(value, event.name)
-                _log(trainer, event, value, self._sums.entered)
+                _log(trainer, event, value, self.sums.entered)
             else:
                 value = values.get(index, event.value)
                 if value is event.value and isinstance(value, Tensor):
                     value = value.clone()
-                _log(trainer, event, value, self._sums.entered)
+                _log(trainer, event, value, self.sums.entered)
 
 
 def packed_values(events: list[Event], module: pl.LightningModule) -> dict[int, Tensor]:

@@ -68,7 +68,7 @@ class _Recorder(_ResultCollection):
 class Logs:
     """The logs of the steps of one run.
 
-    The kind of a step, `place`, is the accumulation phase in training.
+    The kind of a step, `place`, is the accumulation phase with the batch signature in training.
 
     Args:
         trainer: the trainer, whose active loop gets the values.
@@ -89,7 +89,6 @@ class Logs:
         self._places: dict[Hashable, SumsOfPlace] = {}
         # The step of the last replays, if nothing has read its values yet, and the number of replays.
         self._waiting: LoggedStep | None = None
-        self._waits_at: Hashable = None
         self._replays = 0
         # A thread that reads metrics passes the values on too; others that read or replay wait for it.
         self._lock = RLock()
@@ -144,18 +143,23 @@ class Logs:
         if self._adds:
             self._sums.make_room(self._results)
 
-    def before_replay(self, accumulation: Hashable) -> None:
-        """Bring the current sums into the static tensors to which graphs of this kind add."""
+    def before_replay(self, logged: LoggedStep | None) -> None:
+        """Bring the current sums into the static tensors to which a graph adds.
+
+        Args:
+            logged: the logged values of the graph; None before a capture.
+        """
         with self._lock:
-            if self._waiting is not None and self._waits_at == accumulation:
+            waiting = self._waiting
+            if waiting is not None and logged is not None and waiting.sums is logged.sums:
                 return  # nothing has read them since the replay before
             self.settle()
-        if sums := self._places.get(accumulation):
+        if logged is not None:
             # In the first batch of an epoch, Lightning resets at its first log, name by name.
             goes_on = self._trainer._logger_connector._first_loop_iter is False
-            sums.adopt(self._results, goes_on)
+            logged.sums.adopt(self._results, goes_on)
 
-    def put_off(self, accumulation: Hashable, logged: LoggedStep) -> None:
+    def put_off(self, logged: LoggedStep) -> None:
         """Pass the values of a replay to Lightning, lazily if possible.
 
         Then they stay in the graph's memory until they are read. The next replay of this kind overwrites
@@ -164,7 +168,7 @@ class Logs:
         if logged.can_wait:
             with self._lock:
                 self._replays = self._replays + 1 if self._waiting is not None else 1
-                self._waiting, self._waits_at = logged, accumulation
+                self._waiting = logged
                 logged.note_batch_size(self._trainer)
         else:
             self.settle()
@@ -184,11 +188,11 @@ class Logs:
         self._sums.let_go()
 
     @contextmanager
-    def recorded(self, accumulation: Hashable, batch: Any, capturing: bool) -> Iterator[list[Event]]:
+    def recorded(self, place: Hashable, batch: Any, capturing: bool) -> Iterator[list[Event]]:
         """Context of a step that records logged values, instead of reducing them, and metric calls.
 
         Args:
-            accumulation: the kind of step.
+            place: the kind of step.
             batch: its batch.
             capturing: the step is captured, and not run eagerly for a comparison.
 
@@ -198,7 +202,7 @@ class Logs:
         if capturing:
             self._slots = {}
             if self._is_first_instance:
-                self._places[accumulation] = SumsOfPlace()
+                self._places[place] = SumsOfPlace()
         if self._trainer.predicting:
             events: list[Event] = []
             with self._metrics.recording(events.append):
@@ -210,9 +214,9 @@ class Logs:
         recorder = _Recorder(results, self._numbers)
         to_tensor = getattr(self._module, TO_TENSOR)
         if capturing:
-            self._numbers.begin_capture((accumulation, _shapes(batch)))
+            self._numbers.begin_capture((place, _shapes(batch)))
         else:
-            self._numbers.begin_rehearsal(accumulation)
+            self._numbers.begin_rehearsal(place)
 
         def to_device_tensor(value: Any, name: str) -> Any:
             if isinstance(value, Later):
@@ -235,7 +239,7 @@ class Logs:
     def finished(
         self,
         events: list[Event],
-        accumulation: Hashable,
+        place: Hashable,
         capturing: bool,
         loss: Tensor | None = None,
         is_last: bool = True,
@@ -244,7 +248,7 @@ class Logs:
 
         Args:
             events: the events that `recorded` has recorded of it.
-            accumulation: the kind of step.
+            place: the kind of step.
             capturing: the step is captured.
             loss: the step's loss, which is packed with them.
             is_last: the last or only part of the step.
@@ -253,7 +257,7 @@ class Logs:
             CaptureError: if a further capture instance of the step logs other names than the first.
         """
         packed = packed_values(events, self._module)
-        sums = self._places[accumulation]
+        sums = self._places[place]
         sums.in_parts |= not is_last
         logged, batch_size = self._with_sizes(events, packed) if self._adds else ([], None)
         slots = self._sums.usable(logged)
@@ -274,7 +278,7 @@ class Logs:
                     "Log the same names in every step.",
                 )
             self._is_first_instance = False
-            self._numbers.captured(accumulation)
+            self._numbers.captured(place)
         return LoggedStep(events, sums, slots, packed, loss, is_last)
 
     def _with_sizes(

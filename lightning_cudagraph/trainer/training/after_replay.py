@@ -79,7 +79,7 @@ class AfterReplay:
             assert loss is not None
             given = _copied(loss, outputs)
         else:
-            self._logs.put_off(accumulation, outputs.logs)
+            self._logs.put_off(outputs.logs)
         self._count_zero_grads(outputs.zero_grads)
         for attribute in outputs.recomputed:
             attribute.hand_over()
@@ -92,7 +92,9 @@ class AfterReplay:
         )
         batch_idx, is_last = batch_of_step(self._trainer)
         self._clock.ended(marks, step_number(self._trainer), is_next_due, batch_idx, is_last)
-        if accumulation.steps:
+        if not outputs.is_measured:
+            self._pace.pause()
+        elif accumulation.steps:
             self._pace.tick(Phase.CAPTURED)
         return given
 

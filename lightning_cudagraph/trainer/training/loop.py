@@ -94,6 +94,8 @@ class GraphedTraining:
             run.carried,
             self._announce,
             agreement=agreement,
+            max_signatures=settings.max_graphs,
+            earns_graphs=True,
             is_examined=settings.is_examined,
             learning_rates=lambda: self._part.optimizer.learning_rates(),
             narrow=self._part.put_behind,
@@ -192,7 +194,8 @@ class GraphedTraining:
     @property
     def stage(self) -> StageSummary:
         """Counts and times of the steps so far."""
-        return StageSummary.of(self.counts, self._verifier.checked, self._times.pace)
+        remedy = self._engine.remedy
+        return StageSummary.of(self.counts, self._verifier.checked, self._times.pace, remedy)
 
     def finish(
         self, summary: RunSummary, notes: Sequence[str] = (), exception: BaseException | None = None

@@ -9,7 +9,7 @@ replay, or not at all on this batch, it happens in the call of the closure. On t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import product, starmap
@@ -281,7 +281,7 @@ class TrainingSteps:
             closure._result.loss = loss
             return loss
         if self.phase is Phase.WARMING:
-            run.logs.warmed_up(accumulation, closure.batch)
+            run.logs.warmed_up((accumulation, step.signature), closure.batch)
             # The last one is timed, and has to begin on an idle device, as the others do.
             run.backend.synchronize()
             if closure._result is not None and closure._result.closure_loss is None:
@@ -298,12 +298,17 @@ class TrainingSteps:
         def record(batch: Any, cut: BreakGraph, timed: bool) -> StepOutputs:
             with run.replicas.undone():  # each capture instance begins in the same state
                 timings = run.settings.timings if timed else None
-                return recorder.record(batch, closure, body, timings, cut)
+                outputs = recorder.record(batch, closure, body, timings, cut, place())
+            outputs.is_measured = self._engine.is_timed(step.signature)
+            return outputs
+
+        def place() -> Hashable:
+            return accumulation, step.signature
 
         def run_last() -> None:
             self._eager.run_marked(eagerly, accumulation.steps)
 
-        return Step(
+        step = Step(
             batch=closure.batch,
             accumulation=accumulation,
             timed=timed,
@@ -315,7 +320,7 @@ class TrainingSteps:
             run=lambda: self._eager.run(eagerly),
             run_last=run_last if run.settings.timings is not None else None,
             record=record,
-            rehearse=lambda batch: recorder.record(batch, closure, body, None, None),
+            rehearse=lambda batch: recorder.record(batch, closure, body, None, None, place()),
             values=StepOutputs.values,
             state=lambda: {
                 **self._part.state(accumulation, self._makes_gradients(accumulation)),
@@ -331,17 +336,18 @@ class TrainingSteps:
             learning=self._learning,
             takes=run.times.takes(accumulation, run.trainer.accumulate_grad_batches),
         )
+        return step
 
     def _makes_gradients(self, accumulation: AccumulationPhase) -> bool:
         """True for a step that drops gradients and makes new ones, False for one that adds to them."""
         return accumulation.drops and not self._run.hooks.leave_gradients
 
-    def _refresh(self, accumulation: AccumulationPhase) -> None:
+    def _refresh(self, accumulation: AccumulationPhase, outputs: StepOutputs | None) -> None:
         """Bring host values (learning rates, metric states, logs) to where the graph reads them."""
         if accumulation.steps:
             self._part.optimizer.refresh()
         self._run.metrics.adopt()
-        self._run.logs.before_replay(accumulation)
+        self._run.logs.before_replay(None if outputs is None else outputs.logs)
 
     def _upcoming(self, outputs: StepOutputs) -> None:
         self._clock.upcoming(outputs.marks)

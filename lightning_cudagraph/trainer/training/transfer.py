@@ -16,7 +16,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.hooks.user_hooks import batches_unseen
@@ -51,8 +50,7 @@ class BatchTransfer:
             # User code that moves batches (a prefetching loader, for example) may keep them.
             return self._original(batch, *args, **kwargs)
         self._handed = None
-        static = self._static()
-        if static is None or self._trainer.state.stage is not RunningStage.TRAINING:
+        if not self._has_static() or self._trainer.state.stage is not RunningStage.TRAINING:
             return self._original(batch, *args, **kwargs)
         given = self.straight(batch, *args, **kwargs)
         if given is not None:
@@ -71,17 +69,14 @@ class BatchTransfer:
         Returns:
             The static batch, or None if nothing was copied.
         """
-        if (static := self._static()) is None:
+        if not self._has_static():
             return None
         if self._unseen is None:
             self._unseen = self._is_unseen()
-        tensors = None
-        if self._unseen:
-            # Loaders leave batches in host memory, or already on the device.
-            device_type = self._run.backend.device.type
-            tensors = static.tensors_of(batch, "cpu") or static.tensors_of(batch, device_type)
-        if tensors is None:
+        found = self._engine.static_for(batch) if self._unseen else None
+        if found is None:
             return None
+        static, tensors = found
         if (copying := self._copying()) is None:
             static.fill(tensors)
         else:
@@ -111,9 +106,9 @@ class BatchTransfer:
         if results.batch is before:  # `self.log` takes the batch size from it
             results.batch = batch
 
-    def _static(self) -> StaticBatch | None:
+    def _has_static(self) -> bool:
         # Batches that only update batch norm are never replayed.
-        return None if self._run.optimization._skip_backward else self._engine.static
+        return not self._run.optimization._skip_backward and self._engine.has_graphs
 
     def _copying(self) -> AbstractContextManager[None] | None:
         """A context that times the transfer of a batch, or None if its step is not timed."""

@@ -56,6 +56,7 @@ class StepOutputs:
         turns: the graph breaks, in the order of the step.
         after_backward: `on_after_backward` runs on the host, after the replay.
         recomputed: attributes of modules that hooks of torch have set.
+        is_measured: step times are those of replays of this batch signature.
     """
 
     loss: Tensor
@@ -67,6 +68,7 @@ class StepOutputs:
     turns: list[HostBreak] = field(default_factory=list)
     after_backward: bool = False
     recomputed: list[Recomputed] = field(default_factory=list)
+    is_measured: bool = True
 
     def values(self) -> dict[str, Tensor]:
         """Tensors to compare right after the step, by name, in the order of the step."""

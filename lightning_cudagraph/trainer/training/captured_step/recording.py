@@ -7,7 +7,7 @@ those that a replay would miss are refused.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
@@ -67,6 +67,7 @@ class Recorder:
         body: StepBody,
         timings: LayerTimings | None,
         cut: BreakGraph | None,
+        place: Hashable,
     ) -> StepOutputs:
         """Run a step on the static batch.
 
@@ -76,6 +77,7 @@ class Recorder:
             body: the captured part of the step.
             timings: the timed layers, or None for no events.
             cut: called at each graph break; None outside of a capture.
+            place: the kind of step: its accumulation phase and batch signature.
 
         Raises:
             CaptureError: if the step has an effect on the host that a replay would not have.
@@ -93,7 +95,7 @@ class Recorder:
         marks: StepMarks | None = None
         if timings is not None:
             marks = self._run.times.marks(body.has_optimizer, timings.placement)
-        accumulation, carried = body.accumulation, self._run.carried
+        carried = self._run.carried
         uncounted = 0
 
         def call(own: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
@@ -132,7 +134,7 @@ class Recorder:
             def turn(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
                 nonlocal taken, uncounted
                 self._metrics.write_back()
-                part = self._logs.finished(logs[taken:], accumulation, capturing, is_last=False)
+                part = self._logs.finished(logs[taken:], place, capturing, is_last=False)
                 turns.append(HostBreak(whose, part, uncounted, run, recomputed.so_far()))
                 taken, uncounted = len(logs), 0
                 if cut is not None:
@@ -141,7 +143,7 @@ class Recorder:
 
             left_out = self._hooks.left_out(inner, body.optimizer.optimizer, turn, end_backward)
             stack.enter_context(left_out)
-            logs = stack.enter_context(self._logs.recorded(accumulation, batch, capturing))
+            logs = stack.enter_context(self._logs.recorded(place, batch, capturing))
             if marks is not None:  # before the audit, which would attribute their hooks to the step
                 stack.enter_context(marks.recording())
                 stack.enter_context(timed_stages(marks, self._trainer, self._module))
@@ -172,7 +174,7 @@ class Recorder:
                 self._metrics.tell_reads(audit.mentioned)
         if result.loss is None:
             raise self.returned_none()
-        logged = self._logs.finished(logs[taken:], accumulation, capturing, result.loss)
+        logged = self._logs.finished(logs[taken:], place, capturing, result.loss)
         # The result still refers to autograd's graph, and so to the memory of all activations.
         refuse_odd_outputs(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)

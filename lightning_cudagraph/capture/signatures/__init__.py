@@ -1,0 +1,1 @@
+"""Batch signatures: which of them get graphs, their warm-up, and their graphs."""

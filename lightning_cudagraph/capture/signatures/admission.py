@@ -1,0 +1,179 @@
+"""Admission of batch signatures to graphs: a capture has to be worth its price.
+
+The first signature is captured after its warm-up. Where signatures earn their graphs (in training), each
+later one runs eagerly until it has come eight times; then follow two watched warm-up steps, and its
+capture. If there is no room, it must have come eight times since the least recently used graph was last
+replayed, which is then released. So rare signatures stay eager, and signatures that all come as often do
+not take each other's place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from lightning_cudagraph.capture.context import RunContext
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
+from lightning_cudagraph.capture.steps import AccumulationPhase
+from lightning_cudagraph.tensors.batch import Signature
+
+__all__ = ["Admission"]
+
+T = TypeVar("T")
+
+# Batches of a signature before its warm-up begins.
+_BATCHES_TO_EARN = 8
+# Signatures without a graph that are counted.
+_MAX_COUNTED = 1024
+# After so many released graphs in a row with fewer than so many replays each, none is released for
+# another signature any more.
+_MAX_SHORT_LIVES = 4
+_FEW_REPLAYS = 32
+
+
+@dataclass
+class _Candidate:
+    """A signature without a graph.
+
+    Attributes:
+        came: the numbers of its latest batches.
+        refused: the reason why it gets no graph; empty if it can get one.
+    """
+
+    came: deque[int] = field(default_factory=lambda: deque(maxlen=_BATCHES_TO_EARN))
+    refused: str = ""
+
+
+class Admission(Generic[T]):
+    """Admission of the batch signatures of an engine."""
+
+    def __init__(self, run: RunContext, graphs: GraphsBySignature[T], warm_ups: WarmUps) -> None:
+        self._run = run
+        self._graphs = graphs
+        self._warm_ups = warm_ups
+        self._candidates: dict[Signature, _Candidate] = {}
+        self._short_lives = 0  # in a row
+        self._first: Signature | None = None  # that had a graph
+        self._have_several = False
+        self._sizes: dict[tuple[str, int], set[int]] = {}
+
+    def refusal(self, signature: Signature, accumulation: AccumulationPhase) -> str:
+        """Return the reason why a batch must run eagerly; empty if its signature has or gets a graph."""
+        graphs, signatures = self._graphs, self._run.signatures
+        if signature in graphs:
+            return ""
+        if not self._run.earns_graphs:
+            return signatures.one_too_many(signature)
+        candidate = self._came(signature)
+        before = [*candidate.came]
+        graphs.batches += 1
+        candidate.came.append(graphs.batches)
+        if candidate.refused or not self._has_earned(signature, accumulation, before):
+            self._run.counts.eager_by_signature += 1
+            return candidate.refused or self._another(signature)
+        return ""
+
+    def _has_earned(
+        self, signature: Signature, accumulation: AccumulationPhase, came: list[int]
+    ) -> bool:
+        warm_ups, is_full = self._warm_ups, self._run.signatures.is_full
+        has_come = len(came) == _BATCHES_TO_EARN
+        if is_full:
+            oldest = self._graphs.least_recent()
+            is_wanted = oldest is not None and has_come and came[0] > oldest.last_use
+            return is_wanted and self._short_lives < _MAX_SHORT_LIVES
+        if not self._graphs:
+            return has_come or not self._are_many or not warm_ups.is_new(signature)
+        return has_come or (
+            not warm_ups.is_new(signature) and warm_ups.left(signature, accumulation) == 0
+        )
+
+    def _came(self, signature: Signature) -> _Candidate:
+        if (candidate := self._candidates.pop(signature, None)) is None:
+            candidate = _Candidate()
+            for place, size in signature.sizes().items():
+                sizes = self._sizes.setdefault(place, set())
+                if len(sizes) < _MAX_COUNTED:
+                    sizes.add(size)
+        self._candidates[signature] = candidate  # the latest last
+        if len(self._candidates) > _MAX_COUNTED:
+            del self._candidates[next(iter(self._candidates))]
+        return candidate
+
+    def _another(self, signature: Signature) -> str:
+        wording, first = self._run.wording, self._first
+        if first is None:
+            return f"a {wording.signature} that has not come often enough, and none has a graph yet"
+        return f"another {wording.signature}: {wording.of(first.difference(signature))}"
+
+    @property
+    def _are_many(self) -> bool:
+        """True if many signatures have begun their warm-up, and none has come to its end."""
+        return self._first is None and bool(self._run.counts.variety)
+
+    def is_later(self, signature: Signature) -> bool:
+        """True if other signatures have graphs, so that this one alone can be left without."""
+        others = len(self._graphs) - (signature in self._graphs)
+        return self._run.earns_graphs and others > 0
+
+    def begin_warm_up(self, signature: Signature) -> None:
+        """Begin the warm-up of a signature."""
+        is_later = self._run.earns_graphs and (len(self._graphs) > 0 or self._are_many)
+        self._warm_ups.begin(signature, is_later)
+
+    def make_room(self, signature: Signature) -> None:
+        """Release the least recently used graphs, if a signature gets one and there is no room."""
+        run, graphs = self._run, self._graphs
+        if signature in graphs or not run.earns_graphs or not run.signatures.is_full:
+            return
+        if (oldest := graphs.least_recent()) is None:
+            return
+        replays = oldest.replays
+        graphs.discard(oldest.signature)
+        self._candidates.pop(oldest.signature, None)
+        run.counts.evictions += 1
+        self._short_lives = self._short_lives + 1 if replays < _FEW_REPLAYS else 0
+        if self._short_lives == _MAX_SHORT_LIVES:
+            run.announce(
+                f"The graphs of {_MAX_SHORT_LIVES} {run.wording.signatures} in a row served fewer than"
+                f" {_FEW_REPLAYS} replays each: no graph is released for another one any more."
+            )
+
+    def captured(self, signature: Signature) -> None:
+        """Note that a signature has a graph now."""
+        self._first = self._first or signature
+        self._have_several = self._have_several or len(self._graphs) > 1
+
+    @property
+    def is_varied(self) -> bool:
+        """True if batches differ in signature."""
+        return len(self._candidates) > 1
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the report."""
+        if not (self._run.earns_graphs and self._have_several):
+            return []
+        return [f"times are of batches of one {self._run.wording.signature}, the first that had a graph"]
+
+    def refuse(self, signature: Signature, reason: str) -> None:
+        """Run all later batches of this signature eagerly; others keep their graphs."""
+        self._graphs.discard(signature)
+        wording = self._run.wording
+        candidate = self._candidates.setdefault(signature, _Candidate())
+        candidate.refused = f"a {wording.signature} without a graph: {wording.of(reason)}"
+        self._run.announce(f"Batches of one {wording.signature} run eagerly: {wording.of(reason)}")
+
+    @property
+    def remedy(self) -> str:
+        """The dimension of batches that varies most and what to do about it; empty if none does."""
+        sizes = {place: len(found) for place, found in self._sizes.items() if len(found) > 1}
+        if not sizes:
+            return ""
+        (path, dimension), number = max(sizes.items(), key=lambda item: item[1])
+        most = self._run.max_signatures
+        up_to = f"at most {most} lengths" if most > 1 else "one length"
+        least = "more than " if number >= _MAX_COUNTED else ""
+        return f"dimension {dimension} of `{path}` has {least}{number} lengths; pad it to {up_to}"

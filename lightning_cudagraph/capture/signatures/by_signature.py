@@ -1,0 +1,189 @@
+"""The captured steps of an engine, by batch signature and accumulation phase."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from torch import Tensor
+
+from lightning_cudagraph.capture.graph import CapturedStep
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Replay, Step
+from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.signatures import Signatures
+from lightning_cudagraph.tensors.static import StaticBatch
+
+__all__ = ["NOT_YET", "GraphsBySignature", "GraphsOfSignature", "NotYet"]
+
+T = TypeVar("T")
+
+NotYet = Literal["not yet"]
+NOT_YET: NotYet = "not yet"
+
+
+@dataclass(eq=False)
+class GraphsOfSignature(Generic[T]):
+    """The captured steps of one batch signature.
+
+    Attributes:
+        specialization: their specialization: values outside the batch that are part of the signature.
+        is_timed: they have timing events, and their replays are measured.
+        plain: by phase, those that take the fast path: a replay needs no work around it.
+        last_use: the number of batches before their latest one.
+    """
+
+    signature: Signature
+    static: StaticBatch
+    specialization: Mapping[str, Hashable]
+    is_timed: bool
+    by_place: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
+    plain: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
+    last_use: int = 0
+
+    @property
+    def replays(self) -> int:
+        """Number of their replays."""
+        return sum(captured.replays for captured in self.by_place.values())
+
+
+class GraphsBySignature(Generic[T]):
+    """The captured steps of one engine.
+
+    Args:
+        signatures: the signatures that have graphs, in all engines of the run.
+
+    Attributes:
+        batches: number of batches so far, as a clock for uses.
+        latest: the graphs of the latest replay; None if there is none, or if they are released.
+    """
+
+    def __init__(self, device_type: str, signatures: Signatures) -> None:
+        self._device_type = device_type
+        self._signatures = signatures
+        self._graphs: dict[Signature, GraphsOfSignature[T]] = {}
+        self._all: list[CapturedStep[T]] = []
+        self.batches = 0
+        self.latest: GraphsOfSignature[T] | None = None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, signature: Signature) -> bool:
+        return signature in self._graphs
+
+    def get(self, signature: Signature, accumulation: AccumulationPhase) -> CapturedStep[T] | None:
+        """Return the captured step of this signature and phase, or None."""
+        graphs = self._graphs.get(signature)
+        return None if graphs is None else graphs.by_place.get(accumulation)
+
+    def add(self, signature: Signature, step: Step[T], captured: CapturedStep[T]) -> None:
+        """Add a captured step."""
+        if (graphs := self._graphs.get(signature)) is None:
+            is_timed = self.is_timed(signature)
+            graphs = GraphsOfSignature(signature, captured.static, step.specialization, is_timed)
+            self._graphs[signature] = graphs
+        graphs.by_place[step.accumulation] = captured
+        self._signatures.captured(signature)
+        self._all.append(captured)
+
+    def is_timed(self, signature: Signature) -> bool:
+        """True if graphs of this signature have timing events: one signature's have, lest times mix."""
+        if (graphs := self._graphs.get(signature)) is not None:
+            return graphs.is_timed
+        return not any(graphs.is_timed for graphs in self._graphs.values())
+
+    def use(self, graphs: GraphsOfSignature[T]) -> None:
+        """Note that the next replay is of these."""
+        self.batches += 1
+        graphs.last_use = self.batches
+        self.latest = graphs
+
+    def of(self, signature: Signature) -> GraphsOfSignature[T] | None:
+        """Return the graphs of a signature, or None."""
+        return self._graphs.get(signature)
+
+    def all(self) -> list[CapturedStep[T]]:
+        """Return all captured steps."""
+        return self._all
+
+    def clear_plain(self) -> None:
+        """Let each captured step replay once off the fast path before it takes it again."""
+        for graphs in self._graphs.values():
+            graphs.plain.clear()
+
+    def release(self) -> None:
+        """Release all graphs and their memory."""
+        for signature in [*self._graphs]:
+            self.discard(signature)
+
+    def discard(self, signature: Signature) -> None:
+        """Release the graphs of a signature, if it has any."""
+        if (graphs := self._graphs.pop(signature, None)) is None:
+            return
+        graphs.plain.clear()
+        self._all = [each for each in self._all if each not in graphs.by_place.values()]
+        if self.latest is graphs:
+            self.latest = None
+        self._signatures.dropped([signature])
+        for captured in graphs.by_place.values():
+            captured.release()
+
+    def least_recent(self) -> GraphsOfSignature[T] | None:
+        """Return the least recently used graphs; None if there are none."""
+        return min(self._graphs.values(), key=lambda graphs: graphs.last_use, default=None)
+
+    @property
+    def static(self) -> StaticBatch | None:
+        """The static batch of the latest graph."""
+        return None if self.latest is None else self.latest.static
+
+    def static_of(self, signature: Signature) -> StaticBatch | None:
+        """Return the static batch of a signature that has a graph, or None."""
+        graphs = self._graphs.get(signature)
+        return None if graphs is None else graphs.static
+
+    def static_for(self, batch: Any) -> tuple[StaticBatch, list[Tensor]] | None:
+        """Find the static batch for a batch in host memory or on the device, by a quick comparison.
+
+        Returns:
+            The static batch, and the tensors of the batch in the order of its buffers. Or None.
+        """
+        for graphs in self._latest_first():
+            # Loaders leave batches in host memory, or already on the device.
+            tensors = graphs.static.tensors_of(batch, "cpu")
+            tensors = tensors or graphs.static.tensors_of(batch, self._device_type)
+            if tensors is not None:
+                return graphs.static, tensors
+        return None
+
+    def known(self, step: Replay[T]) -> GraphsOfSignature[T] | None:
+        """Return the graphs that a quick comparison shows to be of the step's signature, or None."""
+        if (latest := self.latest) is not None and self._fit(latest, step):
+            return latest
+        return next((graphs for graphs in self._graphs.values() if self._fit(graphs, step)), None)
+
+    def _fit(self, graphs: GraphsOfSignature[T], step: Replay[T]) -> bool:
+        if step.specialization != graphs.specialization:
+            return False
+        static, batch = graphs.static, step.batch
+        return batch is static.batch or static.tensors_of(batch, self._device_type) is not None
+
+    def _latest_first(self) -> list[GraphsOfSignature[T]]:
+        latest = self.latest
+        if len(self._graphs) == 1 or latest is None:
+            return [*self._graphs.values()]
+        return [latest, *(graphs for graphs in self._graphs.values() if graphs is not latest)]
+
+    def maker(self, step: Step[T], signature: Signature) -> CapturedStep[T] | NotYet | None:
+        """Return the captured step that makes the gradients to which this step adds.
+
+        Micro-batches of one window can differ in signature. So the first captured one serves all: the
+        gradients of a window are then at one address, as far as possible.
+
+        None: the step makes its gradients itself.
+        """
+        if step.accumulation.drops:
+            return None
+        makers = (graphs.by_place.get(MAKES_GRADIENTS) for graphs in self._graphs.values())
+        return next((maker for maker in makers if maker is not None), NOT_YET)
