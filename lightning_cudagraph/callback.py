@@ -23,6 +23,7 @@ from lightning_cudagraph.compat.installed import gpu_without_cuda
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.compat.tested import newer_than_tested
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.timing.layers.layers import LayerTimings
@@ -308,6 +309,7 @@ class CUDAGraphCallback(Callback):
             self._print_report(after_progress_bar=True)
         finally:
             self._close()
+            leave_users_frames(exception)  # Lightning raises it again
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" and self._evaluation is not None:

@@ -1,8 +1,8 @@
 """The exceptions of this package; docs/errors.md lists them.
 
 Each message says, in this order: what happened, to which object, what was expected and what was found,
-one remedy, and how to go on without a graph. Code that raises one writes all but the last, which the
-class adds.
+the user's line, one remedy, and how to go on without a graph. Code that raises one gives the parts, of
+which the class makes the lines.
 """
 
 from __future__ import annotations
@@ -23,25 +23,47 @@ __all__ = [
     "VerificationError",
 ]
 
-_RUN_EAGERLY = (
-    'To train on without a graph where this happens, pass `CUDAGraphCallback(on_unsupported="eager")`;'
-    ' to switch graphs off altogether, pass `backend="off"`.'
+_WAY_OUT = (
+    'To train on without a graph, pass `CUDAGraphCallback(on_unsupported="eager")`; to switch graphs off'
+    ' altogether, pass `backend="off"`.'
 )
-_OTHERS = "\nAlso found in the same step (`error.findings` has the remedies):"
+_SEVERAL = " things keep the training step from being captured:"
+
+
+def see(recipe: str) -> str:
+    """The end of a remedy: the page of docs/recipes that shows it."""
+    return f" See docs/recipes/{recipe}.md."
 
 
 @dataclass(frozen=True)
 class Location:
-    """A line of source, and the line of a library that it calls, if it does."""
+    """A line of source, and the line of a library that it comes to, if it does.
+
+    Attributes:
+        path: the file.
+        line: its line.
+        source: the text of the line.
+        called: the line of a library in a call by this one.
+        function: the name of the function.
+    """
 
     path: str
     line: int
     source: str
     called: Location | None = None
+    function: str = ""
 
     def __str__(self) -> str:
+        return ", ".join(self.lines)
+
+    @property
+    def lines(self) -> list[str]:
+        """The line in words; and that of the library."""
         text = f"{self.path}:{self.line}" + (f" (`{self.source}`)" if self.source else "")
-        return text if self.called is None else f"{text}, which comes to {self.called}"
+        if self.called is None:
+            return [text]
+        called, *more = self.called.lines
+        return [text, f"which comes to {called}", *more]
 
 
 @dataclass(frozen=True)
@@ -60,6 +82,15 @@ class Finding:
     location: Location | None = None
     in_optimizer: bool = False
 
+    @property
+    def lines(self) -> list[str]:
+        """What, where and what to do, in lines."""
+        if self.location is None:
+            return [self.what, f"  Remedy: {self.remedy}"]
+        at, *called = self.location.lines
+        found = [f"  found at {at}", *(f"  {line}" for line in called)]
+        return [self.what, *found, f"  Remedy: {self.remedy}"]
+
 
 class CUDAGraphError(RuntimeError):
     """Base class of all errors raised by this package."""
@@ -72,8 +103,10 @@ class ConfigurationError(CUDAGraphError, ValueError):
 class UnsupportedError(CUDAGraphError):
     """A part of the run that is not captured, because a graph of it would not give the same numbers.
 
+    Its message has three lines: what was found, where, and what to do; or a numbered list of these.
+
     Args:
-        reason: what was found, in which object, and what was expected.
+        what: what was found, in which object, and what was expected.
         remedy: one thing to do about it.
         in_optimizer: True if only code after the backward pass is concerned, so that forward and
             backward can still be captured. Default: False.
@@ -82,25 +115,43 @@ class UnsupportedError(CUDAGraphError):
 
     def __init__(
         self,
-        reason: str,
+        what: str,
         remedy: str,
         *,
         in_optimizer: bool = False,
         location: Location | None = None,
     ) -> None:
-        self.reason = reason
+        super().__init__(what, remedy)
+        self.what = what
         self.remedy = remedy
         self.in_optimizer = in_optimizer
         self.location = location
         self.subject: Hashable = None  # what several checks find, each with other words
         self.search_ended_by = ""
         self._others: tuple[Finding, ...] = ()
-        super().__init__(f"{reason} {remedy} {_RUN_EAGERLY}")
+        self._wording = Wording()
+
+    def __str__(self) -> str:
+        first, *others = self.findings
+        lines = first.lines
+        if others:
+            lines = [f"{1 + len(others)}{self._wording.of(_SEVERAL)}"]
+            for number, finding in enumerate(self.findings, start=1):
+                what, *more = finding.lines
+                lines += [f"{number}. {what}", *(f" {line}" for line in more)]
+        return "\n".join([*lines, self._wording.of(_WAY_OUT)])
+
+    @property
+    def reason(self) -> str:
+        """What was found and where, in one line."""
+        if self.location is None:
+            return self.what
+        return f"{self.what.removesuffix('.')}: found at {self.location}."
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All that keeps the step from being captured: the reason of this error first."""
-        return Finding(self.reason, self.remedy, self.location, self.in_optimizer), *self._others
+        """All that keeps the step from being captured: the finding of this error first."""
+        return Finding(self.what, self.remedy, self.location, self.in_optimizer), *self._others
 
     def add_findings(self, found: Iterable[Finding], ended_by: str = "") -> None:
         """Add what else was found in the same step to the error, and to its message.
@@ -110,11 +161,10 @@ class UnsupportedError(CUDAGraphError):
             ended_by: what has ended the search before the end of the step, in words; or nothing.
         """
         self.search_ended_by = ended_by
-        known = {finding.what for finding in self.findings}
-        self._others += tuple(finding for finding in found if finding.what not in known)
-        lines = "".join(f"\n- {finding.what}" for finding in self._others)
-        of_this_error = str(self.args[0]).partition(_OTHERS)[0]
-        self.args = (f"{of_this_error}{_OTHERS}{lines}" if lines else of_this_error,)
+        known = {(finding.what, finding.location) for finding in self.findings}
+        self._others += tuple(
+            finding for finding in found if (finding.what, finding.location) not in known
+        )
 
 
 class CaptureError(UnsupportedError):
@@ -171,8 +221,8 @@ class Wording:
 
     def rephrase(self, error: UnsupportedError) -> None:
         """Put them into all that an error says."""
-        error.reason, error.remedy = self.of(error.reason), self.of(error.remedy)
-        error.args = tuple(map(self.of, error.args))
+        error.what, error.remedy = self.of(error.what), self.of(error.remedy)
+        error._wording = self
         error._others = tuple(
             replace(finding, what=self.of(finding.what), remedy=self.of(finding.remedy))
             for finding in error._others

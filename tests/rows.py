@@ -128,7 +128,7 @@ def refused(
     """
     folder = tmp_path / "refused"
     merged = {**kwargs, **setting(folder)}
-    with pytest.raises(UnsupportedError, match=match):
+    with pytest.raises(UnsupportedError, match=f"(?s){match}"):
         train(make(build), folder, CUDAGraphCallback(), accelerator=accelerator, **merged)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lightning_cudagraph: ")

@@ -52,14 +52,19 @@ def _in_a_backward_pass(said: str) -> None:
     _in_file_of(graph, "raise RuntimeError(said)")(said)
 
 
-_LINE = r"refusals\.py:\d+ \(.*\): CUDA error: "
+_LINE = r"capture the training step: CUDA error: .*: found at .*refusals\.py:\d+ \(.*\)\.$"
 _MADE = r"where .*`DistributedDataParallel`, was made: CUDA"
 
 
 @pytest.mark.parametrize(
     ("said", "raiser", "reason", "remedy"),
     [
-        (_NOT_PERMITTED, _here, _LINE + r".* capturing\.$", "constants"),
+        (
+            _NOT_PERMITTED,
+            _here,
+            r" capturing: found at .*refusals\.py:\d+ \(`raise ",
+            "constants",
+        ),
         (_NOT_PERMITTED, _in_a_wrapper, "inside of a `DistributedDataParallel`: CUDA", "modules="),
         (_NOT_PERMITTED, _in_the_wrapped_module, _LINE, "constants"),
         (_LEGACY, _in_a_backward_pass, _MADE, "stream("),

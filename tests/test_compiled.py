@@ -407,8 +407,8 @@ class LooksAtTheClock(Function):
 
 REFUSED: dict[type[Net], str] = {
     Draws: r"draws from `random`",
-    Counts: r"sets or changes `calls` of the `Counts` at .*test_compiled.py:\d+",
-    Reads: r"a Python branch on a tensor: found at .*test_compiled.py:\d+",
+    Counts: r"sets or changes `calls` of the `Counts`,.* found at .*test_compiled.py:\d+",
+    Reads: r"a Python branch on a tensor\.\n  found at .*test_compiled.py:\d+",
     LooksAtTheClock: r"`time.monotonic\(\)`.*test_compiled.py:\d+",
 }
 
@@ -416,7 +416,7 @@ REFUSED: dict[type[Net], str] = {
 @pytest.mark.spread(4, first=2)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_what_compiled_code_does_on_the_host(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
-    with pytest.raises(UnsupportedError, match=REFUSED[cls]):
+    with pytest.raises(UnsupportedError, match=f"(?s){REFUSED[cls]}"):
         fit(cls, tmp_path, CUDAGraphCallback(timings=None), accelerator=accelerator)
 
 
@@ -449,7 +449,7 @@ def test_a_recompilation_is_named(tmp_path: Path, accelerator: str) -> None:
     expected = r"recompiled in the capture.*function name: 'both'.*scale"
     with (
         torch._dynamo.config.patch(specialize_float=True),
-        pytest.raises(CaptureError, match=expected),
+        pytest.raises(CaptureError, match=f"(?s){expected}"),
     ):
         fit(Function, tmp_path, callback, accelerator=accelerator, callbacks=(Moves(),))
     assert torch._dynamo.eval_frame._stance.stance == "default"
@@ -559,7 +559,7 @@ def test_kernels_that_the_emulator_cannot_see() -> None:
     ):
         for _ in range(3):
             step(torch.ones(4))
-        with pytest.raises(CaptureError, match=r"Inductor has compiled for the CPU.*aot_eager"):
+        with pytest.raises(CaptureError, match=r"(?s)Inductor has compiled for the CPU.*aot_eager"):
             step(torch.ones(4))
 
 
@@ -644,7 +644,7 @@ def test_steps_of_optimizers_that_bypass_ours(accelerator: str, take: Callable[[
             for _ in range(4):
                 graph(torch.ones(3, 4, device=device_of(accelerator)))
 
-    with pytest.raises(UnsupportedError, match=STEPS[take]):
+    with pytest.raises(UnsupportedError, match=f"(?s){STEPS[take]}"):
         run()
 
 

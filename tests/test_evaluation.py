@@ -547,7 +547,7 @@ def test_out_of_memory(tmp_path: Path, accelerator: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(GraphedEvaluation, "_record", exhausted)
     message = r"capture of the validation step ran out of memory: .* Use smaller batches\."
-    with pytest.raises(CaptureError, match=message) as raised:
+    with pytest.raises(CaptureError, match=f"(?s){message}") as raised:
         Session(Net, tmp_path, evaluating(), accelerator=accelerator).run("validate", loader(seed=1))
     assert "timings" not in str(raised.value)
 
@@ -555,7 +555,7 @@ def test_out_of_memory(tmp_path: Path, accelerator: str, monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings(*_IGNORED)
 def test_tensors_of_inference_mode(tmp_path: Path, accelerator: str) -> None:
     """These cannot be written outside of it; reading them is fine."""
-    with pytest.raises(CaptureError, match=r"made in inference mode.*inference_mode=False"):
+    with pytest.raises(CaptureError, match=r"(?s)made in inference mode.*inference_mode=False"):
         Session(WritesInference, tmp_path, evaluating(), accelerator=accelerator).run(
             "validate", loader(seed=1)
         )
@@ -627,7 +627,7 @@ def test_gradients_outside(tmp_path: Path, accelerator: str, cls: type[Net], mes
     )
     assert message.split("`")[-1] in next(iter(evaluation_of(done.graph).eager))
     assert done.graph.counts.replayed > 15
-    with pytest.raises(CaptureError, match=message):
+    with pytest.raises(CaptureError, match=f"(?s){message}"):
         train(
             make(cls),
             tmp_path / "raises",
@@ -676,7 +676,7 @@ def test_effects_of_one_signature(tmp_path: Path, accelerator: str) -> None:
     batches = DataLoader([torch.randn(size, 12) for size in sizes], batch_size=None)
     message = r"The validation step sets or changes `pairs` .*test_evaluation\.py"
     session = Session(CountsPairs, tmp_path, evaluating(), accelerator=accelerator)
-    with pytest.raises(CaptureError, match=message):
+    with pytest.raises(CaptureError, match=f"(?s){message}"):
         session.run("validate", batches)
 
 

@@ -923,7 +923,7 @@ def test_mocks_on_classes(
 
     mock = Passes(side_effect=original)
     monkeypatch.setattr(owner, name, mock)
-    with pytest.raises(UnsupportedError, match=f"`{name}` of the .*a `Passes` object"):
+    with pytest.raises(UnsupportedError, match=f"(?s)`{name}` of the .*a `Passes` object"):
         train(make(Net), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
     mock.reset_mock()
     callback = CUDAGraphCallback(on_unsupported="eager")

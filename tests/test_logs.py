@@ -447,7 +447,7 @@ _CHANGING: dict[type[Net], str] = {
 @pytest.mark.parametrize("cls", _CHANGING, ids=lambda cls: cls.__name__)
 def test_a_number_that_changes(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     verified = {"verify": Verification(every_n_steps=1)} if cls is Hidden else {}
-    with pytest.raises(CaptureError, match=_CHANGING[cls]) as caught:
+    with pytest.raises(CaptureError, match=f"(?s){_CHANGING[cls]}") as caught:
         train(make(cls), tmp_path / "raise", CUDAGraphCallback(**verified), accelerator=accelerator)
     lines = Path(__file__).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"class {cls.__name__}("))
@@ -531,7 +531,7 @@ class KeepsAutograd(Net):
 
 def test_a_logged_value_with_autograds_graph_is_refused(tmp_path: Path, accelerator: str) -> None:
     match = r"`self\.log\('kept', \.\.\., enable_graph=True\)` in `training_step` keeps autograd's graph"
-    with pytest.raises(CaptureError, match=match):
+    with pytest.raises(CaptureError, match=f"(?s){match}"):
         train(make(KeepsAutograd), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
 
 
@@ -586,7 +586,7 @@ def test_effects_are_named(
     kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 1, "checkpoint_every": 100}
     logger = TensorBoardLogger(tmp_path / "raise")
     line = effect.__code__.co_firstlineno + 1
-    with pytest.raises(CaptureError, match=rf"{named}.*test_logs.py:{line} "):
+    with pytest.raises(CaptureError, match=rf"(?s){named}.*test_logs.py:{line} "):
         train(make(cls), tmp_path / "raise", CUDAGraphCallback(), logger=logger, **kwargs)
     said, found = [], []
     for name, callback in (

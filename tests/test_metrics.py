@@ -121,7 +121,7 @@ class Computes(Measured):
 def test_what_is_known_only_after_the_replay(
     tmp_path: Path, accelerator: str, cls: type[Net], message: str
 ) -> None:
-    with pytest.raises(CaptureError, match=message):
+    with pytest.raises(CaptureError, match=f"(?s){message}"):
         train(make(cls), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
     callback = CUDAGraphCallback(on_unsupported="eager")

@@ -390,7 +390,7 @@ def test_a_fault_in_the_states_is_found(
 
         monkeypatch.setattr(backend, "capture", capture)
     monkeypatch.setattr(StaticState, "write_back", faulty)
-    with pytest.raises(VerificationError, match=r"state `.*` of the metric `accuracy`"):
+    with pytest.raises(VerificationError, match=r"(?s)state `.*` of the metric `accuracy`"):
         train(make(Everyday), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
 
 
@@ -705,7 +705,7 @@ class Outside(Net):
 
 
 def test_a_metric_outside_the_model(tmp_path: Path, accelerator: str) -> None:
-    with pytest.raises(CaptureError, match=r"`MulticlassAccuracy` that is no attribute.*py:\d+"):
+    with pytest.raises(CaptureError, match=r"(?s)`MulticlassAccuracy` that is no attribute.*py:\d+"):
         train(make(Outside), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
     assert isinstance(OUTSIDE.update_count, int)
     OUTSIDE.reset()
@@ -975,7 +975,7 @@ def test_the_state_of_a_metric_that_is_put_off_is_not_read(
     tmp_path: Path, accelerator: str, cls: type[Net]
 ) -> None:
     plainly = Metric.__getattribute__
-    with pytest.raises(CaptureError, match=PUT_OFF[cls]):
+    with pytest.raises(CaptureError, match=f"(?s){PUT_OFF[cls]}"):
         train(make(cls), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
     assert Metric.__getattribute__ is plainly
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)

@@ -397,7 +397,7 @@ def test_sparse_tensors(accelerator: str, on_unsupported: Any) -> None:
     if on_unsupported == "raise":
         with pytest.raises(
             CaptureError,
-            match=r"layout `torch.sparse_coo`: found at .*test_step\.py",
+            match=r"(?s)layout `torch.sparse_coo`\.\n  found at .*test_step\.py",
         ):
             run(True)
     else:

@@ -112,7 +112,7 @@ def test_what_validation_reads_is_watched(
 def test_what_a_replay_would_not_repeat_is_named(
     tmp_path: Path, accelerator: str, names: dict[str, Any], file: str, name: str, found: str
 ) -> None:
-    with pytest.raises(CaptureError, match=f"{found}.*") as refused:
+    with pytest.raises(CaptureError, match=f"(?s){found}.*") as refused:
         train(make(names[name]), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
     line = {"Prints": 'print("a step")', "Counts": "self.n += 1"}[name]
     assert re.search(rf" {re.escape(file)}:\d+ \(`{re.escape(line)}`\)", str(refused.value))
@@ -122,10 +122,10 @@ def test_code_without_a_name_is_refused(tmp_path: Path, accelerator: str) -> Non
     names: dict[str, Any] = {}
     exec(SOURCE, names)
     module = make(names["ReadsTheEpoch"])
-    with pytest.raises(UnsupportedError, match=r"The class `ReadsTheEpoch` .* without a name"):
+    with pytest.raises(UnsupportedError, match=r"(?s)The class `ReadsTheEpoch` .* without a name"):
         train(module, tmp_path, CUDAGraphCallback(), accelerator=accelerator)
     exec("def step(x):\n    return x * 2", names)
-    with pytest.raises(UnsupportedError, match=r"The function `step` .* without a name"):
+    with pytest.raises(UnsupportedError, match=r"(?s)The function `step` .* without a name"):
         GraphedStep(names["step"])(torch.ones(3, device=device_of(accelerator)))
 
 

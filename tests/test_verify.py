@@ -67,7 +67,7 @@ class ReadsAGlobalLate(ReadsAGlobal):
 
 
 def test_a_frozen_global_is_caught(tmp_path: Path, accelerator: str) -> None:
-    with pytest.raises(VerificationError, match=r"first in the loss, expected .*, found") as caught:
+    with pytest.raises(VerificationError, match=r"(?s)first in the loss, expected .*, found") as caught:
         train(make(ReadsAGlobal), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
     assert 'on_unsupported="eager"' in str(caught.value)
     plain = train(make(ReadsAGlobal), tmp_path / "plain", accelerator=accelerator)
@@ -204,7 +204,7 @@ def test_a_learning_rate_that_moves_late_gets_a_check(
     assert_same(plain, graph)
     assert "3 replay(s) verified against eager steps" in str(callback.summary)
     _freeze_rate(monkeypatch)
-    with pytest.raises(VerificationError, match=cause) as caught:
+    with pytest.raises(VerificationError, match=f"(?s){cause}") as caught:
         train(make(build), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
     assert 'scope="forward_backward"' in str(caught.value)
     wrong = train(
@@ -295,7 +295,7 @@ class ReturnsANumber(ReadsAGlobal):
 def test_the_likely_cause(
     tmp_path: Path, accelerator: str, module: Any, scope: Any, message: str
 ) -> None:
-    with pytest.raises(VerificationError, match=message):
+    with pytest.raises(VerificationError, match=f"(?s){message}"):
         train(make(module), tmp_path, CUDAGraphCallback(scope=scope), accelerator=accelerator)
 
 
@@ -710,7 +710,7 @@ def test_a_difference_in_random_state_is_a_fault() -> None:
         return step.replay(1.0)
 
     rng = torch.get_rng_state()
-    with pytest.raises(VerificationError, match=r"All values are the same, .*other random numbers"):
+    with pytest.raises(VerificationError, match=r"(?s)All values are the same, .*other random numbers"):
         _verifier(step).check(_Graph(), step.state(), step.eagerly, draws)
     assert torch.equal(torch.get_rng_state(), rng)
 

@@ -59,5 +59,6 @@ def test_an_error_is_rephrased_as_a_whole() -> None:
         WORDING.rephrase(error)
         assert error.reason == "The step reads `arguments['x']`."
         assert error.remedy == "Do it after the call of the step."
-        assert str(error).startswith(f"{error.reason} {error.remedy} To go on without a graph")
-        assert "`GraphedStep(on_unsupported=" in str(error)
+        what, remedy, way_out = str(error).splitlines()
+        assert (what, remedy) == (error.what, f"  Remedy: {error.remedy}")
+        assert way_out.startswith("To go on without a graph, pass `GraphedStep(on_unsupported=")

@@ -20,7 +20,7 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.device.refusals import clear_frames
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.streams.branches import SentBackError
-from lightning_cudagraph.errors import CaptureError, CUDAGraphError, UnsupportedError
+from lightning_cudagraph.errors import CaptureError, CUDAGraphError, Finding, UnsupportedError
 from lightning_cudagraph.processes.agreement import of_ranks
 from lightning_cudagraph.tensors.batch import Signature, flatten_batch
 from lightning_cudagraph.tensors.external_references import ExternalReferences, GradientCopies
@@ -46,17 +46,16 @@ def _refuse_shared_memory(batch: object, captured: CapturedStep[T]) -> None:
             )
 
 
-def _portable(error: UnsupportedError) -> tuple[str, str, bool]:
-    """Return the parts of an error that are sent to other processes."""
-    return error.reason, error.remedy, error.in_optimizer
-
-
-def _failure_of_ranks(errors: Iterable[tuple[str, str, bool] | None]) -> UnsupportedError | None:
+def _failure_of_ranks(findings: Iterable[Finding | None]) -> UnsupportedError | None:
     """Rebuild the error of the first rank that has one."""
-    for rank, error in enumerate(errors):
-        if error is not None:
-            reason, remedy, in_optimizer = error
-            return UnsupportedError(f"On rank {rank}: {reason}", remedy, in_optimizer=in_optimizer)
+    for rank, found in enumerate(findings):
+        if found is not None:
+            return UnsupportedError(
+                f"On rank {rank}: {found.what}",
+                found.remedy,
+                in_optimizer=found.in_optimizer,
+                location=found.location,
+            )
     return None
 
 
@@ -118,7 +117,7 @@ class Captures(Generic[T]):
         is_broken = step.is_broken()
         if (agreement := self._run.agreement) is not None:
             has_breaks = captured is not None and captured.has_breaks
-            outcome = (failure and _portable(failure), raised, is_broken, sent_back, has_breaks)
+            outcome = (failure and failure.findings[0], raised, is_broken, sent_back, has_breaks)
             reasons, texts, broken, back, breaks = zip(*agreement.gather(outcome), strict=True)
             is_broken = any(broken)
             if captured is not None:
@@ -214,8 +213,8 @@ class Captures(Generic[T]):
         static = self._graphs.static_of(signature) or StaticBatch(step.batch)
         static.copy_from(step.batch)
 
-        def capture(timed: tuple[bool, ...], kept: bool) -> CapturedStep[T]:
-            captured = CapturedStep(
+        def capture(timed: tuple[bool, ...]) -> CapturedStep[T]:
+            return CapturedStep(
                 self._run.backend,
                 static,
                 step.record,
@@ -224,12 +223,11 @@ class Captures(Generic[T]):
                 self._compiled,
                 one_place=step.in_window and step.accumulation == MAKES_GRADIENTS,
             )
-            if kept:
-                captured.watch_gradients()
-            return captured
 
         self._streams.settle(
-            lambda: capture((False,), kept=False),
+            lambda: capture((False,)),
             lambda captured: step.all_state(captured.written),
         )
-        return capture(step.takes, step.kept())
+        captured = capture(step.takes)
+        captured.watch_gradients(step.kept())
+        return captured

@@ -141,9 +141,9 @@ class Diagnosis:
 
     def _moving(self, moved: Moved) -> UnsupportedError:
         where = first_line(moved.attribute, True, self._guards.all_mentioned().users_code)
-        at = f", which the step reads at {where}" if where else ", which the step reads"
         error = CaptureError(
-            f"Between two steps, {moved.words}{at}: a graph would be captured again each time.",
+            f"Between two steps, {moved.words}, which the step reads: a graph would be captured again"
+            " each time.",
             "Hand it to the step in a registered buffer, written with `copy_` or `fill_` in a hook that"
             " runs on the host at every step, such as `on_train_batch_start`; or keep it constant.",
             location=where,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.checks.audit.host_objects import VALUES
-from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.errors import CaptureError, see
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 from lightning_cudagraph.tensors.writes import storage_id
 
@@ -182,7 +182,7 @@ class _Carried:
                 f"The training step writes in place into `{self.name}` of {self.of}, where there is"
                 " another tensor in every step.",
                 f"Make a new one (`self.{self.name} = self.{self.name} * 2`), or keep it in a buffer"
-                " (`register_buffer`) that is only written in place.",
+                " (`register_buffer`) that is only written in place." + see("kept_tensors"),
             )
         if now is self.found:
             return []

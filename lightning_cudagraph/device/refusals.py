@@ -70,9 +70,8 @@ def meaning_of(error: BaseException) -> BaseException:
             "Pass the wrapper to `GraphedStep(modules=...)`, so that what it does on the host is kept"
             " out of the capture."
         )
-    where = location_of(error)
     return CaptureError(
-        f"CUDA refused to capture the training step{f', at {where}' if where else ''}{reason}:"
-        f" {text.splitlines()[0]}.",
+        f"CUDA refused to capture the training step{reason}: {text.splitlines()[0]}.",
         remedy,
+        location=location_of(error),
     )

@@ -25,6 +25,7 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.sentry import is_capturing
+from lightning_cudagraph.device.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, wrong_argument
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
@@ -195,6 +196,7 @@ class GraphedStep(Generic[P, R]):
             WORDING.rephrase(error)
             if self._run is not None or self._settings.raise_unsupported:
                 self._fail(error)
+                leave_users_frames(error)
                 raise
             self._go_alone(error.reason)
             self._summary = RunSummary(refused=f"all calls eager. {error.reason}")

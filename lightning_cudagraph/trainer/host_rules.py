@@ -90,6 +90,10 @@ _HANDS_OUT = (
     *(pl.Trainer, pl.LightningModule, pl.LightningDataModule, Strategy, Callback, _Loop),
     *(Optimizer, LightningOptimizer, LRScheduler, DataLoader, CombinedLoader),
 )
+_LOG_THE_RATE = (
+    "Log it with Lightning's `LearningRateMonitor`, or in `on_train_batch_end`, which runs on the host"
+    " after every step."
+)
 _OF_GROUPS = frozenset({"params"})
 # Objects that Lightning itself changes in every step.
 RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader)
@@ -118,6 +122,7 @@ def host_rules(
         for name in ("get_last_lr", "get_lr"):
             if isinstance(method := getattr(scheduler, name, None), FunctionType):
                 moving[method.__code__] = f"LRScheduler.{name}"
+    remedies = dict.fromkeys(("LRScheduler.get_last_lr", "LRScheduler.get_lr"), _LOG_THE_RATE)
 
     def epoch() -> int:
         return trainer.current_epoch
@@ -144,6 +149,7 @@ def host_rules(
         harmless,
         hands_out=lambda value: issubclass(type(value), _HANDS_OUT),
         stops=RUN_STATE,
+        remedies=remedies,
     )
 
 

@@ -638,7 +638,7 @@ def wrappers_that_are_refused(here: Here) -> None:
         (WithOwnHook, "`_own_hook`, which runs Python"),
         (WithPartOfTheProcesses, "averages over 1 of the 2 processes"),
     ):
-        with pytest.raises(UnsupportedError, match=reason):
+        with pytest.raises(UnsupportedError, match=f"(?s){reason}"):
             loop(here).run(graphed=True)
         goes_on = type("GoesOn", (loop,), {"kwargs": {"on_unsupported": "eager"}, "steps": 3})
         assert reason in str(_same(here, goes_on, 0).summary)
@@ -762,7 +762,7 @@ def collectives_that_are_refused(here: Here) -> None:
         (HiddenWrapper, r"`DistributedDataParallel`"),
         (Waits, "a barrier"),
     ):
-        with pytest.raises(UnsupportedError, match=reason):
+        with pytest.raises(UnsupportedError, match=f"(?s){reason}"):
             loop(here).run(graphed=True)
 
 
@@ -943,7 +943,7 @@ class OnTheDefaultStream(Plain):
 def a_wrapper_on_the_default_stream(here: Here) -> None:
     """It is refused by name, and leaves earlier captures of the process intact."""
     reason = "on the default stream, where something that keeps its nodes, such as a `Distributed"
-    with pytest.raises(UnsupportedError, match=reason):
+    with pytest.raises(UnsupportedError, match=f"(?s){reason}"):
         OnTheDefaultStream(here).run(graphed=True)
     _same(here, Plain, STEPS - WARM_UP)
 

@@ -32,7 +32,7 @@ from lightning_cudagraph.device.sentry.first_refusal import (
     refuse,
 )
 from lightning_cudagraph.device.sentry.sentry import user_location
-from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError
+from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.local import address_of
 
 __all__ = ["FrozenIndex", "StepAudit", "effect_error", "frozen_python_audit"]
@@ -155,8 +155,8 @@ def frozen_python_audit(
                 where = calls.line_of("data")
                 refuse_here(
                     CaptureError(
-                        f"The training step gives `{name}` another storage (`.data = ...`){_at(where)},"
-                        " which a replay would not do.",
+                        f"The training step gives `{name}` another storage (`.data = ...`), which a"
+                        " replay would not do.",
                         "Write into it: `copy_`, `mul_`, under `torch.no_grad()`.",
                         location=where,
                     ),
@@ -218,25 +218,22 @@ def _roots(
             yield Root(value, name, "the step")
 
 
-def _at(where: Location | None) -> str:
-    return f" at {where}" if where else ""
-
-
 def effect_error(change: Moved, where: Location | None) -> CaptureError:
     """The error for an effect of a step on the host."""
     named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
     if change.draws:
         return CaptureError(
-            f"The training step draws from {named}, on the host{_at(where)}: every replay would use the"
-            " numbers of this one step.",
+            f"The training step draws from {named}, on the host: every replay would use the numbers"
+            " of this one step.",
             "Draw on the device (`torch.rand(..., device=x.device)`), or in the dataloader."
-            + allowance(change.name),
+            + allowance(change.name)
+            + see("host_random"),
             location=where,
         )
     return CaptureError(
-        f"The training step sets or changes {named}{_at(where)}, which a replay would not do: it would"
-        " keep what this one step left there.",
+        f"The training step sets or changes {named}, which a replay would not do: it would keep what"
+        " this one step left there.",
         f"{_HOST_HOOK}. To keep what the step computes, return it, and take it from the outputs in"
-        " `on_train_batch_end`." + allowance(change.name),
+        " `on_train_batch_end`." + allowance(change.name) + see("counters"),
         location=where,
     )

@@ -27,23 +27,23 @@ from typing import Any
 import torch
 
 from lightning_cudagraph.checks.audit.handed_out import is_of_optimizers, note_handed_out
-from lightning_cudagraph.checks.audit.host_draws import is_iterator
-from lightning_cudagraph.checks.audit.host_lines import first_line, line_that_sets, stores
+from lightning_cudagraph.checks.audit.host_draws import generator_state, is_iterator
+from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, first_line, line_that_sets, stores
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
 from lightning_cudagraph.device.sentry.first_refusal import refuse
-from lightning_cudagraph.device.sentry.sentry import is_users, user_frame
-from lightning_cudagraph.errors import CaptureError, Location
+from lightning_cudagraph.device.sentry.sentry import is_installed, is_users, user_frame
+from lightning_cudagraph.errors import CaptureError, Location, see
 
 __all__ = ["HostCalls", "HostRules", "allowance", "frozen_read"]
 
 _AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step."
 _BEFORE = (
-    "Read it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
-    " result to the step in a registered buffer, written with `copy_` or `fill_`; or pass it with the"
-    " batch, as a tensor."
+    "To log it, do so in `on_train_batch_end`. To compute with it, read it in a hook that runs on the"
+    " host at every step, such as `on_train_batch_start`, and hand the result to the step in a"
+    " registered buffer, written with `copy_` or `fill_`; or pass it with the batch, as a tensor."
 )
 
 _NEXT = "__next__"
@@ -125,6 +125,8 @@ class HostRules:
             remedy.
         other_in_captures: C functions that give another result during a capture; likewise.
         stops: classes that are not entered, because the framework changes their objects in every step.
+        remedies: what to do instead of a read, by its public name, where there is better advice than for
+            all.
     """
 
     moving: Mapping[CodeType, str] = field(default_factory=dict)
@@ -138,6 +140,7 @@ class HostRules:
     refused: Mapping[CodeType, tuple[str, str]] = field(default_factory=dict)
     other_in_captures: Mapping[Any, tuple[str, str]] = field(default_factory=dict)
     stops: tuple[type, ...] = ()
+    remedies: Mapping[str, str] = field(default_factory=dict)
 
 
 def allowance(name: str) -> str:
@@ -145,31 +148,25 @@ def allowance(name: str) -> str:
     return f' If nothing depends on it, allow it: `CUDAGraphCallback(harmless=["{name}"])`.'
 
 
-def frozen_read(name: str, where: Location | None) -> CaptureError:
+def frozen_read(name: str, where: Location | None, remedy: str = _BEFORE) -> CaptureError:
     """The error for a read of a value that would be frozen."""
     return CaptureError(
-        f"A CUDA graph cannot hold a read of `{name}`, which would stay what it is in this step: found"
-        f" {_at(where)}.",
-        _BEFORE + allowance(_short(name)),
+        f"A CUDA graph cannot hold a read of `{name}`, which would stay what it is in this step.",
+        remedy + allowance(_short(name)) + see("logged_values"),
         location=where,
     )
 
 
-def _lost_effect(name: str, where: Location | None, remedy: str) -> CaptureError:
+def _lost_effect(name: str, where: Location | None, remedy: str, recipe: str = "") -> CaptureError:
     return CaptureError(
-        f"A CUDA graph cannot hold a use of `{name}`, which a replay would not repeat: found"
-        f" {_at(where)}.",
-        remedy + allowance(name),
+        f"A CUDA graph cannot hold a use of `{name}`, which a replay would not repeat.",
+        remedy + allowance(name) + (recipe and see(recipe)),
         location=where,
     )
 
 
 def _short(name: str) -> str:
     return name.removeprefix("self.").removeprefix("trainer.")
-
-
-def _at(where: Location | None) -> str:
-    return f"at {where}" if where else "in code called by torch, with no line of yours in it"
 
 
 class HostCalls:
@@ -202,6 +199,7 @@ class HostCalls:
         self._seen: dict[int, CodeType] = {}  # by id; holds the code objects, so that no id is reused
         self._origins: dict[str, _Origin] = {}  # by file
         self._touched: dict[int, Location] = {}
+        self._numpys: dict[int, Any] = {}  # by frame of a package's function that the user's code calls
         self._allowed_code: set[int] = set()
         self._globals: set[tuple[int, str]] = set()
         self.mentioned = MentionedNames()
@@ -269,6 +267,8 @@ class HostCalls:
     def _python_call(self, frame: FrameType, caller: FrameType) -> None:
         code = frame.f_code
         key = id(code)
+        if self._enters_a_package(frame, caller):
+            self._numpys[id(frame)] = _numpys_state()
         asker = self._asker(caller)
         if asker is None:
             return
@@ -287,8 +287,19 @@ class HostCalls:
         elif code.co_name.startswith(_RECORDING):
             self._record_call(frame, asker)
 
+    def _enters_a_package(self, frame: FrameType, caller: FrameType) -> bool:
+        """True for a call by the user's code of a package that may draw: NumPy's own calls go unseen."""
+        return (
+            is_installed(frame.f_code.co_filename)
+            and not is_installed(caller.f_code.co_filename)
+            and self._users(frame)
+        )
+
     def _return(self, frame: FrameType, caller: FrameType, value: Any) -> None:
         code = frame.f_code
+        before = self._numpys.pop(id(frame), None)
+        if before is not None and before != _numpys_state() and id(NUMPYS_OWN) not in self._touched:
+            self._touch(NUMPYS_OWN, caller)
         if self._origin_of(caller) is _Origin.FRAMEWORKS or not code.co_argcount:
             return
         if self._origin_of(frame) is not _Origin.FRAMEWORKS or self._asker(caller) is None:
@@ -350,15 +361,15 @@ class HostCalls:
 
     def _refuse_read(self, name: str, asker: FrameType) -> None:
         if not self._allows(name):
-            refuse(frozen_read(name, user_frame(asker)))
+            remedy = self._rules.remedies.get(name, _BEFORE)
+            refuse(frozen_read(name, user_frame(asker), remedy))
 
     def _refuse_other(self, name: str, remedy: str, asker: FrameType) -> None:
         if not self._allows(name):
             where = user_frame(asker)
             refuse(
                 CaptureError(
-                    f"`{name}` would say another thing in the captured step than without it: found"
-                    f" {_at(where)}.",
+                    f"`{name}` would say another thing in the captured step than without it.",
                     remedy + allowance(name),
                     location=where,
                 )
@@ -376,7 +387,7 @@ class HostCalls:
             if id(frame.f_code) in self._allowed_code:
                 return
             frame = frame.f_back
-        refuse(_lost_effect(name, user_frame(asker), _AFTERWARDS))
+        refuse(_lost_effect(name, user_frame(asker), _AFTERWARDS, "item_and_print"))
 
     def _allows(self, name: str) -> bool:
         return bool({name, _short(name), name.removesuffix("()")} & self._rules.harmless)
@@ -394,7 +405,8 @@ class HostCalls:
             ):
                 origin = _Origin.PASSES_ON
             else:
-                origin = _Origin.USERS if user_frame(frame) is not None else _Origin.FRAMEWORKS
+                is_theirs = is_users(frame.f_code, frame.f_globals)
+                origin = _Origin.USERS if is_theirs else _Origin.FRAMEWORKS
             self._origins[file] = origin
         return origin
 
@@ -439,6 +451,10 @@ class HostCalls:
                         if name in values and cell.cell_contents is values[name]:
                             self._state.add(Root(cell, name, of))
         self._state.add(*(Root(value, name, of) for name, value in values.items()))
+
+
+def _numpys_state() -> Any:
+    return generator_state(NUMPYS_OWN)[0]()  # type: ignore[index]
 
 
 def _name_of_file(file: Any, method: str) -> str:

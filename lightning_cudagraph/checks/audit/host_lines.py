@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightning_cudagraph.checks.audit.parts import Moved
-from lightning_cudagraph.device.sentry.sentry import location_in
+from lightning_cudagraph.device.sentry.sentry import is_installed, location_in
 from lightning_cudagraph.errors import Location
 
 __all__ = ["NUMPYS_OWN", "first_line", "is_set_elsewhere", "line_that_sets", "nearest_line", "stores"]
@@ -21,7 +20,6 @@ __all__ = ["NUMPYS_OWN", "first_line", "is_set_elsewhere", "line_that_sets", "ne
 NUMPYS_OWN: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
 _ITEM = "[]"
 _NOWHERE = 3
-_PACKAGES = "-packages" + os.sep
 
 
 def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
@@ -35,7 +33,7 @@ def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
 
 def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
     """Drop code of installed packages if there is other code, which has called it."""
-    return [code for code in codes if _PACKAGES not in code.co_filename] or codes
+    return [code for code in codes if not is_installed(code.co_filename)] or codes
 
 
 def _name_of(change: Moved) -> str:

@@ -106,7 +106,7 @@ class _TapeMode(OwnDispatchMode):
         self._names = {storage_id(tensor): name for name, tensor in named.items()}
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        super().__exit__(kind, error, traceback)
         if error is not None:
             return
         if self._was is None:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lightning_cudagraph.errors import Finding, UnsupportedError
+from lightning_cudagraph.errors import Finding, Location, UnsupportedError
 
 __all__ = [
     "FirstRefusal",
     "Gathered",
     "backward_ended",
     "first_refusal_kept",
+    "found_at",
     "gathering",
     "going_on",
     "is_gathering",
@@ -53,7 +54,7 @@ class Gathered:
 
     def add(self, error: UnsupportedError) -> None:
         """Add the finding of an error, if it is not known."""
-        key = error.reason if error.subject is None else error.subject
+        key = (error.what, error.location) if error.subject is None else error.subject
         if self.is_quiet or key in self._subjects:
             return
         self._subjects.add(key)
@@ -97,6 +98,13 @@ def refused(error: UnsupportedError) -> UnsupportedError:
     elif _under_way and _under_way[-1].first is None:
         _under_way[-1].first = error
     return error
+
+
+def found_at(where: Location | None) -> bool:
+    """True if something on the same line of the user's has been gathered."""
+    found = [] if _here.gathered is None or where is None else _here.gathered.findings
+    lines = [finding.location for finding in found if finding.location is not None]
+    return where is not None and (where.path, where.line) in [(at.path, at.line) for at in lines]
 
 
 @contextmanager

@@ -157,7 +157,8 @@ def refused_on_cpu() -> Iterator[None]:
 
 def _unseen(where: Location | None) -> CaptureError:
     return CaptureError(
-        "The training step calls kernels that Inductor has compiled for the CPU"
-        f"{f', at {where}' if where else ''}; the CPU emulator sees ops, and no such kernels.",
+        "The training step calls kernels that Inductor has compiled for the CPU; the CPU emulator sees"
+        " ops, and no such kernels.",
         'On a CPU, pass `torch.compile(..., backend="aot_eager")`. On a GPU nothing has to be changed.',
+        location=where,
     )

@@ -20,6 +20,7 @@ from lightning_cudagraph.compat.names.torch_names import (
     TorchInGraphFunctionVariable,
     eval_frame,
 )
+from lightning_cudagraph.device import warned_lines
 
 __all__ = ["OwnDispatchMode", "OwnFunctionMode", "not_compiled", "unpatched"]
 
@@ -81,11 +82,13 @@ class OwnFunctionMode(TorchFunctionMode):
                 _asked_torch = overrides.has_torch_function
                 overrides.has_torch_function = _has_torch_function  # type: ignore[assignment]
             _entered += 1
+        warned_lines.begin()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         global _entered
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        warned_lines.end()
         with _lock:
             _entered -= 1
             if not _entered:
@@ -105,6 +108,14 @@ class OwnDispatchMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Any:
+        warned_lines.begin()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        warned_lines.end()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -64,7 +64,7 @@ class DiagnosisReport:
                 lines += [f"         {at.source}"] if at.source else []
             else:
                 lines.append(f"{number:3}. (no line of yours)")
-            lines += _indented(_without_location(finding))
+            lines += _indented(finding.what)
             lines += _indented(f"Remedy: {finding.remedy}")
         if self.notes:
             lines += ["", "The callback deals with these by itself, or only tells them:"]
@@ -89,19 +89,11 @@ def _indented(text: str, first: str = "     ") -> list[str]:
     )
 
 
-def _without_location(finding: Finding) -> str:
-    """The description of a finding, without its line."""
-    if finding.location is None:
-        return finding.what
-    where = str(finding.location)
-    return finding.what.replace(f": found at {where}", "").replace(f" at {where}", "")
-
-
 def _as_dict(finding: Finding) -> dict[str, Any]:
     at = finding.location
     called = None if at is None else at.called
     return {
-        "what": _without_location(finding),
+        "what": finding.what,
         "remedy": finding.remedy,
         "file": None if at is None else at.path,
         "line": None if at is None else at.line,

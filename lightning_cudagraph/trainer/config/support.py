@@ -38,7 +38,7 @@ from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.backend import Backend, CudaBackend
 from lightning_cudagraph.device.emulator import EmulatorBackend
 from lightning_cudagraph.device.sentry.first_refusal import refuse_together
-from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError, see
 from lightning_cudagraph.optim.compiled import is_compiled
 from lightning_cudagraph.processes.ddp import COMM_HOOKS, check_wrapper
 from lightning_cudagraph.processes.shards import check_shards
@@ -282,7 +282,8 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             " may change. This callback captures the whole step of automatic optimization.",
             "Capture the parts: in `on_fit_start`, `self.part = GraphedStep(self._part,"
             " optimizers=self.optimizers())`, where `_part` is a method of yours that does backward pass"
-            " and optimizer step, and in `training_step`, `loss = self.part(batch)`.",
+            " and optimizer step, and in `training_step`, `loss = self.part(batch)`."
+            + see("manual_optimization"),
         )
     # Lightning uses this class if there is no optimizer.
     if any(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
@@ -298,7 +299,7 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     if trainer._detect_anomaly:
         raise UnsupportedError(
             "`Trainer(detect_anomaly=True)` reads values back to the host in every backward pass.",
-            "Leave `detect_anomaly` out.",
+            "Leave `detect_anomaly` out." + see("nan_checks"),
         )
     check_closures(trainer, module, trainer.optimizers[0])
     _check_batches(module, "training_step")

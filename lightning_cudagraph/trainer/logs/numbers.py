@@ -11,7 +11,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_cudagraph.device.sentry.first_refusal import found_at
 from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+from lightning_cudagraph.errors import see
 
 __all__ = ["LoggedNumbers"]
 
@@ -129,11 +131,14 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _refuse(what: _What, before: Any, now: Any) -> None:
+    where = user_location()
+    if found_at(where):
+        return  # the read of the number has been refused
     forbid(
         f"{what[0]} that changes ({before!r} before, {now!r} now), and would stay what it is in this"
         " step",
         "Log the number in `on_train_batch_end`, which runs on the host after every step; a tensor that"
-        " the step makes of it would stay what it is too.",
-        user_location(),
+        " the step makes of it would stay what it is too." + see("logged_values"),
+        where,
         subject=what,
     )

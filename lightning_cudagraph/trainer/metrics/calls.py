@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_cudagraph.compat.names.torch_names import TreeSpec, tree_flatten, tree_leaves, tree_map
 from lightning_cudagraph.device.sentry.sentry import forbid, user_location
-from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.errors import CaptureError, see
 from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
 from lightning_cudagraph.trainer.metrics.of_model import metrics_of
 
@@ -265,7 +265,7 @@ class Later(Tensor):
         """Refuse a use of the value."""
         forbid(
             f"a use of what the metric `{self.call.name}` returns, which is known only after the replay",
-            "Log it, or use it in `on_train_batch_end`.",
+            "Log it, or use it in `on_train_batch_end`." + see("metrics"),
             user_location(),
         )
 

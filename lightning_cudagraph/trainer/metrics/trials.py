@@ -177,7 +177,7 @@ def _shared(metric: Metric) -> str | None:
 
 def _in_short(error: UnsupportedError) -> str:
     """The reason of a refusal, shortened for a list."""
-    reason = error.reason.split(": found ")[0].split(", which a replay would not ")[0]
+    reason = error.what.split(", in code called by torch")[0].split(", which a replay would not ")[0]
     return _SUBJECTS.sub("it ", reason.replace("A CUDA graph cannot hold", "it needs")).rstrip(".")
 
 

@@ -1,0 +1,138 @@
+"""The frames and the warnings that a user sees of a step: the user's own."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
+from lightning_cudagraph.device.sentry.asked import of_library
+from lightning_cudagraph.errors import Location
+from tests.harness import Net, make, train
+
+HERE = str(Path(__file__))
+
+
+class Reads(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss * (1 if loss > 0 else 2)
+
+
+class Raises(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 2:
+            raise ValueError("the user's own")
+        return super().training_step(batch, batch_idx)
+
+
+def _files(trace: TracebackType | None) -> list[str]:
+    return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+
+
+def _of_packages(files: list[str]) -> list[str]:
+    return [file for file in files if "-packages" in file or "lightning_cudagraph/" in file]
+
+
+def test_a_fit_shows_the_line_in_the_step(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        train(make(Reads), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    files = _files(caught.value.__traceback__)
+    assert len(_of_packages(files)) <= 2  # `fit`, and before Python 3.11 what it calls
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (last.filename, last.line) == (HERE, "return loss * (1 if loss > 0 else 2)")
+
+
+def test_all_frames_on_request(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDAGRAPH_TRACEBACK", "full")
+    with pytest.raises(CaptureError) as caught:
+        train(make(Reads), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    assert len(_of_packages(_files(caught.value.__traceback__))) > 20
+
+
+def test_errors_of_the_users_code_keep_their_frames(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(ValueError, match="the user's own") as caught:
+        train(make(Raises), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    assert len(_of_packages(_files(caught.value.__traceback__))) > 10
+
+
+def test_other_callbacks_see_the_error(tmp_path: Path, accelerator: str) -> None:
+    seen: list[BaseException] = []
+
+    class Sees(Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            seen.append(exception)
+
+    with pytest.raises(CaptureError) as caught:
+        train(make(Reads), tmp_path, CUDAGraphCallback(), callbacks=(Sees(),), accelerator=accelerator)
+    assert seen == [caught.value]
+
+
+def test_a_call_of_a_step_shows_its_line_and_what_it_raised(accelerator: str) -> None:
+    device = "cuda" if accelerator == "gpu" else "cpu"
+    model = nn.Linear(6, 2).to(device)
+
+    def step(x: Tensor) -> Tensor:
+        try:
+            return model(x) * model(x).sum().item()
+        except CaptureError as error:
+            raise KeyError("hides it") from error
+
+    batches = torch.randn(8, 4, 6, device=device)
+    with GraphedStep(step, model, warmup_steps=1) as graph, pytest.raises(CaptureError) as caught:
+        [*map(graph, batches)]
+    assert len(_of_packages(_files(caught.value.__traceback__))) <= 2
+    cause = caught.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert _of_packages(_files(cause.__traceback__)) in ([], _files(cause.__traceback__)[:1])
+
+
+class Warns(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        wide = nn.functional.mse_loss(batch[0][:, :1], batch[0][:, 0])  # WARNS
+        return loss + 0 * wide
+
+
+def test_a_warning_comes_once_at_the_users_line(tmp_path: Path, accelerator: str) -> None:
+    shown = warnings.showwarning
+    counts = []
+    for callback in (None, CUDAGraphCallback()):
+        globals().pop("__warningregistry__", None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("default", message="Using a target size")
+            folder = tmp_path / str(len(counts))
+            train(make(Warns), folder, callback, accelerator=accelerator)
+        found = [one for one in caught if "Using a target size" in str(one.message)]
+        lines = Path(HERE).read_text().splitlines()
+        assert {one.filename for one in found} == {HERE}
+        assert all(lines[one.lineno - 1].endswith("# WARNS") for one in found)
+        counts.append(len(found))
+    plain, graphed = counts
+    assert plain == graphed
+    assert warnings.showwarning is shown
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "said"),
+    [
+        ("torch/distributions/distribution.py", "__init__", "`validate_args=False`"),
+        ("torch/distributions/distribution.py", "sample", "as before"),
+        ("transformers/masking_utils.py", "_ignore_causal_mask_sdpa", "Leave `attention_mask` out"),
+        ("transformers/models/bert/modeling_bert.py", "forward", "as before"),
+    ],
+)
+def test_remedies_of_libraries(file: str, function: str, said: str) -> None:
+    library = Location(f"/lib/site-packages/{file}", 1, "", function=function)
+    for where in (library, Location("/home/train.py", 3, "", called=library)):
+        assert said in of_library(where, "as before")
