@@ -84,7 +84,7 @@ class Finding:
 
     @property
     def lines(self) -> list[str]:
-        """What, where and what to do, in lines."""
+        """The finding in lines: the description, the place, the remedy."""
         if self.location is None:
             return [self.what, f"  Remedy: {self.remedy}"]
         at, *called = self.location.lines
