@@ -135,6 +135,13 @@ def test_an_object_that_hides_a_tensor_is_refused_by_its_path(hidden: Any, path:
     assert "`Opaque`" in str(caught.value)
 
 
+def test_a_tensor_that_carries_another_is_refused() -> None:
+    carrying: Any = torch.zeros(1)
+    carrying.mask = torch.zeros(1)
+    with pytest.raises(BatchError, match=r"holds a tensor at `batch\[0\].mask`"):
+        Signature([carrying], CPU)
+
+
 def test_tensors_elsewhere_and_sparse_ones_are_refused() -> None:
     with pytest.raises(BatchError, match=r"`batch\[0\]` is on meta"):
         Signature([torch.zeros(1, device="meta")], CPU)
@@ -144,6 +151,16 @@ def test_tensors_elsewhere_and_sparse_ones_are_refused() -> None:
 
 def plain_batch() -> Any:
     return {"x": torch.zeros(2, 3), "rest": (torch.zeros(4), "a", 1, None)}
+
+
+def test_tensors_that_a_gradient_would_leave_are_refused() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    leaf = torch.zeros(2, 3, requires_grad=True)
+    for tensor in (weight, weight * 2, leaf):
+        with pytest.raises(BatchError, match=r"`batch\[0\]` requires a gradient"):
+            Signature([tensor], CPU)
+        assert StaticBatch([leaf.detach()]).tensors_of([tensor], "cpu") is None
+    Signature([weight.detach(), torch.nn.Parameter(torch.zeros(3), requires_grad=False)], CPU)
 
 
 def test_a_quick_yes() -> None:
@@ -185,6 +202,11 @@ def test_no_quick_yes_where_only_a_signature_can_tell() -> None:
     assert StaticBatch(batch()).tensors_of(batch(), "cpu") is None
     expanded = torch.zeros(1, 3).expand(2, 3)
     assert StaticBatch([expanded]).tensors_of([torch.zeros(2, 3)], "cpu") is None
+    named: Any = torch.zeros(3)
+    named.scale = 2.0
+    assert StaticBatch([named]).tensors_of([torch.zeros(3)], "cpu") is None
+    assert StaticBatch([torch.zeros(3)]).tensors_of([named], "cpu") is None
+    assert StaticBatch([named]).batch[0].scale == 2.0
 
 
 def test_a_zero_has_a_sign() -> None:
@@ -255,7 +277,13 @@ class _Fields:
     x: Tensor
 
 
-@pytest.mark.parametrize("make", [lambda x: _Named(x=x), _Fields], ids=["dict", "dataclass"])
+def _tensor(x: Tensor) -> Any:
+    return x
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: _Named(x=x), _Fields, _tensor], ids=["dict", "dataclass", "tensor"]
+)
 def test_numbers_beside_items_and_fields(make: Any) -> None:
     batch, same, other = (make(torch.ones(2)) for _ in range(3))
     batch.scale, same.scale, other.scale = 1.5, 1.5, 2.5

@@ -188,3 +188,59 @@ def test_the_sign_of_a_zero(tmp_path: Path, accelerator: str) -> None:
     assert_same(*runs)
     assert runs[1].counts.replayed >= 8
     assert any("expected 0.0, found -0.0" in reason for reason in runs[1].counts.eager)
+
+
+class ScaledByTensor(Net):
+    """A number that a hook attaches to a tensor of the batch."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        x.scale = 1.0 if self.current_epoch == 0 else 3.0
+        return x, y
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return super().training_step((x * getattr(x, "scale", 0.5), y), batch_idx)
+
+
+def test_a_number_on_a_tensor_of_the_batch(tmp_path: Path, accelerator: str) -> None:
+    """The step read the default: the static input had no such attribute, nor had that of the check."""
+    plain = train(make(ScaledByTensor), tmp_path / "plain", accelerator=accelerator)
+    graphed = train(
+        make(ScaledByTensor), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator
+    )
+    assert_same(plain, graphed)
+    assert graphed.counts.replayed
+    assert any("`batch[0].scale` changed" in reason for reason in graphed.counts.eager)
+
+
+class LearnsInTheTransfer(Net):
+    """A hook that moves the batch through a layer with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Linear(12, 12)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.embedding(batch[0]), batch[1]
+
+
+@pytest.mark.parametrize("policy", ["raise", "eager"])
+def test_a_batch_that_was_computed_with_a_gradient(
+    tmp_path: Path, accelerator: str, policy: Any
+) -> None:
+    """The layer was trained in the warm-up alone."""
+    plain = train(make(LearnsInTheTransfer), tmp_path / "plain", accelerator=accelerator)
+    graphed = train(
+        make(LearnsInTheTransfer),
+        tmp_path / "graph",
+        CUDAGraphCallback(on_unsupported=policy),
+        accelerator=accelerator,
+        raises=UnsupportedError if policy == "raise" else None,
+    )
+    if policy == "raise":
+        assert "requires a gradient" in str(graphed.error)
+        assert not graphed.steps
+    else:
+        assert_same(plain, graphed)
+        assert not graphed.counts.replayed

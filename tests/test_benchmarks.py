@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import optimizers
 from benchmarks.fits import BlockedBatches, Blocks, fits_in_turn
 from benchmarks.host_floor import CALLBACKS, HANDING_OVER, line, rows
 from benchmarks.kineto import CAPTURE, MARK, Trace
@@ -323,3 +324,10 @@ def test_the_floor_of_the_host() -> None:
     assert all(len(row.times.step_us) == 2 for row in found if row.group == shown)
     assert len(found) == 9 + 4
     assert all(line(row).count("|") == 5 for row in found)
+
+
+def test_the_forms_of_an_optimizer() -> None:
+    blocks = Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2)
+    found = [line.split(" | ") for line in optimizers.rows("MLP", None, blocks)]
+    assert [line[2] for line in found] == list(optimizers.FORMS)
+    assert found[0][-1] == "1.000 |"

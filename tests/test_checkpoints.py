@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from torch.utils._pytree import tree_map
 
 from lightning_cudagraph import CUDAGraphCallback
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
@@ -68,6 +69,10 @@ class Reseeded(Net):
         torch.manual_seed(self.global_step)
 
 
+def on_host(value: Any) -> Any:
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
 @pytest.mark.spread(5, first=2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
@@ -88,7 +93,8 @@ def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path, accelerator: str, for
     resumed = run("resumed", ckpt_path=middle)
     assert (whole.counts.replayed, resumed.counts.replayed) == (18, 7)
     for name in ("weights", "optimizer", "schedulers", "rng_cpu", "rng_device", "global_step"):
-        assert not differences(whole.final[name], resumed.final[name]), name
+        # NAdam: a load puts state on the GPU that the optimizer makes on the host.
+        assert not differences(on_host(whole.final[name]), on_host(resumed.final[name])), name
 
 
 @pytest.mark.spread(5, first=4)

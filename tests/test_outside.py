@@ -360,6 +360,39 @@ def test_gradients_that_somebody_keeps(
     assert graph.counts.replayed >= 5
 
 
+class KeepsInPauses(Callback):
+    """Keeps gradients in a hook that no step calls."""
+
+    def __init__(self, name: str) -> None:
+        self.kept: list[Tensor] = []
+        setattr(self, name, self.keep)
+
+    def keep(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.kept += [p.grad for p in pl_module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", ["on_train_epoch_end", "on_save_checkpoint"])
+def test_gradients_that_are_kept_in_pauses(tmp_path: Path, accelerator: str, name: str) -> None:
+    """No user code runs between two steps of an epoch, so that references were not counted."""
+    keepers = [KeepsInPauses(name), KeepsInPauses(name)]
+    kwargs: dict[str, Any] = {
+        "accelerator": accelerator,
+        "train_loader": loader(ragged=False),
+        "watched": False,
+        "max_epochs": 4,
+        "limit_val_batches": 0,  # which drops gradients
+    }
+    plain = train(make(Net), tmp_path / "plain", callbacks=(keepers[0],), **kwargs)
+    callback = CUDAGraphCallback()
+    graph = train(make(Net), tmp_path / "graph", callback, callbacks=(keepers[1],), **kwargs)
+    assert_same(plain, graph)
+    assert len(keepers[0].kept) > 12
+    assert not differences(keepers[0].kept, keepers[1].kept)
+    reason = "user code holds a reference to a gradient, or to a part of one"
+    assert callback.summary.fit.recaptures == (reason,)
+    assert callback.summary.fit.replayed > 9
+
+
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_gradients_that_somebody_keeps_by_scope(tmp_path: Path, accelerator: str, scope: Any) -> None:

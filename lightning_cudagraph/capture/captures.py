@@ -213,8 +213,8 @@ class Captures(Generic[T]):
         static = self._graphs.static_of(signature) or StaticBatch(step.batch)
         static.copy_from(step.batch)
 
-        def capture(timed: tuple[bool, ...], kept: bool) -> CapturedStep[T]:
-            captured = CapturedStep(
+        def capture(timed: tuple[bool, ...]) -> CapturedStep[T]:
+            return CapturedStep(
                 self._run.backend,
                 static,
                 step.record,
@@ -223,12 +223,11 @@ class Captures(Generic[T]):
                 self._compiled,
                 one_place=step.in_window and step.accumulation == MAKES_GRADIENTS,
             )
-            if kept:
-                captured.watch_gradients()
-            return captured
 
         self._streams.settle(
-            lambda: capture((False,), kept=False),
+            lambda: capture((False,)),
             lambda captured: step.all_state(captured.written),
         )
-        return capture(step.takes, step.kept())
+        captured = capture(step.takes)
+        captured.watch_gradients(step.kept())
+        return captured

@@ -191,6 +191,7 @@ class StepEngine(Generic[T]):
     def pause(self) -> None:
         """Recheck all guards before the next replay: user code may have run since the last step."""
         self._guards.suspect()
+        self._standing.pause()
         self._verifier.pause()
 
     def drop(self, reason: str) -> None:

@@ -106,6 +106,7 @@ class CapturedStep(Generic[T]):
         self._rings: dict[bool, deque[CaptureInstance[T]]] = {}
         self._last: CaptureInstance[T] | None = None
         self._holds: ExternalReferences | None = None
+        self._runs_between = False
         self.tape = OpTape()
         self.replays = 0
         self.has_breaks_anywhere = False
@@ -203,8 +204,13 @@ class CapturedStep(Generic[T]):
             self._backend.release(graph)
         return written
 
-    def watch_gradients(self) -> None:
-        """Detect external references to gradients: user code that runs between replays can hold some."""
+    def watch_gradients(self, between: bool) -> None:
+        """Detect external references to gradients from now on.
+
+        Args:
+            between: user code runs between any two steps. If not, it runs in pauses of the run alone.
+        """
+        self._runs_between = between
         made = [pair for each in self._instances for at in each.breaks for pair in at.made]
         every = [pair for each in self._instances for pair in each.gradients]
         found = gradients_of(parameter for parameter, _ in self._accumulated)
@@ -224,11 +230,6 @@ class CapturedStep(Generic[T]):
     def is_plain(self) -> bool:
         """True if a replay needs no host code and no work on gradients."""
         return not self.has_breaks and not self._absent
-
-    @property
-    def can_be_kept(self) -> bool:
-        """True if user code can hold references to gradients of the graph."""
-        return self._holds is not None
 
     @contextmanager
     def gradients_kept(self) -> Iterator[None]:
@@ -322,9 +323,15 @@ class CapturedStep(Generic[T]):
         if self._last is not None:
             self._last.hand_out(self._accumulated, handed)
 
-    def is_kept(self) -> bool:
-        """True if there is an external reference to a gradient of the graph, or to a view of one."""
-        return self._holds is not None and self._holds.is_any_kept()
+    def is_kept(self, after_pause: bool) -> bool:
+        """True if there is an external reference to a gradient of the graph, or to a view of one.
+
+        Args:
+            after_pause: user code may have run since the last step, even if none runs between any two.
+        """
+        return (
+            self._holds is not None and (after_pause or self._runs_between) and self._holds.is_any_kept()
+        )
 
     def bring_out_gradients(self) -> None:
         """Replace gradients of the graph that parameters have by copies outside the memory pool."""
@@ -337,11 +344,11 @@ class CapturedStep(Generic[T]):
         """Release the graphs and their memory."""
         for instance in self._instances:
             self._backend.release(instance.graph)
-        if self._holds is None:
-            self.bring_out_gradients()
+        holds, self._holds = self._holds, None
+        if holds is not None and (self._runs_between or holds.is_any_kept()):
+            holds.move_out()
         else:
-            self._holds.move_out()
-            self._holds = None
+            self.bring_out_gradients()
         self._instances = []
         self._rings = {}
         self._last = None

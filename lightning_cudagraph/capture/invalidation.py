@@ -45,6 +45,7 @@ class Invalidation(Generic[T]):
         self._warm_ups = warm_ups
         self._copies = copies
         self._short_captures = 0  # in a row
+        self._after_pause = False
         self.given_up: str | None = None
         self.dropped = ""
 
@@ -54,8 +55,18 @@ class Invalidation(Generic[T]):
             self.drop(change)
         elif self._backend.host_value_moved():
             self.drop("a tensor in host memory, which the step uses as a number, changed")
-        elif not self._copies.are_given and any(each.is_kept() for each in self._graphs.all()):
+        elif self._is_gradient_kept(self._after_pause):
             self._copy_out_from_now_on()
+        self._after_pause = False
+
+    def pause(self) -> None:
+        """Note that user code may run before the next step."""
+        self._after_pause = True
+
+    def _is_gradient_kept(self, after_pause: bool) -> bool:
+        if self._copies.are_given:
+            return False
+        return any(each.is_kept(after_pause) for each in self._graphs.all())
 
     @property
     def doubt(self) -> str:
@@ -126,7 +137,7 @@ class Invalidation(Generic[T]):
         if self._backend.in_graph_break:
             return  # at a graph break: no other engine replays before the end of the step
         self._graphs.plain.clear()
-        if not self._copies.are_given and any(each.is_kept() for each in self._graphs.all()):
+        if self._is_gradient_kept(after_pause=True):
             self._copy_out_from_now_on()
         for captured in self._graphs.all():
             captured.bring_out_gradients()

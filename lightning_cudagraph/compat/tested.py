@@ -10,7 +10,7 @@ import torch
 __all__ = ["NEWEST", "newer_than_tested"]
 
 # The newest of each in the table of docs/versions.md (written by `python -m tests.versions`).
-NEWEST: Mapping[str, str] = {"torch": "2.13.0", "lightning": "2.6.6", "Python": "3.11"}
+NEWEST: Mapping[str, str] = {"torch": "2.15.0", "lightning": "2.6.6", "Python": "3.13"}
 
 
 def newer_than_tested(newest: Mapping[str, str] = NEWEST) -> str:

@@ -29,7 +29,7 @@ from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend, CudaBackend
 from lightning_cudagraph.device.emulator import EmulatorBackend
-from lightning_cudagraph.errors import BatchError, UnsupportedError
+from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
 from lightning_cudagraph.graphed_step.record import (
@@ -253,16 +253,7 @@ class StepRun:
         return self._specializations[signature]
 
     def _signature(self, batch: dict[str, Any], mode: _Mode) -> Signature:
-        signature = Signature(batch, self.backend.device, mode)
-        for path, leaf in flatten_batch(batch):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise BatchError(
-                    f"`{path}` requires a gradient; a graph reads a copy of it, and the gradient would"
-                    " be that of the copy.",
-                    "Pass `tensor.detach()`, and call `requires_grad_()` inside, or compute the tensor"
-                    " in the step.",
-                )
-        return signature
+        return Signature(batch, self.backend.device, mode)
 
     def _mode(self) -> _Mode:
         """Return the mode of a call: autograd, autocast, and the switches of DDP wrappers."""

@@ -186,14 +186,16 @@ def refuse_hidden_tensors(tree: Any, what: str) -> None:
 
     def walk(value: Any, path: str) -> None:
         children = _children(value, path)
-        if isinstance(value, (Tensor, *PLAIN)):
+        if isinstance(value, PLAIN):
             return
-        is_plain = type(value) in (list, tuple, dict)
+        is_plain = type(value) in (list, tuple, dict) or (isinstance(value, Tensor) and not vars(value))
         if not is_plain and (hidden := _hides_tensor(value, walked=children is not None)):
             raise BatchError(
                 f"`{path}` is a `{type(value).__qualname__}`, which holds a tensor at `{path}{hidden}`;"
                 " expected tensors in lists, tuples, named tuples, mappings or dataclasses.",
-                "Make the class a dataclass, or pass the tensors beside it.",
+                "Pass the tensors beside it."
+                if isinstance(value, Tensor)
+                else "Make the class a dataclass, or pass the tensors beside it.",
             )
         for child_path, child in children or ():
             walk(child, child_path)
@@ -273,13 +275,15 @@ def _hides_tensor(value: Any, depth: int = 3, walked: bool = False) -> str | Non
 
 
 def _values_beside(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The plain values in attributes of containers, which are neither items nor fields.
+    """The plain values in attributes of containers and tensors, which are neither items nor fields.
 
     Attributes that cannot be compared, such as the encodings of a tokenizer, are left out: a replay uses
     those of the captured batch.
     """
     children = _children(value, path)
-    if children is None or isinstance(value, (list, tuple)):  # subclasses are refused
+    if children is None and not isinstance(value, Tensor):
+        return
+    if isinstance(value, (list, tuple)):  # subclasses are refused
         for child_path, child in children or ():
             yield from _values_beside(child, child_path)
         return
@@ -289,7 +293,7 @@ def _values_beside(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             for inner, leaf in flatten_batch(member):
                 if isinstance(leaf, (*PLAIN, np.ndarray, np.generic, Enum, PurePath, range)):
                     yield f"{path}.{name}{inner.removeprefix('batch')}", leaf
-    for child_path, child in children:
+    for child_path, child in children or ():
         yield from _values_beside(child, child_path)
 
 
@@ -297,8 +301,8 @@ class Signature:
     """The properties of a batch that a graph is specialised on, as one comparable, hashable value.
 
     Containers by type, keys and plain values of their attributes; tensors by shape, stride, dtype,
-    device, `requires_grad` and identity with each other; other leaves by value, because a capture
-    freezes them.
+    device, plain values of their attributes, and identity with each other; other leaves by value,
+    because a capture freezes them.
 
     Args:
         batch: the batch to describe.
@@ -306,7 +310,8 @@ class Signature:
         beside: specialization: further values that are part of the signature, by names for the user.
 
     Raises:
-        BatchError: for an object that hides tensors, or a tensor on another device.
+        BatchError: for an object that hides tensors, a tensor on another device, and one that requires
+            a gradient.
     """
 
     __slots__ = ("_hash", "_key", "_paths")
@@ -329,7 +334,6 @@ class Signature:
                         leaf.stride(),
                         leaf.dtype,
                         leaf.device.type,
-                        leaf.requires_grad,
                         same_as,
                     )
                 )
@@ -368,6 +372,13 @@ class Signature:
                 f"`{path}` is a tensor of layout {leaf.layout}, and only strided tensors have static"
                 " buffers.",
                 "Pass its indices and values as strided tensors.",
+            )
+        if leaf.requires_grad:
+            raise BatchError(
+                f"`{path}` requires a gradient; a graph reads a copy of it, and the gradient would end"
+                " there.",
+                "Pass `tensor.detach()`, and call `requires_grad_()` in the step, or compute it in"
+                " the step.",
             )
 
     @staticmethod
@@ -422,6 +433,5 @@ def _in_words(described: tuple[Any, ...]) -> str:
     if len(described) == 2:
         kind, value = described
         return str(value) if issubclass(kind, (float, complex)) else repr(value)
-    shape, stride, dtype, device, requires_grad, _ = described
-    text = f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}"
-    return f"{text}, requires_grad" if requires_grad else text
+    shape, stride, dtype, device, _ = described
+    return f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}"

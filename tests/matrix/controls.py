@@ -90,7 +90,7 @@ CONTROLS: dict[str, Control] = {
             f"{_PACKAGE}.device.backend.set_multithreading_enabled": lambda enabled: nullcontext(),
             **_NO_EFFECTS,
         },
-        Case("counter: attribute", setting=UNCHECKED, where="gradient hook"),
+        Case("file", setting=UNCHECKED, where="gradient hook"),
         needs_gpu=True,
     ),
 }
