@@ -143,7 +143,7 @@ class UnsupportedError(CUDAGraphError):
 
     @property
     def reason(self) -> str:
-        """What was found and where, in one line."""
+        """The description and the place, in one line."""
         if self.location is None:
             return self.what
         return f"{self.what.removesuffix('.')}: found at {self.location}."
