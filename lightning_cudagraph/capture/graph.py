@@ -228,8 +228,8 @@ class CapturedStep(Generic[T]):
 
     @property
     def is_plain(self) -> bool:
-        """True if a replay needs no host code and no work on gradients."""
-        return not self.has_breaks and not self._absent
+        """True if a replay needs no work on gradients before it."""
+        return not self._absent
 
     @contextmanager
     def gradients_kept(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer import call
 
 from lightning_cudagraph.compat.loop_probe import digest_of_calls
 from lightning_cudagraph.compat.names.lightning_names import (
@@ -29,7 +30,7 @@ from lightning_cudagraph.compat.names.lightning_names import (
 
 __all__ = ["digest", "digest_of_names", "is_known"]
 
-_NAMES: dict[type, str] = {
+_NAMES: dict[Any, str] = {
     _TrainingEpochLoop: """
         run advance on_advance_end done _is_training_done global_step batch_idx _build_kwargs
         _accumulated_batches_reached _num_ready_batches_reached _should_accumulate update_lr_schedulers
@@ -46,12 +47,13 @@ _NAMES: dict[type, str] = {
     LightningOptimizer: "step",
     pl.LightningModule: "optimizer_step",
     pl.Trainer: "_results _active_loop training num_training_batches",
+    call: "_call_callback_hooks _call_lightning_module_hook",
 }
 # The value of `digest`: the same in lightning 2.6.0 to 2.6.6.
-_KNOWN = frozenset({"1be74e7607601d6d11705367c2f27f4e6d089b2e7905485d456c9235997108f6"})
+_KNOWN = frozenset({"3fa88ff282bb2af5b670aa3bc0f9b8b74bbc702b9069cdfd300eb1c59280380b"})
 # The values of `digest_of_calls` and `digest_of_names` for the same releases.
 _CALLS = "1285d4f582a9a406eceafedcd34369b7f0412a520220491db023808a37c3d72a"
-_MENTIONED = "940c0692de00723ebb3c8d5244aca58b69e00ac5a8d4a9c1c72d9c12a7978364"
+_MENTIONED = "66d9eb69cde20f322125373bf312cc96b49139752848f005103135c15949b78e"
 
 
 def is_known() -> bool:

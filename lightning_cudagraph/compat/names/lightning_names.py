@@ -208,6 +208,15 @@ _SHORT_WAY = (
     members(_EPOCH_LOOP, "_skip_next_val _warning_cache", SHORT_WAY),
     *named(_EPOCH_LOOP, "_should_check_val_epoch", SHORT_WAY, probe=accepts("self")),
     *named(_EPOCH_LOOP, "_should_check_val_fx", SHORT_WAY, probe=accepts("self", "data_fetcher")),
+    *named(
+        _EPOCH_LOOP, "_build_kwargs", SHORT_WAY, probe=accepts("self", "kwargs", "batch", "batch_idx")
+    ),
+    *named(
+        f"{_PYTORCH}.LightningModule",
+        "_on_before_batch_transfer",
+        SHORT_WAY,
+        probe=accepts("self", "batch", "dataloader_idx"),
+    ),
     PrivateName(f"{_LOOPS}.fetchers._DataLoaderIterDataFetcher", (SHORT_WAY,)),
     PrivateName(f"{_LOOPS}.progress._Progress", (SHORT_WAY,)),
 )

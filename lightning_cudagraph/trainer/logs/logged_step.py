@@ -126,7 +126,18 @@ class LoggedStep:
 
         Then it is enough to pass the values of the last replay to Lightning before they are read.
         """
-        return self._is_last and not self._others and (self._sums.live or not self._events)
+        return (
+            self._is_last
+            and not self._sums.in_parts
+            and not self._others
+            and (self._sums.live or not self._events)
+        )
+
+    def note_batch_size(self, trainer: pl.Trainer) -> None:
+        """Leave the batch size that the step has found, for values that hooks log after it."""
+        results = trainer.fit_loop.epoch_loop._results  # sums in the graph exist in training only
+        if results.batch_size is None:
+            results.batch_size = self._sums.batch_size
 
     def hand_over(self, trainer: pl.Trainer, replays: int = 1, is_late: bool = False) -> Tensor | None:
         """Call the metrics and log the values of the last replay, as the step itself would.
@@ -163,9 +174,8 @@ class LoggedStep:
             else:
                 # At a graph break, a hook on the host has logged the same name.
                 _log(trainer, log, values[index], entered=True)
-        results = trainer.fit_loop.epoch_loop._results  # sums in the graph exist in training only
-        if results.batch_size is None and not is_late:
-            results.batch_size = self._sums.batch_size
+        if not is_late:
+            self.note_batch_size(trainer)
         if self._others:
             self._log_again(trainer, self._others, values)
         if self._last_fx is not None:

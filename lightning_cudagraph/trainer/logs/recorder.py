@@ -165,6 +165,7 @@ class Logs:
             with self._lock:
                 self._replays = self._replays + 1 if self._waiting is not None else 1
                 self._waiting, self._waits_at = logged, accumulation
+                logged.note_batch_size(self._trainer)
         else:
             self.settle()
             logged.hand_over(self._trainer)
@@ -253,6 +254,7 @@ class Logs:
         """
         packed = packed_values(events, self._module)
         sums = self._places[accumulation]
+        sums.in_parts |= not is_last
         logged, batch_size = self._with_sizes(events, packed) if self._adds else ([], None)
         slots = self._sums.usable(logged)
         if capturing:

@@ -181,12 +181,14 @@ class SumsOfPlace:
         batch_size: the size that Lightning extracts from the batch, if the step needs it.
         entered: Lightning's own `log` has run once for each name since the capture.
         live: the next or last replay counts, that is, Lightning's objects hold the static tensors.
+        in_parts: the step has graph breaks, at which hooks may read what it has logged.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
     batch_size: int | None = None
     entered: bool = False
     live: bool = False
+    in_parts: bool = False
 
     def adopt(self, results: _ResultCollection, counts: bool) -> None:
         """Copy the values of Lightning's objects into the static tensors, before a replay.

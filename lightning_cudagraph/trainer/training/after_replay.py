@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
 from lightning_cudagraph.errors import HookError
+from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
-from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.run_times import batch_of_step, step_number
@@ -30,16 +33,23 @@ class AfterReplay:
         self._pace = run.times.pace
 
     def in_the_middle(
-        self, outputs: StepOutputs, index: int, closure: GraphClosure, body: StepBody
+        self, outputs: StepOutputs, index: int, closure: GraphClosure, optimizer: EagerOptimizer
     ) -> None:
-        """Call the hooks of one graph break, where an eager step calls them."""
+        """Call the hooks of one graph break, where an eager step calls them.
+
+        Args:
+            outputs: the static outputs of the replay.
+            index: of the graph break.
+            closure: the closure of the step.
+            optimizer: the optimizer, if it is in the graph.
+        """
         turn = outputs.turns[index]
         turn.logs.hand_over(self._trainer)
         self._count_zero_grads(turn.zero_grads)
         for attribute in turn.recomputed:
             attribute.hand_over()
         turn.run(closure)
-        body.optimizer.refresh()
+        optimizer.refresh()
         self._metrics.adopt()
         if change := self._guards.changed():
             raise HookError(
@@ -65,9 +75,9 @@ class AfterReplay:
         self._replicas.replayed(accumulation)
         given: dict[str, Any] | None = None
         if wanted:
-            # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
-            extra = map_leaves(outputs.extra, copied_leaf)
-            given = {"loss": outputs.logs.hand_over(self._trainer), **extra}
+            loss = outputs.logs.hand_over(self._trainer)
+            assert loss is not None
+            given = _copied(loss, outputs)
         else:
             self._logs.put_off(accumulation, outputs.logs)
         self._count_zero_grads(outputs.zero_grads)
@@ -86,6 +96,10 @@ class AfterReplay:
             self._pace.tick(Phase.CAPTURED)
         return given
 
+    def outputs(self, outputs: StepOutputs) -> dict[str, Any]:
+        """The outputs of the last replay as hooks get them, if `after` was not asked for them."""
+        return _copied(outputs.loss.clone(), outputs)
+
     def _count_zero_grads(self, number: int) -> None:
         """Count the `zero_grad` calls inside a replay, as Lightning counts its own."""
         zero_grad: Any = self._optimization.optim_progress.optimizer.zero_grad
@@ -93,3 +107,8 @@ class AfterReplay:
             counts.ready += number
             counts.started += number
             counts.completed += number
+
+
+def _copied(loss: Tensor, outputs: StepOutputs) -> dict[str, Any]:
+    # Copies, because callbacks keep outputs, and the next replay overwrites the static ones.
+    return {"loss": loss, **map_leaves(outputs.extra, copied_leaf)}

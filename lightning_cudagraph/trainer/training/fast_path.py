@@ -1,9 +1,10 @@
-"""The fast path of Lightning's training loop: from one replay to the next without calls to empty hooks.
+"""The fast path of Lightning's training loop: from one replay to the next, a hook costs what it does.
 
 Around a replay of a few hundred microseconds, most of the host's time is Lightning's own: for every
 batch it looks up, announces and times some ten hooks that are not overridden, inspects the signature of
 `training_step`, asks repeatedly which loop is active, and collects values that no code reads. The fast
-path does the rest, in the same order, as long as no user code runs between two replays.
+path does the rest, in the same order. It calls the hooks of user code where Lightning calls them, and
+compares afterwards if they have changed what it depends on (`conditions.py`); guards find all else.
 
 It is correct only for a loop equivalent to the one that it repeats (`compat/lightning_source.py`).
 With another loop, which the report then names, and for every batch that needs more than a replay,
@@ -13,16 +14,15 @@ Lightning's own code runs.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cudagraph.capture.steps import Phase
 from lightning_cudagraph.compat.features import SHORT_WAY
@@ -32,19 +32,19 @@ from lightning_cudagraph.compat.names.lightning_names import (
     _TrainingEpochLoop,
 )
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.trainer.config.support import callbacks_of, is_overridden
-from lightning_cudagraph.trainer.training.hooks.user_hooks import undisturbed
+from lightning_cudagraph.trainer.config.support import (
+    callbacks_of,
+    described_hook,
+    is_overridden,
+)
+from lightning_cudagraph.trainer.training.conditions import AROUND, PATCHED, Conditions
+from lightning_cudagraph.trainer.training.hooks.batch_hooks import BatchHooks
+from lightning_cudagraph.trainer.training.hooks.user_hooks import is_known, undisturbed
 from lightning_cudagraph.trainer.training.run import TrainingRun
-from lightning_cudagraph.trainer.training.steps import NOT_PLAIN, TrainingSteps
+from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
 __all__ = ["FastPath"]
-
-# Methods that the epoch loop calls around `advance`; one set on the instance has to be called.
-_AROUND = ("run", "done", "on_advance_end", "on_iteration_done", "update_lr_schedulers")
-
-# Methods of the strategy that this package patches; a patch of other code on top has to be called.
-_PATCHED = ("batch_to_device", "optimizer_step")
 
 
 @dataclass
@@ -82,6 +82,7 @@ def _are_kept(connector: Any) -> bool:
 
 
 # Called by the loop before each batch of several processes; the votes of this package replace it.
+_PREPARES = "on_before_batch_transfer"
 _SIGTERM = "_broadcast_sigterm_tensor"
 
 
@@ -100,13 +101,13 @@ class FastPath:
         # Found once, after a replay, and valid until something other than a replay happens.
         self._looked = False
         self._can = False
-        self._takes_batch_idx = False
-        self._starts = self._ends = False
+        self._hooks = BatchHooks(run.trainer, run.module, steps)
+        self._disturbed = self._starts = self._ends = self._prepares = False
         self._validates = self._accumulates = False
-        # Code of a dataloader can add a callback, or set a hook on an instance: then `vars` grows.
-        self._callbacks: list[Callback] = []
-        self._dicts: list[Any] = []
-        self._sizes: list[int] = []
+        self._conditions: Conditions
+        # Steps that were replayed with Lightning's own loop around them, by the reason.
+        self.avoided: Counter[str] = Counter()
+        self._reason = ""
         # Settings of the validation in this epoch, which such code can change too.
         self._validation: tuple[Any, Any] = None, None
         # True while the logger connector has not yet collected the values of the last batch.
@@ -123,6 +124,8 @@ class FastPath:
             self._looked = True
             self._can = self._look(data_fetcher)
         if not (self._looked and self._can) or self._loop.restarting:
+            if self._looked and self._reason:
+                self.avoided[self._reason] += 1
             self._original(data_fetcher)
             return
         try:
@@ -135,35 +138,49 @@ class FastPath:
 
     def _look(self, data_fetcher: Any) -> bool:
         trainer, module, loop = self._trainer, self._module, self._loop
-        strategy = trainer.strategy
+        self._reason = self._obstacle(data_fetcher)
+        if self._reason or not self._is_known:
+            return False
+        callbacks = callbacks_of(trainer)
+        self._disturbed = not undisturbed(trainer, module)
+        self._starts, self._ends = (
+            self._disturbed or any(is_overridden(name, callback, Callback) for callback in callbacks)
+            for name in ("on_train_batch_start", "on_train_batch_end")
+        )
+        owners = (module, getattr(trainer, "datamodule", None))
+        self._prepares = any(
+            is_overridden(_PREPARES, owner, DataHooks) for owner in owners if owner is not None
+        )
+        self._validates = loop._should_check_val_epoch()
+        self._validation = self._validation_now()
+        self._conditions = Conditions(trainer, module)
+        return True
+
+    def _obstacle(self, data_fetcher: Any) -> str:
+        """The reason why Lightning's own loop has to run; empty if there is none."""
+        trainer, module, loop = self._trainer, self._module, self._loop
+        strategy, profiler = trainer.strategy, vars(trainer)["profiler"]
+        if type(profiler) is not PassThroughProfiler:
+            return f"`{type(profiler).__qualname__}` records the actions of that loop"
+        if not is_known(module.optimizer_step):
+            return f"{described_hook(module, 'optimizer_step')} gets a closure in every step"
+        if is_overridden("on_train_batch_start", strategy, Strategy):
+            return f"{described_hook(strategy, 'on_train_batch_start')} is a hook of a strategy"
+        if not self._steps.is_plain():
+            return "the optimizer's step or `on_after_backward` calls other code"
         if not (
-            self._is_known
-            and getattr(self._original, "__func__", None) is _TrainingEpochLoop.advance
+            getattr(self._original, "__func__", None) is _TrainingEpochLoop.advance
+            and type(vars(loop).get("advance")) is MethodPatch
             and type(loop) is _TrainingEpochLoop
-            and vars(loop).keys().isdisjoint(_AROUND)
-            and type(vars(trainer)["profiler"]) is PassThroughProfiler
+            and vars(loop).keys().isdisjoint(AROUND)
             and (trainer.world_size == 1 or type(vars(loop).get(_SIGTERM)) is MethodPatch)
             and not strategy.handles_gradient_accumulation
             and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
             and module.automatic_optimization
-            and not is_overridden("on_train_batch_start", strategy, Strategy)
-            and all(type(vars(strategy).get(name)) is MethodPatch for name in _PATCHED)
-            and undisturbed(trainer, module)
-            and self._steps.is_plain()
+            and all(type(vars(strategy).get(name)) is MethodPatch for name in PATCHED)
         ):
-            return False
-        self._takes_batch_idx = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        callbacks = callbacks_of(trainer)
-        self._starts, self._ends = (
-            any(is_overridden(name, callback, Callback) for callback in callbacks)
-            for name in ("on_train_batch_start", "on_train_batch_end")
-        )
-        self._validates = loop._should_check_val_epoch()
-        self._validation = self._validation_now()
-        self._callbacks = [*callbacks]
-        self._dicts = [vars(module), *map(vars, callbacks)]
-        self._sizes = [*map(len, self._dicts)]
-        return True
+            return "methods of Lightning's loop or of its strategy are replaced"
+        return ""
 
     def _validation_now(self) -> tuple[Any, Any]:
         trainer: Any = self._trainer  # which sets attributes without declaring them
@@ -176,11 +193,9 @@ class FastPath:
         if loop.val_loop.restarting:
             loop.val_loop.restarting = False
         fetched = next(data_fetcher)
-        if callbacks_of(trainer) != self._callbacks or [*map(len, self._dicts)] != self._sizes:
-            self._looked = False
+        if self._conditions.changed():
+            self._give_way()
             self._settle()
-            self._run.guards.suspect()  # but not the clock, which goes on measuring
-            self._transfer.suspect()
             self._original(_Fetched(fetched, data_fetcher.done))
             return
         total: Any = progress.total
@@ -195,24 +210,34 @@ class FastPath:
         connector._first_loop_iter = connector._first_loop_iter is None
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
         output: Any = None
+        skips = False
         if batch is None:
             loop._warning_cache.warn(
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
             )
         else:
             if self._starts:
-                call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
-            total.started += 1
-            current.started += 1
-            output = self._step(batch, batch_idx, is_last)
+                batch, response = self._hooks.start(batch, batch_idx)
+                skips = response == -1
+            if self._disturbed and self._conditions.changed():
+                self._give_way()
+            if skips:
+                progress.increment_by(0, is_last_batch=True)
+                is_last = True
+            else:
+                total.started += 1
+                current.started += 1
+                output = self._step(batch, batch_idx, is_last)
         total.processed += 1
         current.processed += 1
         if trainer.lr_scheduler_configs:
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
             if is_last:
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if self._ends:
-            call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
+        if skips:
+            raise StopIteration
+        if self._ends or not self._looked:
+            self._hooks.end(output, batch, batch_idx)
         # As in the connector's `on_batch_end`, but for the values.
         results.batch = results.batch_size = None
         self._owes = True
@@ -227,6 +252,8 @@ class FastPath:
 
     def _moved(self, batch: Any) -> Any:
         """The batch on the device."""
+        if self._prepares:
+            batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         if (static := self._transfer.straight(batch, dataloader_idx=0)) is not None:
             return static
         names = vars(self._module)  # `nn.Module.__setattr__` is slow
@@ -236,18 +263,25 @@ class FastPath:
         return batch
 
     def _step(self, batch: Any, batch_idx: int, is_last: bool) -> Any:
-        """Do the step. Returns the outputs for callbacks, or None if none of them takes outputs."""
+        """Do the step. Returns the static outputs of a replay, or Lightning's of another step."""
         trainer, loop = self._trainer, self._loop
         window = trainer.accumulate_grad_batches
         steps = is_last or (batch_idx + 1) % window == 0
-        output = self._steps.again(batch, batch_idx % window == 0, steps, wanted=self._ends)
-        if output is NOT_PLAIN:
-            self._settle()
-            kwargs: OrderedDict[str, Any] = OrderedDict(batch=batch)
-            if self._takes_batch_idx:
-                kwargs["batch_idx"] = batch_idx
-            output = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
-        return output
+        if self._looked:
+            outputs = self._steps.again(batch, batch_idx, batch_idx % window == 0, steps)
+            if outputs is not None:
+                return outputs
+        self._settle()
+        kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
+        if not self._module.automatic_optimization:
+            return loop.manual_optimization.run(kwargs)
+        return loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+
+    def _give_way(self) -> None:
+        """Compare everything, and look for hooks again: user code has changed some of them."""
+        self._looked = False
+        self._run.guards.suspect()  # but not the clock, which goes on measuring
+        self._transfer.suspect()
 
     def _shows_metrics(self) -> bool:
         """True if loggers may be due; the connector decides."""
@@ -280,7 +314,13 @@ class FastPath:
             or self._validation_now() != self._validation
             or (self._validates and loop._should_check_val_fx(data_fetcher))
             or self._steps.phase is not Phase.CAPTURED
+            or (self._disturbed and self._is_other())
         )
+
+    def _is_other(self) -> bool:
+        if changed := self._conditions.changed():
+            self._give_way()
+        return changed
 
     def _between(self) -> None:
         """Do what `on_advance_end` of lightning 2.6 does without validation, and end the iteration."""

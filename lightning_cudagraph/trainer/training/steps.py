@@ -8,6 +8,7 @@ replay, or not at all on this batch, it happens in the call of the closure. On t
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -32,6 +33,7 @@ from lightning_cudagraph.trainer.training.after_replay import AfterReplay
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
 from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
 from lightning_cudagraph.trainer.training.closures import GraphClosure
+from lightning_cudagraph.trainer.training.conditions import OF_OPTIMIZATION
 from lightning_cudagraph.trainer.training.eager_steps import EagerSteps
 from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen
 from lightning_cudagraph.trainer.training.run import TrainingRun
@@ -39,14 +41,9 @@ from lightning_cudagraph.trainer.training.times.baseline import PlainSteps
 from lightning_cudagraph.trainer.training.times.run_times import step_number
 from lightning_cudagraph.trainer.training.transfer import BatchTransfer
 
-__all__ = ["NOT_PLAIN", "TrainingSteps"]
+__all__ = ["TrainingSteps"]
 
 R = TypeVar("R")
-
-NOT_PLAIN = object()
-
-# Methods of the automatic optimization; one set on the instance has to be called.
-_METHODS = ("run", "_make_closure", "_optimizer_step")
 
 
 class TrainingSteps:
@@ -185,25 +182,24 @@ class TrainingSteps:
         optimizer: LightningOptimizer = self._strategy._lightning_optimizers[0]
         return (
             trainer.fit_loop.epoch_loop.automatic_optimization is optimization
-            and vars(optimization).keys().isdisjoint(_METHODS)
+            and vars(optimization).keys().isdisjoint(OF_OPTIMIZATION)
             and "step" not in vars(optimizer)
             and optimizer._on_before_step is do_nothing_closure
             and optimizer._on_after_step is do_nothing_closure
             and not self._run.hooks.after_backward
         )
 
-    def again(self, batch: Any, drops: bool, steps: bool, wanted: bool) -> Any:
+    def again(self, batch: Any, batch_idx: int, drops: bool, steps: bool) -> StepOutputs | None:
         """Do a step on the fast path: a replay without a closure.
 
         Args:
             batch: the batch of the step.
+            batch_idx: its index.
             drops: the step drops gradients.
             steps: the optimizer steps.
-            wanted: return the outputs.
 
         Returns:
-            The outputs as hooks get them, or None if not wanted. `NOT_PLAIN` if more than a replay is
-            due; nothing has happened then.
+            The static outputs. None if more than a replay is due; nothing has happened then.
         """
         part, optimization = self._part, self._optimization
         accumulation = AccumulationPhase(drops, steps, steps and bool(self._replicas.wrappers))
@@ -213,12 +209,13 @@ class TrainingSteps:
             or not part.is_of(self._strategy.optimizers[0])
             or self._replicas.unlike_others(accumulation)
         ):
-            return NOT_PLAIN
+            return None
         # Lightning's own counters of optimizer steps.
         progress = optimization.optim_progress.optimizer.step
         total, current = progress.total, progress.current
         timed = self._clock.is_due(total.completed)
-        replay = Replay(batch, accumulation, timed, self._upcoming, self._clock.copying)
+        between = partial(self._between, batch, batch_idx, steps)
+        replay = Replay(batch, accumulation, timed, self._upcoming, self._clock.copying, between)
         if steps:
             total.ready += 1
             current.ready += 1
@@ -227,12 +224,32 @@ class TrainingSteps:
             if steps:
                 total.ready -= 1
                 current.ready -= 1
-            return NOT_PLAIN
-        given = self._after_replay.after(outputs, accumulation, timed, wanted)
+            return None
+        self._after_replay.after(outputs, accumulation, timed, wanted=False)
         if steps:
             total.completed += 1
             current.completed += 1
-        return given
+        return outputs
+
+    def outputs(self, outputs: StepOutputs) -> dict[str, Any]:
+        """Copies of the static outputs of the last replay, as hooks get them."""
+        return self._after_replay.outputs(outputs)
+
+    def _between(
+        self, batch: Any, batch_idx: int, steps: bool, outputs: StepOutputs, index: int
+    ) -> None:
+        """Call the hooks of a graph break on the fast path."""
+        optimization, prepared = self._optimization, self._part.optimizer
+        closure = optimization.closure_for_capture(
+            OrderedDict(batch=batch), self._strategy.optimizers[0], batch_idx, self._call_closure
+        )
+        self._run.hooks.watch(closure, prepared.optimizer)
+        optimizer = prepared if steps else EagerOptimizer(prepared.optimizer)
+        self.is_in_step = True
+        try:
+            self._after_replay.in_the_middle(outputs, index, closure, optimizer)
+        finally:
+            self.is_in_step = False
 
     def _take(self, closure: GraphClosure, body: StepBody, eagerly: Callable[[], R]) -> R | Tensor:
         """Do a step with one of Lightning's closures: eagerly, by capture, or by replay.
@@ -293,7 +310,7 @@ class TrainingSteps:
             upcoming=self._upcoming,
             copying=self._clock.copying,
             between=lambda outputs, index: self._after_replay.in_the_middle(
-                outputs, index, closure, body
+                outputs, index, closure, body.optimizer
             ),
             run=lambda: self._eager.run(eagerly),
             run_last=run_last if run.settings.timings is not None else None,

@@ -90,8 +90,12 @@ class BatchTransfer:
         self._handed = static.batch, batch, args, kwargs
         return static.batch
 
+    def is_static(self, batch: Any) -> bool:
+        """True if this is the static batch, which later replays overwrite."""
+        return self._handed is not None and batch is self._handed[0]
+
     def own(self, batch: Any) -> Any:
-        """The batch for a step that may keep it: a new transfer if `batch` is the static one."""
+        """The batch for code that may keep it: a new transfer if `batch` is the static one."""
         if self._handed is None or batch is not self._handed[0]:
             return batch
         _, batch, args, kwargs = self._handed

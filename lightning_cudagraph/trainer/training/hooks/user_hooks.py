@@ -8,8 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_cudagraph.trainer.config.support import callbacks_of
+from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
 
-__all__ = ["batches_unseen", "gradients_unseen", "undisturbed"]
+__all__ = ["BEFORE_ARGUMENTS", "batches_unseen", "gradients_unseen", "is_known", "undisturbed"]
 
 # Hooks that Lightning calls between two steps in the middle of an epoch, or at graph breaks. After those
 # at the ends of an epoch, and around validation and checkpoints, all guards are compared anyway.
@@ -24,6 +25,8 @@ _OPTIMIZER_METHODS = ("optimizer_zero_grad", "optimizer_step", "lr_scheduler_ste
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 # Of these, the hooks that get a batch on the device, and may keep it.
 _ARRIVED = ("transfer_batch_to_device", "on_after_batch_transfer")
+# Trainer and module, which a hook of a callback gets before its other arguments.
+BEFORE_ARGUMENTS = 2
 _KNOWN = ("lightning.", "lightning_cudagraph.", "lightning_utilities.", "torch.")
 
 
@@ -43,8 +46,17 @@ def gradients_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 
 
 def batches_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """True if no user hook gets a batch on the device."""
-    return _all_known(_hooks(trainer, module, "train", _ARRIVED))
+    """True if no user hook reads a batch on the device."""
+    arrived = [getattr(module, name) for name in _ARRIVED]
+    if (datamodule := getattr(trainer, "datamodule", None)) is not None:
+        arrived += [getattr(datamodule, name) for name in _ARRIVED]
+    around = [
+        (getattr(owner, f"on_train_batch_{name}"), position + is_callback)
+        for is_callback, owners in ((0, [module]), (BEFORE_ARGUMENTS, callbacks_of(trainer)))
+        for owner in owners
+        for name, position in (("start", 0), ("end", 1))
+    ]
+    return _all_known(arrived) and all(is_known(hook) or ignores(hook, at) for hook, at in around)
 
 
 def _hooks(
@@ -64,8 +76,13 @@ def _hooks(
 
 
 def _all_known(hooks: list[Any]) -> bool:
+    return all(map(is_known, hooks))
+
+
+def is_known(hook: Any) -> bool:
+    """True if a hook is code of Lightning, torch or this package."""
     # By the function and not by the class, so that lambdas and attributes of an instance count.
-    return all(_is_known(getattr(hook, "__func__", hook)) for hook in hooks)
+    return _is_known(getattr(hook, "__func__", hook))
 
 
 def _is_known(function: Any) -> bool:

@@ -1,0 +1,109 @@
+"""Calls of the hooks around a step on the fast path: the same calls as Lightning's, in the same order.
+
+Callbacks come first, then the module. Only a hook that reads the outputs gets copies of them, and only
+one that reads the batch gets a batch that no replay overwrites.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from lightning_cudagraph.trainer.config.support import callbacks_of
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
+from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
+from lightning_cudagraph.trainer.training.hooks.user_hooks import BEFORE_ARGUMENTS, is_known
+from lightning_cudagraph.trainer.training.steps import TrainingSteps
+
+__all__ = ["BatchHooks"]
+
+_START, _END = "on_train_batch_start", "on_train_batch_end"
+# Those that do nothing.
+_EMPTY = frozenset(
+    getattr(kind, name) for kind in (Callback, pl.LightningModule) for name in (_START, _END)
+)
+
+
+class BatchHooks:
+    """The hooks `on_train_batch_start` and `on_train_batch_end` of callbacks and module.
+
+    They are looked up for each call, so that hooks can set and remove others. The profiler is
+    `PassThroughProfiler`, so no action is named.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, steps: TrainingSteps) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._names = vars(module)  # `nn.Module.__setattr__` is slow
+        self._steps = steps
+        self._transfer = steps.transfer
+
+    def start(self, batch: Any, batch_idx: int) -> tuple[Any, Any]:
+        """Call the hooks before a step.
+
+        Returns:
+            The batch of the step, and the answer of the module's hook.
+        """
+        trainer, module, names = self._trainer, self._module, self._names
+        before = names["_current_fx_name"]
+        names["_current_fx_name"] = _START
+        for callback in callbacks_of(trainer):
+            hook: Any = callback.on_train_batch_start
+            if _does_something(hook):
+                batch = self._readable(batch, hook, BEFORE_ARGUMENTS)
+                hook(trainer, module, batch, batch_idx)
+        response = None
+        if _does_something(hook := module.on_train_batch_start):
+            names["_current_fx_name"] = _START
+            batch = self._readable(batch, hook, 0)
+            response = hook(batch, batch_idx)
+        names["_current_fx_name"] = before
+        return batch, response
+
+    def end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Call the hooks after a step.
+
+        Args:
+            outputs: the static outputs of a replay, or those that Lightning has made of another step.
+            batch: the batch of the step.
+            batch_idx: its index.
+        """
+        trainer, module, names = self._trainer, self._module, self._names
+        before = names["_current_fx_name"]
+        names["_current_fx_name"] = _END
+        for callback in callbacks_of(trainer):
+            hook: Any = callback.on_train_batch_end
+            if _does_something(hook):
+                outputs = self._copied(outputs, hook, BEFORE_ARGUMENTS)
+                batch = self._readable(batch, hook, BEFORE_ARGUMENTS + 1)
+                hook(trainer, module, _given(outputs), batch, batch_idx)
+        if _does_something(hook := module.on_train_batch_end):
+            names["_current_fx_name"] = _END
+            outputs = self._copied(outputs, hook, 0)
+            batch = self._readable(batch, hook, 1)
+            hook(_given(outputs), batch, batch_idx)
+        names["_current_fx_name"] = before
+
+    def _readable(self, batch: Any, hook: Any, position: int) -> Any:
+        """The batch, or one that no replay overwrites, if the hook reads it and may keep it."""
+        if not self._transfer.is_static(batch) or ignores(hook, position) or is_known(hook):
+            return batch
+        own = self._transfer.own(batch)
+        self._trainer.fit_loop.epoch_loop._results.batch = own
+        return own
+
+    def _copied(self, outputs: Any, hook: Any, position: int) -> Any:
+        """Copies of static outputs, if the hook reads them."""
+        if not isinstance(outputs, StepOutputs) or ignores(hook, position):
+            return outputs
+        return self._steps.outputs(outputs)
+
+
+def _does_something(hook: Any) -> bool:
+    return getattr(hook, "__func__", None) not in _EMPTY and callable(hook)
+
+
+def _given(outputs: Any) -> Any:
+    return None if isinstance(outputs, StepOutputs) else outputs
