@@ -84,7 +84,7 @@ class Finding:
 
     @property
     def lines(self) -> list[str]:
-        """What, where and what to do, in lines."""
+        """The finding in lines: the description, the place, the remedy."""
         if self.location is None:
             return [self.what, f"  Remedy: {self.remedy}"]
         at, *called = self.location.lines
@@ -143,7 +143,7 @@ class UnsupportedError(CUDAGraphError):
 
     @property
     def reason(self) -> str:
-        """What was found and where, in one line."""
+        """The description and the place, in one line."""
         if self.location is None:
             return self.what
         return f"{self.what.removesuffix('.')}: found at {self.location}."
