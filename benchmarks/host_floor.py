@@ -146,14 +146,14 @@ def handing_over_us(values: int, blocks: Blocks) -> float:
     times_s: list[float] = []
     before, after = Logs.before_replay, Logs.put_off
 
-    def timed_before(self: Logs, place: Any) -> None:
+    def timed_before(self: Logs, logged: LoggedStep | None) -> None:
         started_s = time.perf_counter()
-        before(self, place)
+        before(self, logged)
         times_s.append(time.perf_counter() - started_s)
 
-    def timed_after(self: Logs, place: Any, logged: LoggedStep) -> None:
+    def timed_after(self: Logs, logged: LoggedStep) -> None:
         started_s = time.perf_counter()
-        after(self, place, logged)
+        after(self, logged)
         times_s[-1] += time.perf_counter() - started_s
 
     Logs.before_replay = timed_before  # type: ignore[method-assign]

@@ -106,7 +106,7 @@ def test_two_hundred_steps(tmp_path: Path, accelerator: str, form: str, clip: fl
     assert graph_scales.skipped >= 10
     assert not differences(plain_scales.history, graph_scales.history)
     assert_same(plain, graph)
-    assert graph.counts.captures == 1
+    assert graph.counts.captures == 2  # the last batch of each epoch is smaller
     assert graph.counts.replayed >= 165
     assert f"{graph_scales.skipped} step(s) skipped, because a gradient overflowed" in str(
         callback.summary

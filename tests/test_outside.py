@@ -271,7 +271,9 @@ def test_a_gradient_that_was_not_there_at_the_capture(tmp_path: Path, accelerato
     plain = train(make(KeptNowAndThen), tmp_path / "plain", **kwargs)
     graph = train(make(KeptNowAndThen), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
     assert_same(_logged(plain), _logged(graph))
-    assert graph.counts.recaptures == ("a parameter that had no gradient before the step has one now",)
+    # A step of another shape could have left it: this step is eager, and the graph stays.
+    assert graph.counts.eager["a parameter that had no gradient before the step has one now"] == 1
+    assert not graph.counts.recaptures
 
 
 class ZeroesItsOwnWay(Own):
