@@ -143,7 +143,7 @@ class SeesTheRest(Sees):
 
 
 class Book(Sees):
-    """What a module has seen. Guards do not look into it, or each entry would be a change to verify."""
+    """A record of inputs. Guards do not look into it, or each entry would be a change to verify."""
 
     __module__ = "lightning_cudagraph.tests"
 
