@@ -7,13 +7,14 @@ and the report says so.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from lightning_cudagraph.compat.features import Feature
@@ -158,9 +159,16 @@ def _has_field(owner: Any, name: str) -> bool:
         if name in vars(base).get("__annotations__", ()):
             return True
         functions = (inspect.unwrap(f) for f in vars(base).values() if isinstance(f, FunctionType))
-        if any(name in function.__code__.co_names for function in functions):
+        if any(_sets(function.__code__, name) for function in functions):
             return True
     return False
+
+
+def _sets(code: CodeType, name: str) -> bool:
+    """True if a function binds an attribute of that name; a function that reads one does not make it."""
+    return name in code.co_names and any(
+        made.opname == "STORE_ATTR" and made.argval == name for made in dis.get_instructions(code)
+    )
 
 
 def _version_of(package: str) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
 
 if __name__ == "__main__":
     script, *sys.argv[1:] = sys.argv[1:]
     sys.argv[0] = script
+    sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
