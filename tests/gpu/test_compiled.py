@@ -106,7 +106,8 @@ def test_a_host_read_between_compiled_regions_is_named() -> None:
         # Dynamo compiles anew under function modes; not in the capture, if warm-up has had them.
         with _as_in_captures(backend):
             _step(compiled, optimizer, x)
-    with pytest.raises(CaptureError, match=r"(?s)`float\(tensor\)`.*test_compiled.py:\d+ \(`return loss \*"):
+    message = r"(?s)`float\(tensor\)`.*test_compiled.py:\d+ \(`return loss \*"
+    with pytest.raises(CaptureError, match=message):
         backend.capture(lambda: step(x))
     # The process is none the worse for it.
     graph, _ = backend.capture(lambda: _step(compiled, optimizer, x))

@@ -244,7 +244,7 @@ class ReferenceCall(MetricCall):
 class Later(Tensor):
     """Placeholder for the result of a deferred call; it may be logged, but not read."""
 
-    # Slots, because attributes of a tensor that is returned are searched for tensors, which a metric has.
+    # Slots, because the attributes of outputs are searched for tensors, which a metric has.
     __slots__ = ("call", "leaf")
 
     call: DeferredCall
