@@ -171,9 +171,7 @@ def test_a_value_that_is_read_and_differs_in_each(
 def test_the_report_names_the_value_and_the_line(tmp_path: Path, accelerator: str) -> None:
     _, graph = both(tmp_path, accelerator, multiplies_from_the_left, max_epochs=9)
     assert graph.callback is not None
-    pattern = (
-        r"`batch\['id'\]`, which the step reads at .*test_host_values.*, has \d+ values; pass it"
-    )
+    pattern = r"`batch\['id'\]`, which the step reads at .*test_host_values.*, has \d+ values; pass it"
     assert re.search(pattern, str(graph.callback.summary))
 
 
