@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
+from lightning_cudagraph.optim.host_program import State
 
 __all__ = ["Alike", "HostTensors", "out_of_sight"]
 
@@ -42,6 +43,11 @@ class Alike:
     together: Tensor
     members: list[Tensor]
     data: memoryview
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The name of the common value in a host program."""
+        return ("state", id(self))
 
     def are_equal(self) -> bool:
         """True if all members have the same value."""
@@ -134,6 +140,12 @@ class HostTensors:
     def are_alike(self) -> bool:
         """True if the tensors of each group are still equal."""
         return all(alike.are_equal() for alike in self.alike)
+
+    def write(self, state: State) -> None:
+        """Give the tensors of some groups other values, by the keys of the groups."""
+        for alike in self.alike:
+            if alike.key in state:
+                alike.together.fill_(state[alike.key])
 
     def let_go(self) -> None:
         """Give each tensor memory of its own again, on the device where it was."""

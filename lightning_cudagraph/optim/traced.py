@@ -19,9 +19,11 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map
 from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.errors import CaptureError
-from lightning_cudagraph.optim.host_program import HostProgram, HostScalar
+from lightning_cudagraph.optim.gate import Gate
+from lightning_cudagraph.optim.host_program import HostProgram, HostScalar, State
 from lightning_cudagraph.optim.host_tensors import Alike, HostTensors, out_of_sight
-from lightning_cudagraph.optim.scalar_ops import any_sparse, with_tensors
+from lightning_cudagraph.optim.outcomes import Outcomes
+from lightning_cudagraph.optim.scalar_ops import any_sparse, is_gated_write, with_tensors
 
 __all__ = ["Stage", "TracedStep"]
 
@@ -51,18 +53,20 @@ class Stage:
         size: the capacity, in numbers.
 
     Attributes:
-        numbers: the tensor on the device, in double precision.
+        numbers: the tensor on the device, in double precision, with two columns: the numbers if the step
+            before was done, and if it was skipped.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self.numbers = torch.zeros(size, dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(size, 2, dtype=torch.float64, device=device)
         self._is_pinned = device.type == "cuda"
 
-    def fill(self, numbers: list[float]) -> None:
+    def fill(self, done: list[float], skipped: list[float]) -> None:
         """Copy numbers to the device, on the current stream."""
         # Pinned memory of torch's own pool is not reused before the copy is done.
-        source = torch.tensor(numbers, dtype=torch.float64, pin_memory=self._is_pinned)
-        self.numbers[: len(numbers)].copy_(source, non_blocking=True)
+        pairs = [*zip(done, skipped, strict=True)]
+        source = torch.tensor(pairs, dtype=torch.float64, pin_memory=self._is_pinned)
+        self.numbers[: len(pairs)].copy_(source, non_blocking=True)
 
 
 class TracedStep(OwnFunctionMode):
@@ -71,6 +75,7 @@ class TracedStep(OwnFunctionMode):
     Args:
         tensors: the optimizer state in host memory.
         stage: the static input for the numbers.
+        outcomes: the steps with an outcome that the host does not know yet.
 
     Attributes:
         program: the recorded computations.
@@ -78,25 +83,39 @@ class TracedStep(OwnFunctionMode):
     """
 
     def __init__(
-        self, optimizer: Optimizer, device: torch.device, tensors: HostTensors, stage: Stage
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        tensors: HostTensors,
+        stage: Stage,
+        outcomes: Outcomes,
     ) -> None:
         super().__init__()
         self._optimizer = optimizer
+        self._outcomes = outcomes
         self._device = device
         self._stage = stage
         self.program = program = HostProgram()
         self.is_under_way = True
-        self._alike = tensors.alike
+        self._selects = False
+        self._tensors = tensors
         # By id; holds the tensor, so that the id is not reused.
         self._nodes: dict[int, tuple[Tensor, int]] = {}
         self._starts: dict[int, int] = {}
         for alike in tensors.alike:
             with out_of_sight():
-                node = program.source(("state", id(alike)), alike.read, alike.read())
+                node = program.source(alike.key, alike.read, alike.read())
             self._starts[id(alike)] = node
             self._nodes.update((id(member), (member, node)) for member in alike.members)
         self._staged: dict[int, int] = {}
+        self._numbers: Tensor | None = None
         self._casts: dict[torch.dtype, Tensor] = {}
+
+    @property
+    def _gate(self) -> Gate | None:
+        """The gate of the step, if a gradient scaler may skip it."""
+        gate: Gate | None = work_under_capture().gates.get(id(self._optimizer))
+        return gate
 
     def option(self, name: tuple[object, ...], read: Callable[[], float]) -> HostScalar:
         """A traced option of the optimizer, for the step to find.
@@ -130,6 +149,11 @@ class TracedStep(OwnFunctionMode):
                 return self._on_host(func, args, kwargs)
         if is_host:
             args, kwargs = tree_map(self._for_device, (args, kwargs))
+        gate = self._gate
+        if gate is not None and is_gated_write(func, args, gate) and not any_sparse(leaves):
+            done = with_tensors(func, args, kwargs, self._number, gate)
+            if done is not None:
+                return done[0]
         if is_scalar or any(isinstance(kwargs.get(name), Tensor) for name in ("alpha", "value")):
             done = None if any_sparse(leaves) else with_tensors(func, args, kwargs, self._number)
             if done is not None:
@@ -158,8 +182,13 @@ class TracedStep(OwnFunctionMode):
         slot = self._staged.setdefault(node, len(self._staged))
         if slot >= self._stage.numbers.numel():
             raise _refused("computes more numbers on the host than a graph has room for")
+        if self._numbers is None:
+            done, skipped = self._stage.numbers.unbind(1)
+            gate = self._gate
+            self._selects = gate is not None
+            self._numbers = done if gate is None else torch.where(gate.last_was_skipped, skipped, done)
         if dtype not in self._casts:
-            self._casts[dtype] = self._stage.numbers.type(dtype)
+            self._casts[dtype] = self._numbers.type(dtype)
         return self._casts[dtype][slot]
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,23 +260,28 @@ class TracedStep(OwnFunctionMode):
 
     def register(self) -> None:
         """Run the host program around each replay of the graph from now on, at the end of the step."""
-        work, program, stage = work_under_capture(), self.program, self._stage
-        moves = [(alike, node) for alike in self._alike if (node := self._end_of(alike)) is not None]
-        staged, key = list(self._staged), id(self._optimizer)
+        work, program, stage, tensors = work_under_capture(), self.program, self._stage, self._tensors
+        moves = [(alike, node) for alike in tensors.alike if (node := self._end_of(alike)) is not None]
+        staged = list(self._staged)
         if not staged and not moves:
             return
-        values: list[Any] = []
+        gate, outcomes, selects = self._gate, self._outcomes, self._selects
+        runs: list[list[Any]] = []
 
         def before() -> None:
-            values[:] = program.run()
+            if not selects:
+                outcomes.settle()
+            runs[:] = [program.run(state) for state in outcomes.possible()]
             if staged:
-                stage.fill([float(values[node]) for node in staged])
+                done, skipped = ([float(run[node]) for node in staged] for run in (runs[0], runs[-1]))
+                stage.fill(done, skipped)
 
         def behind() -> None:
-            skipped = work.skipped.get(key)
-            if moves and (skipped is None or not bool(skipped)):
-                for alike, node in moves:
-                    alike.together.fill_(values[node])
+            ends: list[State] = [{alike.key: run[node] for alike, node in moves} for run in runs]
+            if gate is not None:
+                outcomes.add(gate.last_was_skipped, ends)
+            else:
+                tensors.write(ends[0])
 
         work.add(before, behind)
 
