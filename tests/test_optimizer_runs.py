@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.graphed_step.run import backend_for
+from lightning_cudagraph.optim import scalar_ops
 from lightning_cudagraph.optim.gate import Gate
 from lightning_cudagraph.optim.host_program import HostProgram, HostScalar
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
@@ -117,7 +118,7 @@ def test_a_gate_that_lets_through_is_found(
 ) -> None:
     """A control: the forms of ops with a gate, and the copies for all others, are what is needed."""
     if name == "number":  # of factors; the other forms with a gate are those of `put` and fused SGD
-        monkeypatch.setattr(Gate, "number", lambda gate, number, neutral: number)
+        monkeypatch.setattr(scalar_ops, "_neutral", lambda name, gate: None)
         monkeypatch.setattr(Gate, "put", lambda gate, target, value: target.copy_(value))
         monkeypatch.setattr(Gate, "__torch_dispatch__", _unwatched)
     else:
@@ -171,7 +172,8 @@ class _InTensors(torch.overrides.TorchFunctionMode):
         self.replaced = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def staged(number: Any, dtype: torch.dtype) -> Tensor:
+        def staged(number: Any, dtype: torch.dtype, neutral: float | None) -> Tensor:
+            assert neutral is None
             return torch.full((), number.program.value(number.node), dtype=dtype, device=self.device)
 
         done = with_tensors(func, args, kwargs or {}, staged)
@@ -217,6 +219,33 @@ def test_an_op_behind_a_gate(
     device: torch.device, op: str, dtype: torch.dtype, is_skipped: bool
 ) -> None:
     """The same bits as the op's own if the step is done; none changed if not, and no copy is needed."""
+    plain, found, before = _behind_a_gate(device, op, dtype, is_skipped)
+    _assert_equal_bits(before if is_skipped else plain, found)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if "foreach" in op and "_" in op])
+@pytest.mark.parametrize("is_skipped", [False, True], ids=["done", "skipped"])
+def test_an_op_on_a_list_behind_a_gate(
+    op: str, is_skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launches of a GPU, on a CPU: they leave the targets alone, and otherwise round differently."""
+    monkeypatch.setattr(scalar_ops, "_is_in_one_launch", lambda one: True)
+    plain, found, before = _behind_a_gate(torch.device("cpu"), op, torch.float32, is_skipped)
+    if is_skipped:
+        _assert_equal_bits(before, found)
+    else:
+        torch.testing.assert_close(plain, found)
+
+
+def _assert_equal_bits(ones: list[Tensor], others: list[Tensor]) -> None:
+    pairs = zip(ones, others, strict=True)
+    assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+
+
+def _behind_a_gate(
+    device: torch.device, op: str, dtype: torch.dtype, is_skipped: bool
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The target after an op itself, after it behind a gate, and before; no copy was made of it."""
     number = 0.125 if "lerp" in op else -1.7
     lists = [
         [
@@ -235,11 +264,7 @@ def test_an_op_behind_a_gate(
         OPS[op](*others, number)
     assert mode.gated == 1
     assert gate.restored == 0
-    expected = lists[0] if is_skipped else plain
-    assert all(
-        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        for one, other in zip(expected, others[0], strict=True)
-    )
+    return plain, others[0], lists[0]
 
 
 class _Gated(torch.overrides.TorchFunctionMode):
@@ -251,8 +276,9 @@ class _Gated(torch.overrides.TorchFunctionMode):
         self.gated = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def staged(number: Any, dtype: torch.dtype) -> Tensor:
-            return torch.full((), number, dtype=dtype, device=self.gate.skip.device)
+        def staged(number: Any, dtype: torch.dtype, neutral: float | None) -> Tensor:
+            tensor = torch.full((), number, dtype=dtype, device=self.gate.skip.device)
+            return tensor if neutral is None else tensor.masked_fill(self.gate.skip, neutral)
 
         kwargs = kwargs or {}
         if not is_gated_write(func, args, self.gate):

@@ -96,10 +96,6 @@ class Gate(OwnDispatchMode):
         finally:
             self._passes = before
 
-    def number(self, number: Tensor, neutral: float) -> Tensor:
-        """A number for an op, or the neutral one if the step is skipped."""
-        return torch.where(self.skip, neutral, number)
-
     def put(self, target: Tensor, value: Tensor) -> Tensor:
         """Write a value into a tensor, unless the step is skipped."""
         with self.passing():

@@ -12,12 +12,14 @@ list of numbers. On a CPU nothing is fused, and the order is that of PointwiseOp
 rounded to the dtype that the kernel computes in: float64, or else float32.
 
 With a `Gate`, an op in place leaves its target alone, bit for bit, if the step is skipped: fused SGD
-reads the flag itself, factors become 1, and everything else is computed beside the target and selected.
+reads the flag itself, factors and summands become neutral, and the rest is computed beside the target
+and selected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,14 +31,15 @@ from lightning_cudagraph.optim.gate import Gate
 
 __all__ = ["Staged", "TensorScalarMode", "any_sparse", "is_gated_write", "with_tensors"]
 
-# Gives the number of an op as a 0-dim device tensor of a dtype.
-Staged = Callable[[Any, torch.dtype], Tensor]
+# Gives the number of an op as a 0-dim device tensor of a dtype. In a step that is skipped it has the
+# value of the third argument, unless that is None.
+Staged = Callable[[Any, torch.dtype, float | None], Tensor]
 
 _Tensors = list[Tensor] | tuple[Tensor, ...]
 _WIDE = (torch.float32, torch.float64)
 # Below this weight `lerp` starts from its first argument, else from the second (ATen/native/Lerp.h).
 _LERP_TURNS_AT = 0.5
-# The numbers with which `mul`, `div` and `plus` leave each float as it is, with its sign: -0.0 + x is x.
+# The numbers with which ops leave each float as it is, with its sign: -0.0 + x is x.
 _NEUTRAL = {"mul": 1.0, "div": 1.0, "plus": -0.0}
 
 
@@ -122,12 +125,17 @@ _BY_FUSED_STEP: dict[str, Callable[..., Any]] = {
 }
 
 
-def _by_number(name: str, ones: list[Tensor], number: Tensor, gate: Gate | None) -> None:
-    if gate is None:
-        _BY_NUMBER[name](ones, number)
-        return
-    with gate.passing():
-        _BY_NUMBER[name](ones, gate.number(number, _NEUTRAL[name]))
+def _neutral(name: str, gate: Gate | None) -> float | None:
+    return None if gate is None else _NEUTRAL.get(name)
+
+
+def _passing(gate: Gate | None) -> AbstractContextManager[None]:
+    """A context for an op that leaves its target alone if the step is skipped."""
+    return nullcontext() if gate is None else gate.passing()
+
+
+def _is_in_one_launch(one: Tensor) -> bool:
+    return one.is_cuda and one.dtype is torch.float32
 
 
 def _wide(one: Tensor) -> torch.dtype:
@@ -145,21 +153,25 @@ def _single(
     one = operands[0]
     if name == "div" and one.is_cuda:
         # torch multiplies by the reciprocal, which it takes on the host in double precision.
-        factor = _reciprocal(number, staged).type(_wide(one))
+        factor = _reciprocal(number, staged, gate).type(_wide(one))
         return _computed("mul", operands, factor, in_place, gate)
     if name == "__rdiv__":
         operands = [one.reciprocal()]
-    return _computed(name, operands, staged(number, _wide(one)), in_place, gate)
+    tensor = staged(number, _wide(one), _neutral(name, gate))
+    return _computed(name, operands, tensor, in_place, gate)
 
 
-def _reciprocal(number: Any, staged: Staged) -> Tensor:
-    return staged(number, torch.float64).reciprocal()
+def _reciprocal(number: Any, staged: Staged, gate: Gate | None) -> Tensor:
+    return staged(number, torch.float64, _neutral("div", gate)).reciprocal()
 
 
 def _computed(
     name: str, operands: Sequence[Tensor], number: Tensor, in_place: bool, gate: Gate | None
 ) -> Tensor:
     one, compute = operands[0], _OPS[name][1]
+    if gate is not None and name in _NEUTRAL:
+        with gate.passing():
+            return compute(one, number, one)
     out = one if in_place and gate is None else None
     if one.dtype in _WIDE or not one.is_floating_point():
         value = compute(*operands, number, out)
@@ -183,7 +195,7 @@ def _list(
 ) -> list[Tensor]:
     """An op on lists of tensors with one number for all of them."""
     ones = list(operands[0])
-    is_in_one_launch = ones[0].is_cuda and ones[0].dtype is torch.float32
+    is_in_one_launch = _is_in_one_launch(ones[0])
     if name == "lerp" and is_in_one_launch:
         # The end that it starts from: a branch of the host program, checked before each replay.
         is_in_one_launch = not isinstance(number, Tensor) and bool(abs(number) < _LERP_TURNS_AT)
@@ -196,24 +208,26 @@ def _list(
         if not in_place:
             ones = [one.clone() for one in ones]
         others = _BY_FUSED_STEP[name](ones, *operands[1:])
-        _fused_step(ones, others, staged(-number, torch.float32), gate)
+        _fused_step(ones, others, staged(-number, torch.float32, None), gate)
         return ones
     if name == "div":
-        name, tensor = "mul", _reciprocal(number, staged).float()
+        name, tensor = "mul", _reciprocal(number, staged, gate).float()
     else:
-        tensor = staged(number, torch.float32)
+        tensor = staged(number, torch.float32, _neutral(name, gate))
     if not in_place and name == "mul":
         return list(torch._foreach_mul(ones, tensor))
     if not in_place:
         ones = [one.clone() for one in ones]
-    _by_number(name, ones, tensor, gate)
+    with _passing(gate):
+        _BY_NUMBER[name](ones, tensor)
     return ones
 
 
 def _quotients(ones: list[Tensor], number: Tensor, in_place: bool, gate: Gate | None) -> list[Tensor]:
     """Divide by numbers of a list: true divisions, on a GPU too."""
-    if ones[0].is_cuda and ones[0].dtype is torch.float32 and in_place:
-        _by_number("div", ones, number, gate)
+    if _is_in_one_launch(ones[0]) and in_place:
+        with _passing(gate):
+            _BY_NUMBER["div"](ones, number)
         return ones
     return [_computed("div", [one], number, in_place, gate) for one in ones]
 
@@ -249,7 +263,7 @@ def with_tensors(
         if "lr" not in kwargs or is_rounded or any(_is_moving(value) for value in rest.values()):
             return None
         dtype = torch.float32 if target.is_cuda else torch.float64
-        return (func(*args, **rest, lr=staged(kwargs["lr"], dtype)),)
+        return (func(*args, **rest, lr=staged(kwargs["lr"], dtype, None)),)
     base = name.removeprefix("_foreach_")
     in_place = base.endswith("_") and not base.endswith("__")
     base = base.removesuffix("_") if in_place else base
@@ -281,7 +295,8 @@ def with_tensors(
         some = [[operand[position] for position in chosen] for operand in operands]
         one = number[chosen[0]]
         if base == "div":
-            made = _quotients(some[0], staged(one, _wide(some[0][0])), in_place, gate)
+            divisor = staged(one, _wide(some[0][0]), _neutral("div", gate))
+            made = _quotients(some[0], divisor, in_place, gate)
         else:
             made = _list(base, some, one, staged, in_place, gate)
         for position, result in zip(chosen, made, strict=True):
@@ -310,7 +325,7 @@ def _is_moving(value: Any) -> bool:
     return hasattr(value, "node")
 
 
-def _as_it_is(number: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_it_is(number: Tensor, dtype: torch.dtype, neutral: float | None) -> Tensor:
     return number.type(dtype)
 
 

@@ -53,20 +53,19 @@ class Stage:
         size: the capacity, in numbers.
 
     Attributes:
-        numbers: the tensor on the device, in double precision, with two columns: the numbers if the step
-            before was done, and if it was skipped.
+        numbers: the tensor on the device, in double precision, with three columns: the numbers if the
+            step before was done, those if it was skipped, and those for a step that is itself skipped.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self.numbers = torch.zeros(size, 2, dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(size, 3, dtype=torch.float64, device=device)
         self._is_pinned = device.type == "cuda"
 
-    def fill(self, done: list[float], skipped: list[float]) -> None:
+    def fill(self, rows: list[tuple[float, float, float]]) -> None:
         """Copy numbers to the device, on the current stream."""
         # Pinned memory of torch's own pool is not reused before the copy is done.
-        pairs = [*zip(done, skipped, strict=True)]
-        source = torch.tensor(pairs, dtype=torch.float64, pin_memory=self._is_pinned)
-        self.numbers[: len(pairs)].copy_(source, non_blocking=True)
+        source = torch.tensor(rows, dtype=torch.float64, pin_memory=self._is_pinned)
+        self.numbers[: len(rows)].copy_(source, non_blocking=True)
 
 
 class TracedStep(OwnFunctionMode):
@@ -107,9 +106,10 @@ class TracedStep(OwnFunctionMode):
                 node = program.source(alike.key, alike.read, alike.read())
             self._starts[id(alike)] = node
             self._nodes.update((id(member), (member, node)) for member in alike.members)
-        self._staged: dict[int, int] = {}
+        # The slot of each node, and of its numbers that are neutral in a skipped step.
+        self._staged: dict[tuple[int, float | None], int] = {}
         self._numbers: Tensor | None = None
-        self._casts: dict[torch.dtype, Tensor] = {}
+        self._casts: dict[tuple[torch.dtype, bool], Tensor] = {}
 
     @property
     def _gate(self) -> Gate | None:
@@ -172,24 +172,30 @@ class TracedStep(OwnFunctionMode):
             return leaf
         return self._at(self._nodes[id(leaf)][1], leaf.dtype)
 
-    def _number(self, number: Any, dtype: torch.dtype) -> Tensor:
+    def _number(self, number: Any, dtype: torch.dtype, neutral: float | None) -> Tensor:
         if isinstance(number, Tensor):
             return number.type(dtype)
-        return self._at(self.program.node_of(number), dtype)
+        return self._at(self.program.node_of(number), dtype, neutral)
 
-    def _at(self, node: int, dtype: torch.dtype) -> Tensor:
-        """The value of a node in the static input."""
-        slot = self._staged.setdefault(node, len(self._staged))
-        if slot >= self._stage.numbers.numel():
+    def _at(self, node: int, dtype: torch.dtype, neutral: float | None = None) -> Tensor:
+        """The value of a node in the static input; if the step is skipped, the neutral number."""
+        slot = self._staged.setdefault((node, neutral), len(self._staged))
+        if slot >= self._stage.numbers.shape[0]:
             raise _refused("computes more numbers on the host than a graph has room for")
+        kind = dtype, neutral is not None
+        if kind not in self._casts:
+            self._casts[kind] = self._column(*kind)
+        return self._casts[kind][slot]
+
+    def _column(self, dtype: torch.dtype, is_neutral: bool) -> Tensor:
+        done, skipped, neutral = self._stage.numbers.unbind(1)
+        gate = self._gate
         if self._numbers is None:
-            done, skipped = self._stage.numbers.unbind(1)
-            gate = self._gate
             self._selects = gate is not None
             self._numbers = done if gate is None else torch.where(gate.last_was_skipped, skipped, done)
-        if dtype not in self._casts:
-            self._casts[dtype] = self._numbers.type(dtype)
-        return self._casts[dtype][slot]
+        if gate is None or not is_neutral:
+            return self._numbers.type(dtype)
+        return torch.where(gate.skip, neutral, self._numbers).type(dtype)
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor from a number, or from a host tensor."""
@@ -262,7 +268,7 @@ class TracedStep(OwnFunctionMode):
         """Run the host program around each replay of the graph from now on, at the end of the step."""
         work, program, stage, tensors = work_under_capture(), self.program, self._stage, self._tensors
         moves = [(alike, node) for alike in tensors.alike if (node := self._end_of(alike)) is not None]
-        staged = list(self._staged)
+        staged = [(node, 0.0 if neutral is None else neutral) for node, neutral in self._staged]
         if not staged and not moves:
             return
         gate, outcomes, selects = self._gate, self._outcomes, self._selects
@@ -273,8 +279,9 @@ class TracedStep(OwnFunctionMode):
                 outcomes.settle()
             runs[:] = [program.run(state) for state in outcomes.possible()]
             if staged:
-                done, skipped = ([float(run[node]) for node in staged] for run in (runs[0], runs[-1]))
-                stage.fill(done, skipped)
+                stage.fill(
+                    [(float(runs[0][node]), float(runs[-1][node]), neutral) for node, neutral in staged]
+                )
 
         def behind() -> None:
             ends: list[State] = [{alike.key: run[node] for alike, node in moves} for run in runs]
