@@ -184,7 +184,7 @@ def plainly(run: Run) -> list[Any]:
 
 def replayed(run: Run, backend: Backend) -> tuple[list[Any], int]:
     """All steps but the first few as replays; also returns the number of captures."""
-    prepared = PreparedOptimizer(run.optimizer, backend.device, lambda _: None, run.scaler is not None)
+    prepared = PreparedOptimizer(run.optimizer, backend.device, lambda _: None)
     scaler = None
     if run.scaler is not None:
         scaler = PreparedScaler(run.scaler, backend.device, prepared.device_state)

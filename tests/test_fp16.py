@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.optim.outcomes import Outcomes
 from tests.harness import Net, Trace, assert_same, differences, make, train
+from tests.optimizers import Own
 
 O = torch.optim  # noqa: E741
 
@@ -205,6 +206,44 @@ def test_user_code_finds_the_counters_of_its_step(
     assert one.counters == other.counters
     assert 1 < len(set(one.counters)) < len(one.counters)
     assert set(numbers) == {1}
+
+
+class Averages(Own):
+    """Keeps a tensor on itself, and none in its state."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.average: Tensor | None = None
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if self.average is None:
+            self.average = torch.zeros((), device=p.device)
+        self.average.mul_(0.9).add_(p.grad.abs().mean(), alpha=0.1)
+        p.sub_(p.grad / (1 + self.average) * group["lr"])
+
+
+class Draws(Own):
+    """Adds noise."""
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(torch.randn_like(p) * group["lr"] * 1e-3)
+        super().update(p, state, group)
+
+
+@pytest.mark.parametrize("kind", [Own, Averages, Draws])
+def test_optimizers_of_others(tmp_path: Path, accelerator: str, kind: Any) -> None:
+    def build() -> Net:
+        return Overflows(kind)
+
+    callback = CUDAGraphCallback()
+    plain, one = run(tmp_path / "plain", accelerator, build, None)
+    graph, other = run(tmp_path / "graph", accelerator, build, callback)
+    assert one.skipped > 0
+    assert not differences(one.history, other.history)
+    assert_same(plain, graph)
+    assert graph.counts.replayed > 10
+    assert ("draws random numbers" in str(callback.summary)) is (kind is Draws)
+    assert ("steps eagerly" in str(callback.summary)) is (kind is Draws)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

@@ -28,6 +28,7 @@ __all__ = [
     "HostSide",
     "form_of",
     "host_state_of",
+    "is_of_torch",
     "moving_values",
     "refuse_step_hooks",
     "step_hooks",
@@ -101,11 +102,13 @@ def _classes_of_torch(optimizer: Optimizer) -> list[type[Optimizer]]:
     ]
 
 
-def form_of(optimizer: Optimizer, scaled: bool) -> Form:
-    """The form in which an optimizer is captured.
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """True if an optimizer's step is that of one of torch's own classes."""
+    return bool(_known(optimizer, dict.fromkeys(_classes_of_torch(optimizer), True)))
 
-    Args:
-        scaled: its steps can be skipped by a gradient scaler.
+
+def form_of(optimizer: Optimizer) -> Form:
+    """The form in which an optimizer is captured.
 
     Raises:
         UnsupportedError: if there is none. Its `in_optimizer` is True if the optimizer can step eagerly
@@ -133,17 +136,7 @@ def form_of(optimizer: Optimizer, scaled: bool) -> Form:
     form: Form | None = _known(optimizer, _FORMS)
     if form is not None:
         return form
-    if _known(optimizer, dict.fromkeys(_classes_of_torch(optimizer), True)):
-        return _OWN
-    if scaled:
-        # After an overflow the state is restored that torch's own classes are known to have.
-        raise UnsupportedError(
-            f"`{_name(optimizer)}` is not one of torch's own: what it changes in a step that overflows"
-            " in fp16 is not known.",
-            "Use another optimizer, or bf16, to have its step in the graph too.",
-            in_optimizer=True,
-        )
-    return _INSPECTED
+    return _OWN if is_of_torch(optimizer) else _INSPECTED
 
 
 def refuse_step_hooks(optimizer: Optimizer) -> None:

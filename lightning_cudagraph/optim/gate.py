@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
+from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.writes import storage_id, tensors_in, written_by
 
@@ -61,6 +62,13 @@ class Gate(OwnDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise CaptureError(
+                f"The step of the optimizer draws random numbers (`{func.name()}`), which a step that"
+                " overflows in fp16 must not do.",
+                "Use bf16, or another optimizer, to have its step in the graph too.",
+                in_optimizer=True,
+            )
         if not self._passes and kwargs.get("found_inf") is None:
             self.save(t for t in written_by(func, args, kwargs) if self.holds(t))
         result = func(*args, **kwargs)

@@ -133,7 +133,6 @@ class PreparedOptimizer(EagerOptimizer):
         optimizer: the optimizer; between steps its param groups have the user's values.
         on_load: called with a reason after `optimizer.load_state_dict`, which replaces the tensors that
             a graph reads.
-        scaled: a gradient scaler can skip its steps.
 
     Raises:
         UnsupportedError: if this optimizer cannot be captured.
@@ -144,10 +143,9 @@ class PreparedOptimizer(EagerOptimizer):
         optimizer: Optimizer,
         device: torch.device,
         on_load: Callable[[str], None],
-        scaled: bool = False,
     ) -> None:
         super().__init__(optimizer)
-        self._form = form_of(optimizer, scaled)
+        self._form = form_of(optimizer)
         self._is_compiled = is_compiled(optimizer.step)
         if self._is_compiled:
             refuse_changes(optimizer, self._form, device)

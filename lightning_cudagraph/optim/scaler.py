@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_cudagraph.compat.names.torch_names import _refresh_per_optimizer_
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.optim.compiled import is_compiled, is_in_compiled_code
+from lightning_cudagraph.optim.forms import is_of_torch
 from lightning_cudagraph.optim.gate import Gate
 
 __all__ = ["PreparedScaler"]
@@ -103,14 +104,14 @@ class PreparedScaler:
         def gated(optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             gate = Gate(_overflowed(state), self.last_was_skipped[id(optimizer)])
             work_under_capture().gates[id(optimizer)] = gate
-            if is_compiled(optimizer.step) or is_in_compiled_code():
-                # Compiled code guards on active modes, and its writes are no ops.
-                made = (p for group in optimizer.param_groups for p in group["params"])
-                gate.save([*(p for p in made if p.grad is not None), *self._device_state()])
+            # Compiled code guards on active modes.
+            is_compiled_code = is_compiled(optimizer.step) or is_in_compiled_code()
+            if is_compiled_code or not is_of_torch(optimizer):
+                # Its kernels may be no ops.
+                every = (p for group in optimizer.param_groups for p in group["params"])
+                gate.save([*(p for p in every if p.grad is not None), *self._device_state()])
+            with nullcontext() if is_compiled_code else gate:
                 optimizer.step(*args, **kwargs)
-            else:
-                with gate:
-                    optimizer.step(*args, **kwargs)
             gate.restore()
 
         def counting(*args: Any, **kwargs: Any) -> None:
