@@ -16,10 +16,20 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.optim.outcomes import Outcomes
-from tests.harness import Net, Trace, assert_same, differences, make, train
+from tests.harness import (
+    BATCH_SIZE,
+    Net,
+    Trace,
+    assert_same,
+    differences,
+    loader,
+    make,
+    train,
+)
 from tests.optimizers import Own
 
 O = torch.optim  # noqa: E741
@@ -206,6 +216,43 @@ def test_user_code_finds_the_counters_of_its_step(
     assert one.counters == other.counters
     assert 1 < len(set(one.counters)) < len(one.counters)
     assert set(numbers) == {1}
+
+
+class ReadsAtTheEnd(Callback):
+    def __init__(self) -> None:
+        self.counters: list[float] = []
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.counters += [float(state["step"]) for state in trainer.optimizers[0].state.values()]
+
+
+class Breaks(TensorDataset):
+    """Fails in a batch; the last steps before it overflow."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 16 * BATCH_SIZE:
+            raise OSError("The disk is gone.")
+        return super().__getitem__(index)
+
+
+def test_counters_are_right_after_an_exception(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = _states_possible(monkeypatch)
+    batches = DataLoader(Breaks(*loader(batches=20).dataset.tensors), batch_size=BATCH_SIZE)
+    found = []
+    for name, callback in (("plain", None), ("graph", CUDAGraphCallback(timings=None))):
+        reads = ReadsAtTheEnd()
+        _unwatched(
+            *(tmp_path / name, accelerator, "AdamW", callback),
+            callbacks=(reads,),
+            train_loader=batches,
+            raises=OSError,
+        )
+        found.append(reads.counters)
+    assert found[0] == found[1]
+    assert 0 < found[0][0] < 12
+    assert accelerator != "cpu" or 2 in numbers
 
 
 class Averages(Own):

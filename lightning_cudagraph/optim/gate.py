@@ -32,7 +32,7 @@ class Gate(OwnDispatchMode):
     Attributes:
         skip: the same as a bool.
         is_open: True while the step runs under the mode.
-        restored: the number of tensors that needed a copy.
+        restored: the number of tensors that were copied and restored.
     """
 
     def __init__(self, overflowed: Tensor, last_was_skipped: Tensor) -> None:
@@ -44,6 +44,7 @@ class Gate(OwnDispatchMode):
         self._made: set[int] = set()
         # By storage, offset, shape and strides: the tensor, and a copy of it.
         self._saved: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self.restored = 0
         self._passes = False
 
     def __enter__(self) -> Any:
@@ -53,10 +54,6 @@ class Gate(OwnDispatchMode):
     def __exit__(self, *error: Any) -> None:
         self.is_open = False
         super().__exit__(*error)
-
-    @property
-    def restored(self) -> int:
-        return len(self._saved)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -94,6 +91,8 @@ class Gate(OwnDispatchMode):
             # Two may share memory: the copy saved first holds the state before.
             for tensor, before in reversed(self._saved.values()):
                 torch.where(self.skip, before, tensor, out=tensor)
+        self.restored = len(self._saved)
+        self._saved.clear()  # their memory is free for the rest of the graph
 
     @contextmanager
     def passing(self) -> Iterator[None]:

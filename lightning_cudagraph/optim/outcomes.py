@@ -101,8 +101,11 @@ class Outcomes:
 
     def settle(self) -> None:
         """Wait for all steps, and bring the state in host memory up to date."""
-        while self._open:
-            self._learn()
+        try:
+            while self._open:
+                self._learn()
+        finally:
+            self._open.clear()  # a device that has failed says it once
 
     def _learn(self) -> None:
         step = self._open.pop(0)

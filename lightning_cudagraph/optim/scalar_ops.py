@@ -28,6 +28,7 @@ from torch import Tensor
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.optim.gate import Gate
+from lightning_cudagraph.tensors.local import local
 
 __all__ = ["Staged", "TensorScalarMode", "any_sparse", "is_gated_write", "with_tensors"]
 
@@ -318,7 +319,9 @@ def is_gated_write(func: Any, args: tuple[Any, ...], gate: Gate) -> bool:
     if not gate.is_open or not name.endswith("_") or base not in _OPS:
         return False
     targets: Any = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    return all(t.dtype in _WIDE for t in targets) and any(map(gate.holds, targets))
+    # Parts of a `DTensor` are copied: ops on it do not take the flag, a plain tensor.
+    is_plain = all(t.dtype in _WIDE and local(t) is t for t in targets)
+    return is_plain and any(map(gate.holds, targets))
 
 
 def _is_moving(value: Any) -> bool:
