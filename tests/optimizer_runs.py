@@ -69,6 +69,8 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
     ),
     "ASGD": lambda p: O.ASGD(p, lr=1e-2, weight_decay=0.1),
     "ASGD(foreach=False)": lambda p: O.ASGD(p, lr=1e-2, foreach=False),
+    "Adafactor": lambda p: O.Adafactor(p, lr=1e-2, weight_decay=0.1),
+    "Adafactor(foreach, maximize)": lambda p: O.Adafactor(p, lr=0.3, foreach=True, maximize=True),
     "Rprop": lambda p: O.Rprop(p),
     "Rprop(foreach=False)": lambda p: O.Rprop(p, foreach=False),
     "SGD": lambda p: O.SGD(p, lr=0.1),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -87,6 +88,14 @@ def test_a_parameter_without_a_gradient_is_refused(device: torch.device) -> None
     with pytest.raises(CaptureError, match="moves `step` of some parameters and not of others"):
         backend.capture(step)
     assert {state["step"].item() for state in run.optimizer.state.values()} == {1.0}
+
+
+def test_numbers_that_are_read_from_the_device_stay_there(device: torch.device) -> None:
+    """The larger of two is taken without a branch, so that one graph serves all steps."""
+    module = vars(sys.modules["torch.optim._adafactor"])
+    for form in ("Adafactor", "Adafactor(foreach, maximize)"):
+        assert outcome(form, ("float32", "no clip", "cosine"), device) == (SAME, 1)
+    assert module.keys().isdisjoint({"max", "min"})
 
 
 _SCALED = ("fp16 scaler", "norm", "cosine")

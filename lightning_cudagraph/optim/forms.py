@@ -70,8 +70,6 @@ _INSPECTED = Form(inspected=True)
 
 # Optimizers without a form, with the reason. Sources: torch/optim, file and function named.
 _EAGER: dict[type[Optimizer], str] = {
-    # _adafactor.py, `_single_tensor_adafactor`: `.item()` of norms
-    torch.optim.Adafactor: "reads norms back to the host",
     # lbfgs.py, `step`: `float(closure())` in a loop
     torch.optim.LBFGS: "calls its closure as often as values on the host say",
 }

@@ -350,6 +350,7 @@ class PreparedOptimizer(EagerOptimizer):
                     self.optimizer, self._device, self._tensors, self._stage, self.outcomes
                 )
                 stack.enter_context(traced)
+                stack.enter_context(traced.selecting())
                 stack.enter_context(_not_asked_for_capturable(self.optimizer))
             self._traced = traced
             for prepared in self._groups:

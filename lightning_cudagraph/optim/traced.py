@@ -4,11 +4,19 @@ The step's Python runs unchanged. Its computations on the host are recorded as a
 numbers are `HostScalar`s, and the tensors that it keeps in host memory are followed op by op. A device
 op that takes such a number gets a tensor instead (`scalar_ops`), which each replay fills before its
 launch, with one copy for all numbers.
+
+A number that the step reads from the device (`norm().item()`) stays there, in double precision, as long
+as the step only adds, subtracts, multiplies and divides it, or takes the larger of two: these round on
+the device as in Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,6 +42,14 @@ _READ = frozenset(f"__{name}__" for name in ("float", "int", "index", "format", 
     "is_nonzero",
     "tolist",
     "numpy",
+}
+# Ops on numbers that are read from the device, by the names of torch's functions.
+_ON_NUMBERS: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "neg": torch.neg,
 }
 
 
@@ -91,6 +107,7 @@ class TracedStep(OwnFunctionMode):
     ) -> None:
         super().__init__()
         self._optimizer = optimizer
+        self._step: Any = inspect.unwrap(type(optimizer).step)
         self._outcomes = outcomes
         self._device = device
         self._stage = stage
@@ -100,6 +117,8 @@ class TracedStep(OwnFunctionMode):
         self._tensors = tensors
         # By id; holds the tensor, so that the id is not reused.
         self._nodes: dict[int, tuple[Tensor, int]] = {}
+        # By id; numbers that the step has read from the device, and what it has computed from them.
+        self._device_numbers: dict[int, Tensor] = {}
         self._starts: dict[int, int] = {}
         for alike in tensors.alike:
             with out_of_sight():
@@ -133,6 +152,10 @@ class TracedStep(OwnFunctionMode):
         if not self.is_under_way:
             return func(*args, **kwargs)
         leaves = list(tree_iter((args, kwargs)))
+        if func is Tensor.item and id(args[0]) not in self._nodes and self._is_of_step(args[0]):
+            return self._device_number(args[0].detach().to(torch.float64, copy=True))
+        if any(id(leaf) in self._device_numbers for leaf in leaves):
+            return self._with_device_numbers(func, args, kwargs, leaves)
         is_scalar = any(isinstance(leaf, HostScalar) for leaf in leaves)
         is_host = any(id(leaf) in self._nodes for leaf in leaves)
         # A tensor made from device tensors is no host number; the capture itself refuses it.
@@ -155,13 +178,72 @@ class TracedStep(OwnFunctionMode):
             if done is not None:
                 return done[0]
         if is_scalar or any(isinstance(kwargs.get(name), Tensor) for name in ("alpha", "value")):
-            done = None if any_sparse(leaves) else with_tensors(func, args, kwargs, self._number)
+            done = None if any_sparse(leaves) else self._numbered(func, args, kwargs)
             if done is not None:
                 return done[0]
         if is_scalar:
             name = getattr(func, "__name__", str(func))
             raise _refused(f"gives `{name}` a number that is another one in each step")
         return func(*args, **kwargs)
+
+    def _is_of_step(self, tensor: Tensor) -> bool:
+        """True for a real number that the optimizer's own code asks for, and not clipping or a hook."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._step.__code__:
+            frame = frame.f_back
+        return frame is not None and tensor.is_floating_point()
+
+    def _device_number(self, number: Tensor) -> Tensor:
+        self._device_numbers[id(number)] = number
+        return number
+
+    def _with_device_numbers(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
+    ) -> Any:
+        """An op on numbers that the step has read from the device, or with such a number."""
+        name: str = func.__name__
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if name in _ON_NUMBERS and not kwargs and all(id(o) in self._device_numbers for o in others):
+            return self._device_number(_ON_NUMBERS[name](*map(self._on_device, args)))
+        done = None if id(args[0]) in self._device_numbers else self._numbered(func, args, kwargs)
+        if done is None:
+            raise _refused(f"gives `{name}` a number that it reads from the device")
+        return done[0]
+
+    def _numbered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+        return with_tensors(func, args, kwargs, self._number)
+
+    def _on_device(self, number: Any) -> Tensor:
+        # A tensor: CUDA multiplies by the reciprocal of a number instead of dividing by it.
+        return self._number(number, torch.float64, None)
+
+    @contextmanager
+    def selecting(self) -> Iterator[None]:
+        """Let `max` and `min` of the optimizer's module take the step's numbers without a branch."""
+        with ExitStack() as stack:
+            module: dict[str, Any] = self._step.__globals__
+            for builtin, is_better in ((max, torch.gt), (min, torch.lt)):
+                name = builtin.__name__
+                if name not in module:
+                    module[name] = self._select(builtin, is_better)
+                    stack.callback(module.pop, name)
+            yield
+
+    def _select(self, builtin: Any, is_better: Callable[..., Tensor]) -> Callable[..., Any]:
+        def select(*values: Any, **kwargs: Any) -> Any:
+            if kwargs or not any(id(value) in self._device_numbers for value in values):
+                if kwargs or not any(isinstance(value, HostScalar) for value in values):
+                    return builtin(*values, **kwargs)
+                nodes = tuple(map(self.program.node_of, values))
+                return self.program.scalar(self.program.operation(builtin.__name__, builtin, nodes))
+            with torch._C.DisableTorchFunction():
+                best, *others = map(self._on_device, values)
+                for other in others:
+                    # As in Python, the first of two that cannot be compared.
+                    best = torch.where(is_better(other, best), other, best)
+                return self._device_number(best)
+
+        return select
 
     def _is_of_host(self, value: Any) -> bool:
         first = value[0] if isinstance(value, (list, tuple)) and value else value
