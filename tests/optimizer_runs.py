@@ -68,6 +68,7 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
         p, lr=0.01, lr_decay=0.01, weight_decay=0.1, foreach=False, maximize=True
     ),
     "ASGD": lambda p: O.ASGD(p, lr=1e-2, weight_decay=0.1),
+    "ASGD(foreach, t0)": lambda p: O.ASGD(p, lr=1e-2, foreach=True, t0=5, maximize=True),
     "ASGD(foreach=False)": lambda p: O.ASGD(p, lr=1e-2, foreach=False),
     "Adafactor": lambda p: O.Adafactor(p, lr=1e-2, weight_decay=0.1),
     "Adafactor(foreach, maximize)": lambda p: O.Adafactor(p, lr=0.3, foreach=True, maximize=True),

@@ -43,11 +43,14 @@ class Form:
         reads_rate: its step reads the learning rate.
         alpha: its step passes the learning rate as ``alpha`` or ``value``.
         inspected: an unknown class; values that it keeps on the host are guarded.
+        lists_on_device: on lists of tensors (foreach), its step only computes with the numbers that it
+            reads from its state, which stays where the user has it.
     """
 
     reads_rate: bool = True
     alpha: bool = True
     inspected: bool = False
+    lists_on_device: bool = False
 
 
 _OWN = Form()
@@ -61,10 +64,11 @@ _FORMS: dict[type[Optimizer], Form] = {
             torch.optim.NAdam,
             torch.optim.RAdam,
             torch.optim.Adamax,
-            torch.optim.ASGD,
         ),
         Form(alpha=False),
     ),
+    # The others read their counters on the host, to compute powers.
+    torch.optim.ASGD: Form(alpha=False, lists_on_device=True),
 }
 _INSPECTED = Form(inspected=True)
 

@@ -62,13 +62,16 @@ class Alike:
 class HostTensors:
     """The state in host memory of one of torch's own optimizers.
 
+    Args:
+        lists_on_device: the step reads no state on the host if it works on lists of tensors.
+
     Attributes:
         alike: the groups of equal tensors, since `gather`.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, lists_on_device: bool) -> None:
         self._optimizer = optimizer
-        self._device = device
+        self._lists_on_device = lists_on_device
         self._brought: list[tuple[dict[str, Any], str, Tensor]] = []  # with the user's tensors
         self.alike: list[Alike] = []
 
@@ -87,6 +90,7 @@ class HostTensors:
             (parameter.dim(), state)
             for group in self._optimizer.param_groups
             if not group.get("capturable") and not group.get("fused")
+            if not (self._lists_on_device and _is_on_lists(group))
             for parameter in group["params"]
             if (state := self._optimizer.state.get(parameter))
         ]
@@ -158,3 +162,12 @@ class HostTensors:
                     state[name] = users.copy_(state[name])
         self.alike = []
         self._brought = []
+
+
+def _is_on_lists(group: dict[str, Any]) -> bool:
+    """True if a step works on lists of tensors."""
+    # The default is that of `torch.optim.optimizer._default_to_fused_or_foreach`.
+    foreach: bool | None = group["foreach"]
+    if foreach is not None:
+        return foreach
+    return all(type(p) in (Tensor, torch.nn.Parameter) and p.is_cuda for p in group["params"])

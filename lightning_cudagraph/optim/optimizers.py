@@ -152,7 +152,7 @@ class PreparedOptimizer(EagerOptimizer):
         self._device = device
         self._on_load = on_load
         self._groups: list[PreparedGroup] = []
-        self._tensors = HostTensors(optimizer, device)
+        self._tensors = HostTensors(optimizer, self._form.lists_on_device)
         self.outcomes = Outcomes(self._tensors.write)
         self._traced: TracedStep | None = None  # the step under capture
         self._programs: WeakSet[HostProgram] = WeakSet()  # of the graphs that exist

@@ -49,6 +49,8 @@ _ON_NUMBERS: dict[str, Callable[..., Tensor]] = {
     "sub": torch.sub,
     "mul": torch.mul,
     "div": torch.div,
+    "__rsub__": lambda one, other: torch.sub(other, one),
+    "__rdiv__": lambda one, other: torch.div(other, one),
     "neg": torch.neg,
 }
 
@@ -205,7 +207,10 @@ class TracedStep(OwnFunctionMode):
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if name in _ON_NUMBERS and not kwargs and all(id(o) in self._device_numbers for o in others):
             return self._device_number(_ON_NUMBERS[name](*map(self._on_device, args)))
-        done = None if id(args[0]) in self._device_numbers else self._numbered(func, args, kwargs)
+        is_first = id(args[0]) in self._device_numbers
+        if is_first and func in _MAKE_TENSORS and _device_of(kwargs).type == self._device.type:
+            return args[0].to(kwargs.get("dtype") or torch.get_default_dtype(), copy=True)
+        done = None if is_first else self._numbered(func, args, kwargs)
         if done is None:
             raise _refused(f"gives `{name}` a number that it reads from the device")
         return done[0]
