@@ -80,8 +80,8 @@ class Twice:
                 callback,
                 accelerator=accelerator,
                 callbacks=self.callbacks[index],
-                train_loader=loader(ragged=False, batches=BATCHES),
                 **{
+                    "train_loader": loader(ragged=False, batches=BATCHES),
                     "watched": False,
                     "max_epochs": 3,
                     "checkpoint_every": 0,

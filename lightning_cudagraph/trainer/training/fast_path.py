@@ -101,7 +101,7 @@ class FastPath:
         # Found once, after a replay, and valid until something other than a replay happens.
         self._looked = False
         self._can = False
-        self._hooks = BatchHooks(run.trainer, run.module, steps)
+        self._hooks = BatchHooks(run, steps)
         self._disturbed = self._starts = self._ends = self._prepares = False
         self._validates = self._accumulates = False
         self._conditions: Conditions

@@ -6,19 +6,23 @@ one that reads the batch gets a batch that no replay overwrites.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lightning_cudagraph.trainer.config.support import callbacks_of
+from lightning_cudagraph.trainer.profilers import draws_late
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
 from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
 from lightning_cudagraph.trainer.training.hooks.user_hooks import BEFORE_ARGUMENTS, is_known
+from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 
 __all__ = ["BatchHooks"]
 
+_NOTHING = nullcontext()
 _START, _END = "on_train_batch_start", "on_train_batch_end"
 # Those that do nothing.
 _EMPTY = frozenset(
@@ -33,10 +37,11 @@ class BatchHooks:
     `PassThroughProfiler`, so no action is named.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, steps: TrainingSteps) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._names = vars(module)  # `nn.Module.__setattr__` is slow
+    def __init__(self, run: TrainingRun, steps: TrainingSteps) -> None:
+        self._trainer = run.trainer
+        self._module = run.module
+        self._names = vars(run.module)  # `nn.Module.__setattr__` is slow
+        self._shown = run.shown
         self._steps = steps
         self._transfer = steps.transfer
 
@@ -78,7 +83,8 @@ class BatchHooks:
             if _does_something(hook):
                 outputs = self._copied(outputs, hook, BEFORE_ARGUMENTS)
                 batch = self._readable(batch, hook, BEFORE_ARGUMENTS + 1)
-                hook(trainer, module, _given(outputs), batch, batch_idx)
+                with self._shown.drawn() if draws_late(callback) else _NOTHING:
+                    hook(trainer, module, _given(outputs), batch, batch_idx)
         if _does_something(hook := module.on_train_batch_end):
             names["_current_fx_name"] = _END
             outputs = self._copied(outputs, hook, 0)
