@@ -200,8 +200,8 @@ class StepEngine(Generic[T]):
         """The static batch of the latest graph; a caller may fill it and pass its `batch` to `step`."""
         return self._graphs.static
 
-    def static_for(self, batch: Any) -> tuple[StaticBatch, list[Tensor]] | None:
-        """Find the static batch for a batch, and the tensors of the batch in its order; or None."""
+    def static_for(self, batch: Any) -> tuple[StaticBatch, list[Tensor], list[Any]] | None:
+        """Find the static batch for a batch, and its tensors and host values in order; or None."""
         return self._graphs.static_for(batch)
 
     def is_timed(self, signature: Signature | None) -> bool:
@@ -222,7 +222,8 @@ class StepEngine(Generic[T]):
     def notes(self) -> list[str]:
         """Notes on the captures, for the report."""
         several = self._admission.notes
-        return [*several, *self._streams.notes, *self._compiled.notes, *self._without_graphs]
+        values = [note] if (note := self._graphs.reads.note) else []
+        return [*several, *values, *self._streams.notes, *self._compiled.notes, *self._without_graphs]
 
     @property
     def remedy(self) -> str:
