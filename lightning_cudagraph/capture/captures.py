@@ -255,6 +255,7 @@ class Captures(Generic[T]):
                 captured.release()
             raise
         captured = made[0]
+        self._run.carried.keep(self._guards.readable())
         self._guards.take()
         capture_ms = (perf_counter() - started_s) * 1e3
         counts = self._run.counts

@@ -15,7 +15,7 @@ from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.plans import Plans
 from lightning_cudagraph.capture.replays import Replays
 from lightning_cudagraph.capture.signatures.admission import Admission
-from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature, GraphsOfSignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Phase, Replay, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
@@ -91,8 +91,19 @@ class StepEngine(Generic[T]):
         if self._backend.in_graph_break:
             return None
         graphs = self._graphs.known(step)
-        if graphs is None or step.accumulation not in graphs.plain:
+        if graphs is None or step.accumulation not in graphs.plain or not self._carried.enter():
             return None
+        try:
+            outputs = self._again(step, refresh, graphs)
+            if outputs is not None:
+                self._carried.hand_out()
+            return outputs
+        finally:
+            self._carried.take_out()
+
+    def _again(
+        self, step: Replay[T], refresh: Callable[[T | None], None], graphs: GraphsOfSignature[T]
+    ) -> T | None:
         self._standing.look_for_changes()
         captured = graphs.plain.get(step.accumulation)
         if captured is None or self._plans.is_due(step, captured):
