@@ -205,7 +205,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> harness.Trace:
     return _fit(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize(("name", "feature"), [c for c in _CASES if c[1].is_optional], ids=_id)
+def _one_for_each_feature() -> list[Any]:
+    """Names of optional features; all but the first one of each feature are long."""
+    found: dict[Feature, list[PrivateName]] = {}
+    for name, feature in _CASES:
+        if feature.is_optional:
+            found.setdefault(feature, []).append(name)
+    return [
+        pytest.param(name, feature, marks=[pytest.mark.long] * (name is not names[0]))
+        for feature, names in found.items()
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("name", "feature"), _one_for_each_feature(), ids=_id)
 def test_off_and_said(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
