@@ -38,6 +38,7 @@ from lightning_cudagraph.trainer.training.eager_steps import EagerSteps
 from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.baseline import PlainSteps
+from lightning_cudagraph.trainer.training.times.host_times import AT_BREAKS
 from lightning_cudagraph.trainer.training.times.run_times import step_number
 from lightning_cudagraph.trainer.training.transfer import BatchTransfer
 
@@ -250,7 +251,8 @@ class TrainingSteps:
         optimizer = prepared if steps else EagerOptimizer(prepared.optimizer)
         self.is_in_step = True
         try:
-            self._after_replay.in_the_middle(outputs, index, closure, optimizer)
+            with self._run.times.host.of(AT_BREAKS):
+                self._after_replay.in_the_middle(outputs, index, closure, optimizer)
         finally:
             self.is_in_step = False
 
