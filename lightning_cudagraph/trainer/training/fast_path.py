@@ -39,7 +39,11 @@ from lightning_cudagraph.trainer.config.support import (
 )
 from lightning_cudagraph.trainer.training.conditions import AROUND, PATCHED, Conditions
 from lightning_cudagraph.trainer.training.hooks.batch_hooks import BatchHooks
-from lightning_cudagraph.trainer.training.hooks.user_hooks import is_known, undisturbed
+from lightning_cudagraph.trainer.training.hooks.user_hooks import (
+    gradients_unseen,
+    is_known,
+    undisturbed,
+)
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times.host_times import LOADER, LOGGERS, SCHEDULERS
@@ -154,6 +158,7 @@ class FastPath:
         self._prepares = any(
             is_overridden(_PREPARES, owner, DataHooks) for owner in owners if owner is not None
         )
+        self._steps.is_state_unread = gradients_unseen(trainer, module)
         self._validates = loop._should_check_val_epoch()
         self._validation = self._validation_now()
         self._conditions = Conditions(trainer, module)
@@ -303,7 +308,11 @@ class FastPath:
         return bool(is_due or trainer.should_stop or trainer.fast_dev_run)
 
     def _settle(self) -> None:
-        """Let the connector collect the values of the last batch before the next ones replace them."""
+        """Let the connector collect the values of the last batch before the next ones replace them.
+
+        Other code than that of the fast path may follow, and read the optimizer's counters.
+        """
+        self._run.part.optimizer.outcomes.settle()
         self._run.logs.settle()
         if self._owes:
             self._owes = False

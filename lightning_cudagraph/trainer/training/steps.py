@@ -53,6 +53,8 @@ class TrainingSteps:
     Attributes:
         phase: of the previous step.
         is_in_step: True while a step is under way.
+        is_state_unread: True if no user code between two replays can read the optimizer's state; set by
+            the fast path.
         transfer: set by `install`.
     """
 
@@ -83,7 +85,7 @@ class TrainingSteps:
             for accumulation in starmap(AccumulationPhase, product((False, True), repeat=3))
         }
         self.phase = Phase.EAGER
-        self.is_in_step = False
+        self.is_in_step = self.is_state_unread = False
         self._is_in_optimizer = False  # in an eager step, whose closure the optimizer calls
 
     def install(self, patches: ExitStack) -> None:
@@ -220,7 +222,8 @@ class TrainingSteps:
         if steps:
             total.ready += 1
             current.ready += 1
-        outputs = self._engine.again(replay, self._refreshes[accumulation])
+        with part.optimizer.outcomes.late(self.is_state_unread):
+            outputs = self._engine.again(replay, self._refreshes[accumulation])
         if outputs is None:
             if steps:
                 total.ready -= 1
