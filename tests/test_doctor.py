@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.trainer.command.cli import main
 from tests.harness import Net, differences, loader, make, train
-from tests.test_examples import char_gpt, digits
+from tests.test_examples import bert, char_gpt, digits, dlrm, image_classifier
 
 HERE = Path(__file__)
 
@@ -213,11 +213,12 @@ def test_the_command_shows_its_usage(capsys: pytest.CaptureFixture[str], args: l
     assert "doctor" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("example", [char_gpt, digits])
+@pytest.mark.parametrize("example", [char_gpt, digits, bert, dlrm, image_classifier])
 def test_the_examples_have_no_findings(accelerator: str, example: Callable[[str], Any]) -> None:
     build, data = example(accelerator)
     report = CUDAGraphCallback().check(make(build), data, _trainer(accelerator))
     assert report.findings == ()
+    assert report.is_captured
 
 
 def test_steps_of_loops_name_all_too(accelerator: str) -> None:
