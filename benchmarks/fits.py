@@ -7,6 +7,8 @@ random state of its own, from the same seed: all see the same batches, weights a
 
 from __future__ import annotations
 
+import contextlib
+import io
 import platform
 import statistics
 import threading
@@ -28,6 +30,7 @@ __all__ = [
     "environment",
     "fits_in_turn",
     "pinned",
+    "silent_fits_in_turn",
     "synchronize",
 ]
 
@@ -269,4 +272,20 @@ def fits_in_turn(
         run(in_main_thread, fits[in_main_thread])
     for thread in threads:
         thread.join()
+    return measured
+
+
+def silent_fits_in_turn(
+    fits: dict[str, Callable[[BlockedBatches], None]], make_batch: Callable[[], Any], blocks: Blocks
+) -> dict[str, Measured]:
+    """Run several fits in turn, as `fits_in_turn`; what they draw goes to no terminal.
+
+    Raises:
+        BaseException: if one failed.
+    """
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        measured = fits_in_turn(fits, make_batch, blocks)
+    for each in measured.values():
+        if each.failure is not None:
+            raise each.failure
     return measured

@@ -13,8 +13,6 @@ Without a GPU a small run on the emulator checks that it works: the figures mean
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import logging
 import statistics
@@ -31,7 +29,15 @@ import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from torch import Tensor, nn
 
-from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, environment, fits_in_turn, pinned
+from benchmarks.fits import (
+    ON_GPU,
+    BlockedBatches,
+    Blocks,
+    Measured,
+    environment,
+    pinned,
+    silent_fits_in_turn,
+)
 from benchmarks.trainers import quiet_trainer
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
@@ -119,23 +125,9 @@ def fit(
         raise RuntimeError(f"Not all steps were replayed:\n{callback.summary}")
 
 
-def in_graph_break(
-    fits: dict[str, Callable[[BlockedBatches], None]], blocks: Blocks
-) -> dict[str, Measured]:
-    """Run some fits in turn.
-
-    Raises:
-        BaseException: if one failed.
-    """
-    with contextlib.ExitStack() as stack:
-        # The bar is drawn, but not by a terminal.
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        measured = fits_in_turn(fits, lambda: pinned(torch.randn(8, 8)), blocks)
-    for each in measured.values():
-        if each.failure is not None:
-            raise each.failure
-    return measured
+def in_turn(fits: dict[str, Callable[[BlockedBatches], None]], blocks: Blocks) -> dict[str, Measured]:
+    """Run some fits in turn."""
+    return silent_fits_in_turn(fits, lambda: pinned(torch.randn(8, 8)), blocks)
 
 
 def handing_over_us(values: int, blocks: Blocks) -> float:
@@ -160,7 +152,7 @@ def handing_over_us(values: int, blocks: Blocks) -> float:
     Logs.put_off = timed_after  # type: ignore[method-assign]
     try:
         untimed = CALLBACKS["callback, no timings"]
-        in_graph_break({HANDING_OVER: partial(fit, values, Surroundings(), untimed)}, blocks)
+        in_turn({HANDING_OVER: partial(fit, values, Surroundings(), untimed)}, blocks)
     finally:
         Logs.before_replay = before  # type: ignore[method-assign]
         Logs.put_off = after  # type: ignore[method-assign]
@@ -197,7 +189,7 @@ def rows(groups: list[str], blocks: Blocks) -> Iterator[Row]:
             f"{values} {name}": partial(fit, values, around, CALLBACKS[name])
             for values, name in variants
         }
-        measured = in_graph_break(fits, blocks)
+        measured = in_turn(fits, blocks)
         for values, name in variants:
             yield Row(group, values, name, measured[f"{values} {name}"])
     if HANDING_OVER in groups:

@@ -1,11 +1,13 @@
 """Step times with AdamW in its forms: default, capturable and fused.
 
 The default form keeps its step counters on the host, and the graph reads from a tensor what its Python
-computes from them. Capturable AdamW computes the same numbers on the device. In fp16, a step is undone
-after an overflow; fused AdamW does not need that. All fits of a model take turns block by block in one
+computes from them. Capturable AdamW computes the same numbers on the device. In fp16, a step that
+overflows must write nothing: fused AdamW reads the flag, and the ops of the other forms take part of
+that on themselves. All fits of a model take turns block by block in one
 process (`benchmarks/fits.py`), in a Trainer with the callback, four streams and no times of layers.
 
     python -m benchmarks.optimizers
+    python -m benchmarks.optimizers --models MLP GPT --precisions 16-mixed
 
 Without a GPU, tiny models check that everything runs: the figures mean nothing there.
 """
@@ -29,6 +31,7 @@ from benchmarks.models import WORKLOADS, Workload
 from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback
 
+OWN = "own"
 MODELS = ("MLP", "GPT", "BERT-base")
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -108,6 +111,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--steps", type=int, default=200 if ON_GPU else 3, help="steps of a block")
     parser.add_argument("--rounds", type=int, default=6 if ON_GPU else 2, help="blocks of each fit")
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        default=[OWN, "16-mixed"] if ON_GPU else [OWN],
+        choices=[OWN, "16-mixed"],
+        help="of the Trainer; own: the model's",
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     for logger in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric"):
@@ -116,8 +126,8 @@ def main() -> None:
     print(environment())
     print("| model | precision | AdamW | step, us (quartiles) | default / this |\n|---|---|---|---|---|")
     for name in arguments.models:
-        for precision in (None, "16-mixed") if ON_GPU else (None,):
-            print("\n".join(rows(name, precision, blocks)), flush=True)
+        for precision in arguments.precisions:
+            print("\n".join(rows(name, None if precision == OWN else precision, blocks)), flush=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ def quiet_trainer(
         "enable_checkpointing": False,
     }
     with tempfile.TemporaryDirectory() as folder:
+        settings["default_root_dir"] = folder
         logger = TensorBoardLogger(folder) if tensorboard else False
         yield pl.Trainer(logger=logger, callbacks=list(callbacks), **(settings | arguments))
 

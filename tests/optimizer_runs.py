@@ -1,8 +1,9 @@
 """Every form of torch's optimizers, stepped alone: without this package, and by replays of its step.
 
-The gradients are given, so that only the optimizer is compared: parameters, state and options
-after each of many steps, with gradients that are clipped or not, under schedules of the learning rate
-and of momentum, in float32 and float64, and with a gradient scaler and some gradients that overflow.
+The gradients are given, so that only the optimizer is compared: parameters and options after each of
+many steps, with gradients that are clipped or not, under schedules of the learning rate and of momentum,
+in float32 and float64, and with a gradient scaler and some gradients that overflow. The state is
+compared after some steps: in between, the host need not know which of them have overflowed.
 `tests/test_optimizer_runs.py` runs a part of it, and::
 
     python -m tests.optimizer_runs cpu     # or: gpu; then, if you like, names of forms, or: all
@@ -67,7 +68,10 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
         p, lr=0.01, lr_decay=0.01, weight_decay=0.1, foreach=False, maximize=True
     ),
     "ASGD": lambda p: O.ASGD(p, lr=1e-2, weight_decay=0.1),
+    "ASGD(foreach, t0)": lambda p: O.ASGD(p, lr=1e-2, foreach=True, t0=5, maximize=True),
     "ASGD(foreach=False)": lambda p: O.ASGD(p, lr=1e-2, foreach=False),
+    "Adafactor": lambda p: O.Adafactor(p, lr=1e-2, weight_decay=0.1),
+    "Adafactor(foreach, maximize)": lambda p: O.Adafactor(p, lr=0.3, foreach=True, maximize=True),
     "Rprop": lambda p: O.Rprop(p),
     "Rprop(foreach=False)": lambda p: O.Rprop(p, foreach=False),
     "SGD": lambda p: O.SGD(p, lr=0.1),
@@ -82,6 +86,9 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
         [{"params": p[:3], "weight_decay": 0.0}, {"params": p[3:]}], lr=1e-2
     ),
 }
+# Several in a row, the last of which is the last before the state is read, and one between two others.
+OVERFLOWS = (1, 8, 9, 10, 31, 33)
+STATE_READ_EVERY_STEPS = 5
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "fp16 scaler": torch.float32}
 CLIPS = ("no clip", "norm")
 SCHEDULES = ("constant", "cosine", "OneCycle")
@@ -118,7 +125,7 @@ class Run:
         if precision == "fp16 scaler":
             self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=3)
             self.scaler.scale(torch.ones((), device=device))
-            for step in (1, 8, 9, 10, 31):
+            for step in OVERFLOWS:
                 self.gradients[step][2][1] = float("inf")
         self.optimizer = FORMS[form](self.parameters)
         self.scheduler = _schedule(schedule, self.optimizer)
@@ -137,20 +144,22 @@ class Run:
             self.scaler.update()
 
     def note(self) -> None:
-        """Record the state at the end of a step, and step the schedule."""
-        state = self.optimizer.state_dict()
-        self.seen.append(
-            {
-                "parameters": [parameter.detach().clone() for parameter in self.parameters],
-                "state": {
-                    (index, name): value.clone() if isinstance(value, Tensor) else value
-                    for index, entries in state["state"].items()
-                    for name, value in entries.items()
-                },
-                "groups": [dict(group) for group in state["param_groups"]],
-                "scale": None if self.scaler is None else self.scaler._scale.clone(),
+        """Record parameters, options and at times the state, and step the schedule."""
+        now: dict[str, Any] = {
+            "parameters": [parameter.detach().clone() for parameter in self.parameters],
+            "groups": [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self.optimizer.param_groups
+            ],
+            "scale": None if self.scaler is None else self.scaler._scale.clone(),
+        }
+        if len(self.seen) % STATE_READ_EVERY_STEPS == 0:
+            now["state"] = {
+                (index, name): value.clone() if isinstance(value, Tensor) else value
+                for index, entries in self.optimizer.state_dict()["state"].items()
+                for name, value in entries.items()
             }
-        )
+        self.seen.append(now)
         if self.scheduler is not None:
             self.scheduler.step()
 
@@ -178,7 +187,7 @@ def plainly(run: Run) -> list[Any]:
 
 def replayed(run: Run, backend: Backend) -> tuple[list[Any], int]:
     """All steps but the first few as replays; also returns the number of captures."""
-    prepared = PreparedOptimizer(run.optimizer, backend.device, lambda _: None, run.scaler is not None)
+    prepared = PreparedOptimizer(run.optimizer, backend.device, lambda _: None)
     scaler = None
     if run.scaler is not None:
         scaler = PreparedScaler(run.scaler, backend.device, prepared.device_state)
@@ -217,7 +226,8 @@ def replayed(run: Run, backend: Backend) -> tuple[list[Any], int]:
                         graph, _ = backend.capture(captured)
                 frozen = prepared.frozen_values()
                 captures += 1
-            graph.replay()
+            with prepared.outcomes.late(True):
+                graph.replay()
         run.note()
     if graph is not None:
         backend.release(graph)

@@ -159,15 +159,17 @@ def test_tensors_that_a_gradient_would_leave_are_refused() -> None:
     for tensor in (weight, weight * 2, leaf):
         with pytest.raises(BatchError, match=r"`batch\[0\]` requires a gradient"):
             Signature([tensor], CPU)
-        assert StaticBatch([leaf.detach()]).tensors_of([tensor], "cpu") is None
+        assert StaticBatch([leaf.detach()]).leaves_of([tensor], "cpu") is None
     Signature([weight.detach(), torch.nn.Parameter(torch.zeros(3), requires_grad=False)], CPU)
 
 
 def test_a_quick_yes() -> None:
     static = StaticBatch(plain_batch())
     other = plain_batch()
-    tensors = static.tensors_of(other, "cpu")
-    assert tensors is not None
+    found = static.leaves_of(other, "cpu")
+    assert found is not None
+    tensors, values = found
+    assert values == []
     assert [id(tensor) for tensor in tensors] == [id(other["x"]), id(other["rest"][0])]
     assert Signature(plain_batch(), CPU) == Signature(other, CPU)
 
@@ -191,21 +193,21 @@ def test_a_quick_yes() -> None:
 )
 def test_no_quick_yes(change: dict[str, Any]) -> None:
     static = StaticBatch(plain_batch())
-    assert static.tensors_of({**plain_batch(), **change}, "cpu") is None
-    assert static.tensors_of(plain_batch(), "cuda") is None
+    assert static.leaves_of({**plain_batch(), **change}, "cpu") is None
+    assert static.leaves_of(plain_batch(), "cuda") is None
 
 
 def test_no_quick_yes_where_only_a_signature_can_tell() -> None:
     one = torch.zeros(3)
-    assert StaticBatch([one, one]).tensors_of([one, one], "cpu") is None
-    assert StaticBatch([one, one.clone()]).tensors_of([one, one], "cpu") is None
-    assert StaticBatch(batch()).tensors_of(batch(), "cpu") is None
+    assert StaticBatch([one, one]).leaves_of([one, one], "cpu") is None
+    assert StaticBatch([one, one.clone()]).leaves_of([one, one], "cpu") is None
+    assert StaticBatch(batch()).leaves_of(batch(), "cpu") is None
     expanded = torch.zeros(1, 3).expand(2, 3)
-    assert StaticBatch([expanded]).tensors_of([torch.zeros(2, 3)], "cpu") is None
+    assert StaticBatch([expanded]).leaves_of([torch.zeros(2, 3)], "cpu") is None
     named: Any = torch.zeros(3)
     named.scale = 2.0
-    assert StaticBatch([named]).tensors_of([torch.zeros(3)], "cpu") is None
-    assert StaticBatch([torch.zeros(3)]).tensors_of([named], "cpu") is None
+    assert StaticBatch([named]).leaves_of([torch.zeros(3)], "cpu") is None
+    assert StaticBatch([torch.zeros(3)]).leaves_of([named], "cpu") is None
     assert StaticBatch([named]).batch[0].scale == 2.0
 
 
@@ -215,8 +217,8 @@ def test_a_zero_has_a_sign() -> None:
         assert Signature([one], CPU) != Signature([other], CPU)
         assert Signature([{one}], CPU) != Signature([{other}], CPU)
         assert Signature([slice(one)], CPU) != Signature([slice(other)], CPU)
-        assert StaticBatch([torch.ones(1), one]).tensors_of([torch.ones(1), other], "cpu") is None
-        assert StaticBatch([torch.ones(1), one]).tensors_of([torch.ones(1), one], "cpu") is not None
+        assert StaticBatch([torch.ones(1), one]).leaves_of([torch.ones(1), other], "cpu") is None
+        assert StaticBatch([torch.ones(1), one]).leaves_of([torch.ones(1), one], "cpu") is not None
     assert "expected 0.0, found -0.0" in Signature([0.0], CPU).difference(Signature([-0.0], CPU))
     assert Signature([math.nan], CPU) == Signature([float("nan")], CPU)
 
@@ -224,7 +226,7 @@ def test_a_zero_has_a_sign() -> None:
 def test_one_tensor_at_two_places_gives_no_quick_yes_to_two() -> None:
     one = torch.zeros(3)
     static = StaticBatch([one, one])
-    assert static.tensors_of([one, one.clone()], "cpu") is None
+    assert static.leaves_of([one, one.clone()], "cpu") is None
     with pytest.raises(ValueError, match="2 tensors for 1 static buffers"):
         static.fill([one, one.clone()])
 

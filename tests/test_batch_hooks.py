@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ class Twice:
                 callback,
                 accelerator=accelerator,
                 callbacks=self.callbacks[index],
-                train_loader=loader(ragged=False, batches=BATCHES),
                 **{
+                    "train_loader": loader(ragged=False, batches=BATCHES),
                     "watched": False,
                     "max_epochs": 3,
                     "checkpoint_every": 0,
@@ -466,6 +467,117 @@ def test_a_hook_ends_the_epoch(
     runs = Twice(tmp_path, accelerator, monkeypatch, build=Skips, watched=watched)
     assert runs.quick > 15
     assert runs.traces[0].final["global_step"] == 3 * AT
+
+
+class Keeping(Scaled):
+    """A module that keeps what its hook after a step gets, as records of a run do."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.record: Any = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.record.append(outputs["loss"])
+
+
+class KeepsLatest(Keeping):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.record = outputs["loss"]
+
+
+class KeepsOutputs(Keeping):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.record = outputs
+
+
+class KeepsBatch(Keeping):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.record = tuple(batch)
+
+
+class KeepsNumbers(Keeping):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.record.append(float(outputs["loss"]))
+
+
+class KeepsInTable(Keeping):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.record = {"loss": [], "by": {}, "last": deque(maxlen=3), "count": 0}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.record["loss"].append([float(outputs["loss"])])
+        self.record["by"][self.global_step] = outputs["loss"]
+        self.record["last"].append(batch[0])
+        self.record["count"] += 1
+
+
+class KeepsForTheNext(Keeping):
+    """The step reads what the hook has kept."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.record = torch.zeros(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        self.log("before", self.record)
+        found["loss"] = found["loss"] + 0.1 * self.record
+        return found
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.record = outputs["loss"].detach()
+
+
+class KeepsItself(KeepsForTheNext):
+    """The step reads and sets it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        self.record = found["loss"].detach()
+        return found
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 4 == 3:
+            self.record = torch.zeros_like(self.record)
+
+
+KEEPING = {kind.__name__: kind for kind in (Keeping, *Keeping.__subclasses__(), KeepsItself)}
+
+
+@pytest.mark.parametrize("which", KEEPING)
+def test_what_hooks_keep(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    runs = Twice(tmp_path, accelerator, monkeypatch, build=KEEPING[which])
+    assert runs.quick > 2 * BATCHES  # a few replays are verified, and no more than that
+    assert not runs.traces[1].counts.recaptures
+    assert not differences(*(module.record for module in runs.modules))
+
+
+class FindsByChance(Scaled):
+    """A step that reads a record which its code does not name."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.record: list[float] = [1.0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        (numbers,) = (value for name, value in vars(self).items() if name.startswith("rec"))
+        found["loss"] = found["loss"] * numbers[-1]
+        return found
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 8 == 7:
+            self.record.append(self.record[-1] * 0.5)
+
+
+def test_a_record_that_the_step_finds_by_chance_stays_under_checks(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Twice(tmp_path, accelerator, monkeypatch, build=FindsByChance)
+    assert runs.traces[1].counts.recaptures
 
 
 class Reads(Callback):

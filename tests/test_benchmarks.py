@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import optimizers
+from benchmarks import optimizers, surroundings
 from benchmarks.fits import BlockedBatches, Blocks, fits_in_turn
 from benchmarks.host_floor import CALLBACKS, HANDING_OVER, line, rows
 from benchmarks.kineto import CAPTURE, MARK, Trace
 from benchmarks.layer_timings import BASELINE, VARIANTS, measure, table
 from benchmarks.models import MODELS, Workload, leaf_names
+from benchmarks.surroundings import EAGER, NOTHING, WAYS
 from benchmarks.timing_truth import Alone, Truth, Watched, alone, compare, details, summary, watch
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 
@@ -324,6 +325,18 @@ def test_the_floor_of_the_host() -> None:
     assert all(len(row.times.step_us) == 2 for row in found if row.group == shown)
     assert len(found) == 9 + 4
     assert all(line(row).count("|") == 5 for row in found)
+
+
+def test_the_surroundings_of_a_step() -> None:
+    blocks = Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2)
+    names = [NOTHING, "the same, loss in the bar", "`LearningRateMonitor`, `ModelCheckpoint`, no bar"]
+    measured = surroundings.measure(names, blocks)
+    assert [(name, [*ways]) for name, ways in measured.items()] == [(name, [*WAYS]) for name in names]
+    assert all(len(ways[EAGER].step_us) == 2 for ways in measured.values())
+    found = [line.split(" | ") for line in surroundings.table(measured)[2:]]
+    assert [cells[0] for cells in found] == [f"| {name}" for name in names]
+    assert found[0][4] == "1.00 (1.00 to 1.00)"
+    assert {len(cells) for cells in found} == {len(WAYS) + 3}
 
 
 def test_the_forms_of_an_optimizer() -> None:

@@ -33,7 +33,7 @@ IN_GRAPH = (
         "SGD(momentum, dampening)",
         "Adagrad",
     ),
-    *("Muon", "AdamW(fused)"),
+    *("Muon", "ASGD", "Adafactor", "AdamW(fused)", "custom, all on the device"),
 )
 
 

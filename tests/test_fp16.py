@@ -16,9 +16,21 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
-from tests.harness import Net, Trace, assert_same, differences, make, train
+from lightning_cudagraph.optim.outcomes import Outcomes
+from tests.harness import (
+    BATCH_SIZE,
+    Net,
+    Trace,
+    assert_same,
+    differences,
+    loader,
+    make,
+    train,
+)
+from tests.optimizers import Own
 
 O = torch.optim  # noqa: E741
 
@@ -111,6 +123,174 @@ def test_two_hundred_steps(tmp_path: Path, accelerator: str, form: str, clip: fl
     assert f"{graph_scales.skipped} step(s) skipped, because a gradient overflowed" in str(
         callback.summary
     )
+
+
+class OverflowsByData(Net):
+    """Some batches overflow, two of them in a row, without user code between the steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        output["loss"] = output["loss"] * torch.where(batch[0][0, 0] > 0.3, 1e9, 1.0)
+        return output
+
+
+COUNTING: dict[str, Callable[[Any], O.Optimizer]] = {
+    "AdamW": lambda p: O.AdamW(p, lr=1e-3),
+    "Adam-amsgrad": lambda p: O.Adam(p, lr=1e-3, amsgrad=True),
+    "NAdam-single": lambda p: O.NAdam(p, lr=1e-3, foreach=False),
+    "RAdam": lambda p: O.RAdam(p, lr=1e-3),
+}
+
+
+def _unwatched(
+    tmp_path: Path, accelerator: str, form: str, callback: CUDAGraphCallback | None, **kwargs: Any
+) -> Trace:
+    device = "cuda" if accelerator == "gpu" else "cpu"
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**16, growth_interval=7)
+    return train(
+        make(lambda: OverflowsByData(COUNTING[form])),
+        tmp_path,
+        callback,
+        accelerator=accelerator,
+        plugins=[MixedPrecision("16-mixed", device, scaler)],
+        max_epochs=8,
+        checkpoint_every=5,
+        log_every_n_steps=20,
+        watched=False,
+        **kwargs,
+    )
+
+
+def _states_possible(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of states that each replay of an optimizer's step may begin with."""
+    own, numbers = Outcomes.possible, list[int]()
+
+    def possible(outcomes: Outcomes) -> list[Any]:
+        states = own(outcomes)
+        numbers.append(len(states))
+        return states
+
+    monkeypatch.setattr(Outcomes, "possible", possible)
+    return numbers
+
+
+@pytest.mark.spread
+@pytest.mark.parametrize("form", COUNTING)
+def test_counters_are_right_without_a_wait(
+    tmp_path: Path, accelerator: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next replay is launched before the host knows if this one was skipped."""
+    numbers = _states_possible(monkeypatch)
+    plain = _unwatched(tmp_path / "plain", accelerator, form, None)
+    graph = _unwatched(tmp_path / "graph", accelerator, form, CUDAGraphCallback(timings=None))
+    assert len(graph.checkpoints) > 8
+    assert_same(plain, graph)
+    steps = {float(entry["step"]) for entry in graph.final["optimizer"]["state"].values()}
+    assert len(steps) == 1
+    assert steps.pop() < graph.counts.replayed
+    assert graph.counts.replayed > 40
+    if accelerator == "cpu":  # a GPU may be done with a small step before the next is launched
+        assert numbers.count(2) > 20
+
+
+class Reads(Callback):
+    """User code that reads counters between two steps."""
+
+    def __init__(self) -> None:
+        self.counters: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        states = trainer.optimizers[0].state.values()
+        self.counters += {float(state["step"]) for state in states if "step" in state}
+
+
+def test_user_code_finds_the_counters_of_its_step(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = _states_possible(monkeypatch)
+    one, other = Reads(), Reads()
+    plain = _unwatched(tmp_path / "plain", accelerator, "AdamW", None, callbacks=(one,))
+    callback = CUDAGraphCallback(timings=None)
+    graph = _unwatched(tmp_path / "graph", accelerator, "AdamW", callback, callbacks=(other,))
+    assert_same(plain, graph)
+    assert one.counters == other.counters
+    assert 1 < len(set(one.counters)) < len(one.counters)
+    assert set(numbers) == {1}
+
+
+class ReadsAtTheEnd(Callback):
+    def __init__(self) -> None:
+        self.counters: list[float] = []
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.counters += [float(state["step"]) for state in trainer.optimizers[0].state.values()]
+
+
+class Breaks(TensorDataset):
+    """Fails in a batch; the last steps before it overflow."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 16 * BATCH_SIZE:
+            raise OSError("The disk is gone.")
+        return super().__getitem__(index)
+
+
+def test_counters_are_right_after_an_exception(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = _states_possible(monkeypatch)
+    batches = DataLoader(Breaks(*loader(batches=20).dataset.tensors), batch_size=BATCH_SIZE)
+    found = []
+    for name, callback in (("plain", None), ("graph", CUDAGraphCallback(timings=None))):
+        reads = ReadsAtTheEnd()
+        _unwatched(
+            *(tmp_path / name, accelerator, "AdamW", callback),
+            callbacks=(reads,),
+            train_loader=batches,
+            raises=OSError,
+        )
+        found.append(reads.counters)
+    assert found[0] == found[1]
+    assert 0 < found[0][0] < 12
+    assert accelerator != "cpu" or 2 in numbers
+
+
+class Averages(Own):
+    """Keeps a tensor on itself, and none in its state."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.average: Tensor | None = None
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if self.average is None:
+            self.average = torch.zeros((), device=p.device)
+        self.average.mul_(0.9).add_(p.grad.abs().mean(), alpha=0.1)
+        p.sub_(p.grad / (1 + self.average) * group["lr"])
+
+
+class Draws(Own):
+    """Adds noise."""
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(torch.randn_like(p) * group["lr"] * 1e-3)
+        super().update(p, state, group)
+
+
+@pytest.mark.parametrize("kind", [Own, Averages, Draws])
+def test_optimizers_of_others(tmp_path: Path, accelerator: str, kind: Any) -> None:
+    def build() -> Net:
+        return Overflows(kind)
+
+    callback = CUDAGraphCallback()
+    plain, one = run(tmp_path / "plain", accelerator, build, None)
+    graph, other = run(tmp_path / "graph", accelerator, build, callback)
+    assert one.skipped > 0
+    assert not differences(one.history, other.history)
+    assert_same(plain, graph)
+    assert graph.counts.replayed > 10
+    assert ("draws random numbers" in str(callback.summary)) is (kind is Draws)
+    assert ("steps eagerly" in str(callback.summary)) is (kind is Draws)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

@@ -153,8 +153,7 @@ def test_progress_bars(
     assert_same(plain, graph)
     became(graph, replayed=18, eager=ONE_SHAPE)
     assert shown_plain == shown_graph
-    told = str(graph.callback and str(graph.callback.summary))
-    assert "ProgressBar` reads logged values in every step, and waits for the device" in told
+    assert "reads logged values" not in str(graph.callback and str(graph.callback.summary))
     assert bar == "rich" or len(shown_graph) > 48
 
 

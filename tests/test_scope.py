@@ -46,7 +46,6 @@ def hooked(parameters: Any) -> O.Optimizer:
 # What keeps the optimizer out of the graph, and what the report says of it.
 BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
     "LBFGS": (lambda p: O.LBFGS(p, lr=0.1, max_iter=2), None, "`torch.optim.lbfgs.LBFGS` calls its"),
-    "Adafactor": (lambda p: O.Adafactor(p, lr=0.01), None, "reads norms back to the host"),
     "OneCycle": (
         lambda p: O.AdamW(p, fused=True),
         one_cycle,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Generic, TypeVar
 
@@ -25,6 +26,7 @@ from lightning_cudagraph.errors import CaptureError, CUDAGraphError, Finding, Un
 from lightning_cudagraph.processes.agreement import of_ranks
 from lightning_cudagraph.tensors.batch import Signature, flatten_batch
 from lightning_cudagraph.tensors.external_references import ExternalReferences, GradientCopies
+from lightning_cudagraph.tensors.host_values import held, is_host_value
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
 
@@ -58,6 +60,29 @@ def _failure_of_ranks(findings: Iterable[Finding | None]) -> UnsupportedError | 
                 location=found.location,
             )
     return None
+
+
+@dataclass(eq=False)
+class _Tried(Generic[T]):
+    """The outcome of an attempt.
+
+    Attributes:
+        captured: the captured step; None if the attempt has failed.
+        failure: the error of a step that no graph can hold.
+        raised: the error of user code in the capture, in words.
+        sent_back: why the step is to be captured on another number of streams.
+        is_of_this_process: user code raised in this process.
+        has_failed: an error has ended the capture in a process.
+        has_host_values: the batch of a process held a `HostValue`.
+    """
+
+    captured: CapturedStep[T] | None
+    failure: UnsupportedError | None
+    raised: str
+    sent_back: str
+    is_of_this_process: bool
+    has_failed: bool
+    has_host_values: bool
 
 
 class Captures(Generic[T]):
@@ -101,6 +126,44 @@ class Captures(Generic[T]):
         if self._diagnosis is not None and (error := self._diagnosis.error) is not None:
             self._examine(step, error)
             raise error
+        reads = self._graphs.reads
+        before = reads.kinds
+        tried = self._tried(step, signature)
+        while tried.has_failed and tried.has_host_values:
+            # C code may insist on the type of a value, and compiled code is compiled for it: the batch
+            # holds the values themselves, and they are part of the signature, if that helps.
+            if tried.failure is not None:
+                clear_frames(tried.failure)
+            reads.widen(tried.raised or (tried.failure.reason if tried.failure is not None else ""))
+            tried = self._tried(step, signature)
+        if tried.has_failed:
+            reads.kinds = before
+        if (failure := tried.failure) is not None:
+            tried.failure = None
+            try:
+                if self._admission.is_later(signature):
+                    self._admission.refuse(signature, failure.reason)
+                else:
+                    self._standing.unsupported(failure)  # rephrases it for the front end
+            except UnsupportedError:
+                if self._examine(step, failure):
+                    raise
+            # Training goes on. A suspended generator in the frames of the error would keep its context
+            # managers entered: in torch 2.10, the saved-tensor hooks of a checkpoint.
+            clear_frames(failure)
+            reason, failure = failure.reason, None  # this frame is one of the error's frames
+            return None, reason, False
+        if tried.sent_back:  # this step is eager, a later one is captured
+            self._streams.send_back(tried.sent_back)
+        return tried.captured, tried.raised or tried.sent_back, tried.is_of_this_process
+
+    def _tried(self, step: Step[T], signature: Signature) -> _Tried[T]:
+        """Try to capture a step, and tell all processes how it went."""
+        reads = self._graphs.reads
+        has_values = any(
+            is_host_value(leaf) and not reads.is_needed(type(held(leaf)))
+            for _, leaf in flatten_batch(step.batch)
+        )
         captured: CapturedStep[T] | None = None
         failure: UnsupportedError | None = None
         raised = sent_back = ""
@@ -117,12 +180,15 @@ class Captures(Generic[T]):
             raised = f"{type(error).__name__} in the capture: {error}"
             clear_frames(error)
         mine = bool(raised)
+        has_failed = mine or failure is not None
         is_broken = step.is_broken()
         if (agreement := self._run.agreement) is not None:
             has_breaks = captured is not None and captured.has_breaks
-            outcome = (failure and failure.findings[0], raised, is_broken, sent_back, has_breaks)
-            reasons, texts, broken, back, breaks = zip(*agreement.gather(outcome), strict=True)
-            is_broken = any(broken)
+            found = failure and failure.findings[0]
+            outcome = (found, raised, is_broken, sent_back, has_breaks, has_values)
+            reasons, texts, broken, back, breaks, values = zip(*agreement.gather(outcome), strict=True)
+            is_broken, has_values = any(broken), any(values)
+            has_failed = any(reasons) or any(texts)
             if captured is not None:
                 captured.has_breaks_anywhere = any(breaks)
             sent_back = of_ranks(back)
@@ -135,23 +201,7 @@ class Captures(Generic[T]):
                 mine = False
         if is_broken:
             step.mend()
-        if failure is not None:
-            try:
-                if self._admission.is_later(signature):
-                    self._admission.refuse(signature, failure.reason)
-                else:
-                    self._standing.unsupported(failure)  # rephrases it for the front end
-            except UnsupportedError:
-                if self._examine(step, failure):
-                    raise
-            # Training goes on. A suspended generator in the frames of the error would keep its context
-            # managers entered: in torch 2.10, the saved-tensor hooks of a checkpoint.
-            clear_frames(failure)
-            reason, failure = failure.reason, None  # this frame is one of the error's frames
-            return None, reason, False
-        if sent_back:  # this step is eager, a later one is captured
-            self._streams.send_back(sent_back)
-        return captured, raised or sent_back, mine
+        return _Tried(captured, failure, raised, sent_back, mine, has_failed, has_values)
 
     def _examine(self, step: Step[T], error: UnsupportedError) -> bool:
         """Add to an error what else is found in the step; return True if it is complete."""
@@ -205,6 +255,7 @@ class Captures(Generic[T]):
                 captured.release()
             raise
         captured = made[0]
+        self._run.carried.keep(self._guards.readable())
         self._guards.take()
         capture_ms = (perf_counter() - started_s) * 1e3
         counts = self._run.counts
@@ -216,7 +267,7 @@ class Captures(Generic[T]):
 
     def _captured(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._run.carried.place()
-        static = self._graphs.static_of(signature) or StaticBatch(step.batch)
+        static = self._graphs.static_of(signature) or StaticBatch(step.batch, self._graphs.reads)
         static.copy_from(step.batch)
 
         def capture(timed: tuple[bool, ...]) -> CapturedStep[T]:

@@ -15,7 +15,7 @@ from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.plans import Plans
 from lightning_cudagraph.capture.replays import Replays
 from lightning_cudagraph.capture.signatures.admission import Admission
-from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature, GraphsOfSignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Phase, Replay, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
@@ -91,8 +91,19 @@ class StepEngine(Generic[T]):
         if self._backend.in_graph_break:
             return None
         graphs = self._graphs.known(step)
-        if graphs is None or step.accumulation not in graphs.plain:
+        if graphs is None or step.accumulation not in graphs.plain or not self._carried.enter():
             return None
+        try:
+            outputs = self._again(step, refresh, graphs)
+            if outputs is not None:
+                self._carried.hand_out()
+            return outputs
+        finally:
+            self._carried.take_out()
+
+    def _again(
+        self, step: Replay[T], refresh: Callable[[T | None], None], graphs: GraphsOfSignature[T]
+    ) -> T | None:
         self._standing.look_for_changes()
         captured = graphs.plain.get(step.accumulation)
         if captured is None or self._plans.is_due(step, captured):
@@ -189,8 +200,8 @@ class StepEngine(Generic[T]):
         """The static batch of the latest graph; a caller may fill it and pass its `batch` to `step`."""
         return self._graphs.static
 
-    def static_for(self, batch: Any) -> tuple[StaticBatch, list[Tensor]] | None:
-        """Find the static batch for a batch, and the tensors of the batch in its order; or None."""
+    def static_for(self, batch: Any) -> tuple[StaticBatch, list[Tensor], list[Any]] | None:
+        """Find the static batch for a batch, and its tensors and host values in order; or None."""
         return self._graphs.static_for(batch)
 
     def is_timed(self, signature: Signature | None) -> bool:
@@ -211,7 +222,8 @@ class StepEngine(Generic[T]):
     def notes(self) -> list[str]:
         """Notes on the captures, for the report."""
         several = self._admission.notes
-        return [*several, *self._streams.notes, *self._compiled.notes, *self._without_graphs]
+        values = [note] if (note := self._graphs.reads.note) else []
+        return [*several, *values, *self._streams.notes, *self._compiled.notes, *self._without_graphs]
 
     @property
     def remedy(self) -> str:

@@ -82,7 +82,9 @@ class Plans(Generic[T]):
         try:
             if signature is None and (known := self._graphs.known(step)) is not None:
                 signature = known.signature
-            signature = signature or Signature(step.batch, self._backend.device, step.specialization)
+            signature = signature or Signature(
+                step.batch, self._backend.device, step.specialization, self._graphs.reads
+            )
         except UnsupportedError as error:
             if self._run.settings.raise_unsupported:
                 raise

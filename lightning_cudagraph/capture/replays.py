@@ -38,7 +38,6 @@ class Replays(Generic[T]):
     ) -> None:
         self._admission = admission
         self._backend = run.backend
-        self._carried = run.carried
         self._verifier = run.verifier
         self._counts = run.counts
         self._around_replays = run.around_replays
@@ -163,12 +162,7 @@ class Replays(Generic[T]):
 
     def _is_plain(self, captured: CapturedStep[T]) -> bool:
         """True if a replay needs only the guards and the copy of the batch (fast path)."""
-        return (
-            captured.is_plain
-            and not self._copies.are_given
-            and not self._carried.has_any
-            and self._around_replays is nullcontext
-        )
+        return captured.is_plain and not self._copies.are_given and self._around_replays is nullcontext
 
     def _done(self, captured: CapturedStep[T], outputs: T) -> T:
         if self._copies.handed is not None:

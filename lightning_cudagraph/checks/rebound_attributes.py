@@ -98,6 +98,7 @@ class _Carried:
         leaves: leaf tensors in `found`; a gradient on one of them went back through the attribute.
         versions: version counters of the static tensors before the step.
         is_set: the captured step rebinds the attribute.
+        is_read: a captured step can have read it.
     """
 
     namespace: dict[str, Any]
@@ -111,6 +112,7 @@ class _Carried:
     leaves: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     is_set: bool = False
+    is_read: bool = False
 
     @classmethod
     def holding(cls, namespace: dict[str, Any], name: str, of: str, form: _Form) -> _Carried:
@@ -234,11 +236,6 @@ class ReboundAttributes:
         self._carried: list[_Carried] = []
         self._mismatched_steps = 0  # in a row
 
-    @property
-    def has_any(self) -> bool:
-        """True if any attribute is carried."""
-        return bool(self._carried)
-
     def watch(self) -> None:
         """Record the attributes' tensors before a warm-up step or a capture, and find rebound ones."""
         seen: dict[tuple[int, str], tuple[_Form, list[ref[Tensor]]]] = {}
@@ -281,6 +278,28 @@ class ReboundAttributes:
             return f"`{first.name}` of {first.of} holds tensors of another form than in the graph"
         self._carried = [carried for carried in self._carried if carried not in mismatched]
         return ""
+
+    def enter(self) -> bool:
+        """Put all values in before a replay; False, and nothing is in, if one does not fit."""
+        if all(carried.put_in() for carried in self._carried):
+            return True
+        self.take_out()
+        return False
+
+    def keep(self, can_read: Callable[[nn.Module], frozenset[str]]) -> None:
+        """Carry only what a captured step can have read, or has set.
+
+        The others are set by code between steps, which may keep any number of tensors on a module.
+
+        Args:
+            can_read: returns the names of attributes of a module that the step can have read.
+        """
+        names = {id(vars(module)): can_read(module) for module in self._model.modules()}
+        for carried in self._carried:
+            carried.is_read |= carried.name in names[id(carried.namespace)]
+            if not (carried.is_read or carried.is_set):
+                carried.take_out()
+        self._carried = [carried for carried in self._carried if carried.is_read or carried.is_set]
 
     def take_out(self) -> None:
         """Restore the modules' own values, before an eager step and after a failure."""

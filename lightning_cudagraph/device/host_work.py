@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from torch import Tensor
+from typing import Any
 
 __all__ = ["HostWork", "host_work_of", "work_under_capture"]
 
@@ -22,13 +21,12 @@ class HostWork:
     """Host work around each launch of one part of a graph.
 
     Attributes:
-        skipped: by the id of an optimizer, a flag on the device that is true after a replay that skipped
-            the optimizer's step.
+        gates: by the id of an optimizer, the gate around its step, if a gradient scaler may skip it.
     """
 
     def __init__(self) -> None:
         self._work: list[tuple[Callable[[], None], Callable[[], None]]] = []
-        self.skipped: dict[int, Tensor] = {}
+        self.gates: dict[int, Any] = {}
 
     def add(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Add work to do before and after each launch."""

@@ -85,9 +85,7 @@ class _Specialization:
         """True if a quick comparison shows that a call has this specialization."""
         static = self.engine.static
         return (
-            static is not None
-            and self.mode == mode
-            and static.tensors_of(batch, device_type) is not None
+            static is not None and self.mode == mode and static.leaves_of(batch, device_type) is not None
         )
 
     @contextmanager

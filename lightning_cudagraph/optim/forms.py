@@ -28,6 +28,7 @@ __all__ = [
     "HostSide",
     "form_of",
     "host_state_of",
+    "is_of_torch",
     "moving_values",
     "refuse_step_hooks",
     "step_hooks",
@@ -42,11 +43,14 @@ class Form:
         reads_rate: its step reads the learning rate.
         alpha: its step passes the learning rate as ``alpha`` or ``value``.
         inspected: an unknown class; values that it keeps on the host are guarded.
+        lists_on_device: on lists of tensors (foreach), its step only computes with the numbers that it
+            reads from its state, which stays where the user has it.
     """
 
     reads_rate: bool = True
     alpha: bool = True
     inspected: bool = False
+    lists_on_device: bool = False
 
 
 _OWN = Form()
@@ -60,17 +64,16 @@ _FORMS: dict[type[Optimizer], Form] = {
             torch.optim.NAdam,
             torch.optim.RAdam,
             torch.optim.Adamax,
-            torch.optim.ASGD,
         ),
         Form(alpha=False),
     ),
+    # The others read their counters on the host, to compute powers.
+    torch.optim.ASGD: Form(alpha=False, lists_on_device=True),
 }
 _INSPECTED = Form(inspected=True)
 
 # Optimizers without a form, with the reason. Sources: torch/optim, file and function named.
 _EAGER: dict[type[Optimizer], str] = {
-    # _adafactor.py, `_single_tensor_adafactor`: `.item()` of norms
-    torch.optim.Adafactor: "reads norms back to the host",
     # lbfgs.py, `step`: `float(closure())` in a loop
     torch.optim.LBFGS: "calls its closure as often as values on the host say",
 }
@@ -101,11 +104,13 @@ def _classes_of_torch(optimizer: Optimizer) -> list[type[Optimizer]]:
     ]
 
 
-def form_of(optimizer: Optimizer, scaled: bool) -> Form:
-    """The form in which an optimizer is captured.
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """True if an optimizer's step is that of one of torch's own classes."""
+    return bool(_known(optimizer, dict.fromkeys(_classes_of_torch(optimizer), True)))
 
-    Args:
-        scaled: its steps can be skipped by a gradient scaler.
+
+def form_of(optimizer: Optimizer) -> Form:
+    """The form in which an optimizer is captured.
 
     Raises:
         UnsupportedError: if there is none. Its `in_optimizer` is True if the optimizer can step eagerly
@@ -133,17 +138,7 @@ def form_of(optimizer: Optimizer, scaled: bool) -> Form:
     form: Form | None = _known(optimizer, _FORMS)
     if form is not None:
         return form
-    if _known(optimizer, dict.fromkeys(_classes_of_torch(optimizer), True)):
-        return _OWN
-    if scaled:
-        # After an overflow the state is restored that torch's own classes are known to have.
-        raise UnsupportedError(
-            f"`{_name(optimizer)}` is not one of torch's own: what it changes in a step that overflows"
-            " in fp16 is not known.",
-            "Use another optimizer, or bf16, to have its step in the graph too.",
-            in_optimizer=True,
-        )
-    return _INSPECTED
+    return _OWN if is_of_torch(optimizer) else _INSPECTED
 
 
 def refuse_step_hooks(optimizer: Optimizer) -> None:

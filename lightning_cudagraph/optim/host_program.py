@@ -12,14 +12,18 @@ same way.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from lightning_cudagraph.errors import CaptureError
 
-__all__ = ["HostProgram", "HostScalar"]
+__all__ = ["HostProgram", "HostScalar", "State"]
+
+# Values of sources of a program, by their names.
+State = Mapping[Hashable, Any]
 
 
 class HostProgram:
@@ -33,6 +37,7 @@ class HostProgram:
         self._values: list[Any] = []
         self._nodes: dict[Hashable, int] = {}
         self._operations: list[tuple[int, Callable[..., Any], tuple[int, ...]]] = []
+        self._sources: dict[int, Hashable] = {}
         self.decided: dict[int, bool] = {}
 
     def constant(self, value: Any) -> int:
@@ -56,7 +61,9 @@ class HostProgram:
             read: reads its value.
             value: its present value.
         """
-        return self._add(("source", name), read, (), lambda: value)
+        node = self._add(("source", name), read, (), lambda: value)
+        self._sources[node] = name
+        return node
 
     def operation(self, name: Hashable, do: Callable[..., Any], nodes: tuple[int, ...]) -> int:
         """Add a node that is computed from others, or return the equal one that exists.
@@ -98,18 +105,26 @@ class HostProgram:
         """The outcome of a branch condition, on which the graph is specialised from now on."""
         return self.decided.setdefault(node, bool(self._values[node]))
 
-    def run(self) -> list[Any]:
-        """Compute the values of all nodes from the present values of the sources."""
+    def run(self, state: State = MappingProxyType({})) -> list[Any]:
+        """Compute the values of all nodes.
+
+        Args:
+            state: values of sources; the others are read.
+        """
         values = self._values.copy()
         for node, do, nodes in self._operations:
-            values[node] = do(*[values[each] for each in nodes])
+            name = self._sources.get(node)
+            if name in state:
+                values[node] = state[name]
+            else:
+                values[node] = do(*[values[each] for each in nodes])
         return values
 
-    def holds(self) -> bool:
-        """True if each branch of the step would go as at the capture."""
+    def holds(self, state: State = MappingProxyType({})) -> bool:
+        """True if each branch of the step would go as at the capture; `state` is as for `run`."""
         if not self.decided:
             return True
-        values = self.run()
+        values = self.run(state)
         return all(bool(values[node]) is outcome for node, outcome in self.decided.items())
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
+from lightning_cudagraph.optim.host_program import State
 
 __all__ = ["Alike", "HostTensors", "out_of_sight"]
 
@@ -43,6 +44,11 @@ class Alike:
     members: list[Tensor]
     data: memoryview
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """The name of the common value in a host program."""
+        return ("state", id(self))
+
     def are_equal(self) -> bool:
         """True if all members have the same value."""
         size_bytes = self.together.element_size()
@@ -56,13 +62,16 @@ class Alike:
 class HostTensors:
     """The state in host memory of one of torch's own optimizers.
 
+    Args:
+        lists_on_device: the step reads no state on the host if it works on lists of tensors.
+
     Attributes:
         alike: the groups of equal tensors, since `gather`.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, lists_on_device: bool) -> None:
         self._optimizer = optimizer
-        self._device = device
+        self._lists_on_device = lists_on_device
         self._brought: list[tuple[dict[str, Any], str, Tensor]] = []  # with the user's tensors
         self.alike: list[Alike] = []
 
@@ -81,6 +90,7 @@ class HostTensors:
             (parameter.dim(), state)
             for group in self._optimizer.param_groups
             if not group.get("capturable") and not group.get("fused")
+            if not (self._lists_on_device and _is_on_lists(group))
             for parameter in group["params"]
             if (state := self._optimizer.state.get(parameter))
         ]
@@ -135,6 +145,12 @@ class HostTensors:
         """True if the tensors of each group are still equal."""
         return all(alike.are_equal() for alike in self.alike)
 
+    def write(self, state: State) -> None:
+        """Give the tensors of some groups other values, by the keys of the groups."""
+        for alike in self.alike:
+            if alike.key in state:
+                alike.together.fill_(state[alike.key])
+
     def let_go(self) -> None:
         """Give each tensor memory of its own again, on the device where it was."""
         with out_of_sight():
@@ -146,3 +162,12 @@ class HostTensors:
                     state[name] = users.copy_(state[name])
         self.alike = []
         self._brought = []
+
+
+def _is_on_lists(group: dict[str, Any]) -> bool:
+    """True if a step works on lists of tensors."""
+    # The default is that of `torch.optim.optimizer._default_to_fused_or_foreach`.
+    foreach: bool | None = group["foreach"]
+    if foreach is not None:
+        return foreach
+    return all(type(p) in (Tensor, torch.nn.Parameter) and p.is_cuda for p in group["params"])

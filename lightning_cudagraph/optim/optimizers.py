@@ -34,6 +34,7 @@ from lightning_cudagraph.optim.forms import (
 from lightning_cudagraph.optim.groups import PreparedGroup, check_group
 from lightning_cudagraph.optim.host_program import HostProgram
 from lightning_cudagraph.optim.host_tensors import HostTensors
+from lightning_cudagraph.optim.outcomes import Outcomes
 from lightning_cudagraph.optim.scalar_ops import TensorScalarMode
 from lightning_cudagraph.optim.traced import Stage, TracedStep
 from lightning_cudagraph.tensors.local import address_of
@@ -42,10 +43,15 @@ __all__ = ["EagerOptimizer", "PreparedOptimizer"]
 
 
 class EagerOptimizer:
-    """An unchanged optimizer, which steps eagerly after the replay."""
+    """An unchanged optimizer, which steps eagerly after the replay.
+
+    Attributes:
+        outcomes: its replayed steps with an outcome that the host does not know yet.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self.outcomes = Outcomes(lambda _: None)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -127,7 +133,6 @@ class PreparedOptimizer(EagerOptimizer):
         optimizer: the optimizer; between steps its param groups have the user's values.
         on_load: called with a reason after `optimizer.load_state_dict`, which replaces the tensors that
             a graph reads.
-        scaled: a gradient scaler can skip its steps.
 
     Raises:
         UnsupportedError: if this optimizer cannot be captured.
@@ -138,17 +143,17 @@ class PreparedOptimizer(EagerOptimizer):
         optimizer: Optimizer,
         device: torch.device,
         on_load: Callable[[str], None],
-        scaled: bool = False,
     ) -> None:
         super().__init__(optimizer)
-        self._form = form_of(optimizer, scaled)
+        self._form = form_of(optimizer)
         self._is_compiled = is_compiled(optimizer.step)
         if self._is_compiled:
             refuse_changes(optimizer, self._form, device)
         self._device = device
         self._on_load = on_load
         self._groups: list[PreparedGroup] = []
-        self._tensors = HostTensors(optimizer, device)
+        self._tensors = HostTensors(optimizer, self._form.lists_on_device)
+        self.outcomes = Outcomes(self._tensors.write)
         self._traced: TracedStep | None = None  # the step under capture
         self._programs: WeakSet[HostProgram] = WeakSet()  # of the graphs that exist
         self._restored = False
@@ -207,6 +212,7 @@ class PreparedOptimizer(EagerOptimizer):
 
     def _as_the_user_has_it(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """The `state_dict` without this package's changes: each tensor with memory of its own."""
+        self.outcomes.settle()
         copies = self._tensors.copies()
         states = {
             index: {name: copies.get(id(value), value) for name, value in state.items()}
@@ -237,7 +243,16 @@ class PreparedOptimizer(EagerOptimizer):
 
     def _is_as_captured(self) -> bool:
         """True if captured steps would take the same branches, and equal counters are still equal."""
-        return self._tensors.are_alike() and all(program.holds() for program in self._programs)
+        if not self._tensors.are_alike():
+            return False
+        branching = [program for program in self._programs if program.decided]
+        if not branching:
+            return True
+        hold = [all(program.holds(state) for program in branching) for state in self.outcomes.possible()]
+        if all(hold) or not any(hold):
+            return hold[0]
+        self.outcomes.settle()
+        return all(program.holds() for program in branching)
 
     def frozen_values(self) -> tuple[Any, ...]:
         return (*self.options(), self._is_as_captured())
@@ -268,6 +283,7 @@ class PreparedOptimizer(EagerOptimizer):
         self._sync_groups()
         refuse_step_hooks(self.optimizer)
         if not self._form.inspected and not compiled:
+            self.outcomes.settle()
             self._tensors.gather()
             return
         reason = host_state_of(self.optimizer, self._device)
@@ -279,6 +295,10 @@ class PreparedOptimizer(EagerOptimizer):
             )
 
     def state_tensors(self) -> dict[str, Tensor]:
+        self.outcomes.settle()
+        return self._state_tensors()
+
+    def _state_tensors(self) -> dict[str, Tensor]:
         return {
             f"`{name}` of parameter {index} in param group {group_idx} of the optimizer": value
             for group_idx, group in enumerate(self.optimizer.param_groups)
@@ -289,11 +309,11 @@ class PreparedOptimizer(EagerOptimizer):
 
     def device_state(self) -> list[Tensor]:
         on_host = {id(tensor) for _, tensor in self._tensors.found()}
-        return [tensor for tensor in self.state_tensors().values() if id(tensor) not in on_host]
+        return [tensor for tensor in self._state_tensors().values() if id(tensor) not in on_host]
 
     def addresses(self) -> dict[str, Any]:
         found = super().addresses()
-        for name, tensor in self.state_tensors().items():
+        for name, tensor in self._state_tensors().items():
             found[f"the address of {name}"] = address_of(tensor)
         found["the number of hooks around the step of the optimizer"] = step_hooks(self.optimizer)
         return found
@@ -313,6 +333,7 @@ class PreparedOptimizer(EagerOptimizer):
         """
         for prepared in self._groups:
             prepared.note_moves()
+        self.outcomes.settle()
         if not capturing:
             if not self._form.inspected and not self._is_compiled:
                 self._tensors.bring()
@@ -325,8 +346,11 @@ class PreparedOptimizer(EagerOptimizer):
                 if not self._is_compiled or is_left_out():
                     stack.enter_context(TensorScalarMode())
             elif not self.is_left_alone:  # compiled code guards on active modes: add none without need
-                traced = TracedStep(self.optimizer, self._device, self._tensors, self._stage)
+                traced = TracedStep(
+                    self.optimizer, self._device, self._tensors, self._stage, self.outcomes
+                )
                 stack.enter_context(traced)
+                stack.enter_context(traced.selecting())
                 stack.enter_context(_not_asked_for_capturable(self.optimizer))
             self._traced = traced
             for prepared in self._groups:
@@ -393,6 +417,7 @@ class PreparedOptimizer(EagerOptimizer):
             return
         self._restored = True
         with self._restore as stack:
+            stack.callback(self.outcomes.settle)
             for hook in self._hooks:
                 stack.callback(hook.remove)
             stack.callback(self._tensors.let_go)

@@ -10,11 +10,16 @@ BinaryDivTrueKernel.cu, ForeachPointwiseOp.cu) `add_`, `addcmul_` and `addcdiv_`
 multiply-add. A division by a number is a product with its reciprocal, except in `_foreach_div_` with a
 list of numbers. On a CPU nothing is fused, and the order is that of PointwiseOpsKernel.cpp. Numbers are
 rounded to the dtype that the kernel computes in: float64, or else float32.
+
+With a `Gate`, an op in place leaves its target alone, bit for bit, if the step is skipped: fused SGD
+reads the flag itself, factors and summands become neutral, and the rest is computed beside the target
+and selected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,16 +27,21 @@ from torch import Tensor
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
+from lightning_cudagraph.optim.gate import Gate
+from lightning_cudagraph.tensors.local import local
 
-__all__ = ["Staged", "TensorScalarMode", "with_tensors"]
+__all__ = ["Staged", "TensorScalarMode", "any_sparse", "is_gated_write", "with_tensors"]
 
-# Gives the number of an op as a 0-dim device tensor of a dtype.
-Staged = Callable[[Any, torch.dtype], Tensor]
+# Gives the number of an op as a 0-dim device tensor of a dtype. In a step that is skipped it has the
+# value of the third argument, unless that is None.
+Staged = Callable[[Any, torch.dtype, float | None], Tensor]
 
 _Tensors = list[Tensor] | tuple[Tensor, ...]
 _WIDE = (torch.float32, torch.float64)
 # Below this weight `lerp` starts from its first argument, else from the second (ATen/native/Lerp.h).
 _LERP_TURNS_AT = 0.5
+# The numbers with which ops leave each float as it is, with its sign: -0.0 + x is x.
+_NEUTRAL = {"mul": 1.0, "div": 1.0, "plus": -0.0}
 
 
 def _times(one: Tensor, number: Tensor, out: Tensor | None) -> Tensor:
@@ -84,7 +94,7 @@ _OPS: dict[str, tuple[int, Callable[..., Tensor]]] = {
 _NAMES_OF_NUMBERS = ("alpha", "value", "weight", "other", "scalars")
 
 
-def _fused_step(targets: _Tensors, others: _Tensors, alpha: Tensor) -> None:
+def _fused_step(targets: _Tensors, others: _Tensors, minus_alpha: Tensor, gate: Gate | None) -> None:
     """Add `alpha` times the others, rounded once, in one launch of fused SGD for the list."""
     torch._fused_sgd_(
         targets,
@@ -92,24 +102,41 @@ def _fused_step(targets: _Tensors, others: _Tensors, alpha: Tensor) -> None:
         [],
         weight_decay=0.0,
         momentum=0.0,
-        lr=-alpha,
+        lr=minus_alpha,
         dampening=0.0,
         nesterov=False,
         maximize=False,
         is_first_step=False,
+        found_inf=None if gate is None else gate.overflowed,
     )
 
 
-# In place on lists of float32 on a GPU, in a launch or two.
-_LISTS: dict[str, Callable[..., None]] = {
+# In place on lists of float32 on a GPU, in a launch or two: by a factor or a summand, or by fused SGD.
+_BY_NUMBER: dict[str, Callable[..., None]] = {
     "mul": lambda ones, number: torch._foreach_mul_(ones, number),
+    "div": lambda ones, number: torch._foreach_div_(ones, number),
     # `alpha` tells the overloads apart: without it torch takes the tensor for a number, and reads it.
     "plus": lambda ones, number: torch._foreach_add_(ones, number, alpha=1),
-    "add": _fused_step,
-    "addcmul": lambda ones, a, b, value: _fused_step(ones, torch._foreach_mul(a, b), value),
-    "addcdiv": lambda ones, a, b, value: _fused_step(ones, torch._foreach_div(a, b), value),
-    "lerp": lambda ones, others, weight: _fused_step(ones, torch._foreach_sub(others, ones), weight),
 }
+_BY_FUSED_STEP: dict[str, Callable[..., Any]] = {
+    "add": lambda ones, others: others,
+    "addcmul": lambda ones, a, b: torch._foreach_mul(a, b),
+    "addcdiv": lambda ones, a, b: torch._foreach_div(a, b),
+    "lerp": lambda ones, others: torch._foreach_sub(others, ones),
+}
+
+
+def _neutral(name: str, gate: Gate | None) -> float | None:
+    return None if gate is None else _NEUTRAL.get(name)
+
+
+def _passing(gate: Gate | None) -> AbstractContextManager[None]:
+    """A context for an op that leaves its target alone if the step is skipped."""
+    return nullcontext() if gate is None else gate.passing()
+
+
+def _is_in_one_launch(one: Tensor) -> bool:
+    return one.is_cuda and one.dtype is torch.float32
 
 
 def _wide(one: Tensor) -> torch.dtype:
@@ -117,65 +144,93 @@ def _wide(one: Tensor) -> torch.dtype:
 
 
 def _single(
-    name: str, operands: Sequence[Tensor], number: Any, staged: Staged, in_place: bool
+    name: str,
+    operands: Sequence[Tensor],
+    number: Any,
+    staged: Staged,
+    in_place: bool,
+    gate: Gate | None,
 ) -> Tensor:
     one = operands[0]
     if name == "div" and one.is_cuda:
         # torch multiplies by the reciprocal, which it takes on the host in double precision.
-        return _computed("mul", operands, _reciprocal(number, staged).type(_wide(one)), in_place)
+        factor = _reciprocal(number, staged, gate).type(_wide(one))
+        return _computed("mul", operands, factor, in_place, gate)
     if name == "__rdiv__":
         operands = [one.reciprocal()]
-    return _computed(name, operands, staged(number, _wide(one)), in_place)
+    tensor = staged(number, _wide(one), _neutral(name, gate))
+    return _computed(name, operands, tensor, in_place, gate)
 
 
-def _reciprocal(number: Any, staged: Staged) -> Tensor:
-    return staged(number, torch.float64).reciprocal()
+def _reciprocal(number: Any, staged: Staged, gate: Gate | None) -> Tensor:
+    return staged(number, torch.float64, _neutral("div", gate)).reciprocal()
 
 
-def _computed(name: str, operands: Sequence[Tensor], number: Tensor, in_place: bool) -> Tensor:
+def _computed(
+    name: str, operands: Sequence[Tensor], number: Tensor, in_place: bool, gate: Gate | None
+) -> Tensor:
     one, compute = operands[0], _OPS[name][1]
-    out = one if in_place else None
+    if gate is not None and name in _NEUTRAL:
+        with gate.passing():
+            return compute(one, number, one)
+    out = one if in_place and gate is None else None
     if one.dtype in _WIDE or not one.is_floating_point():
-        return compute(*operands, number, out)
-    if name == "add" and not one.is_cuda:
+        value = compute(*operands, number, out)
+    elif name == "add" and not one.is_cuda:
         # In 16 bits the CPU's vectorised `add_` rounds alpha to the parameter's dtype (its tail does
         # not: there, results can differ in the last place).
-        return _plus_scaled(one, operands[1], number.to(one.dtype), out)
-    wide: Tensor = compute(*(operand.float() for operand in operands), number, None)
-    return wide.to(one.dtype) if out is None else out.copy_(wide)
+        value = _plus_scaled(one, operands[1], number.to(one.dtype), out)
+    else:
+        wide: Tensor = compute(*(operand.float() for operand in operands), number, None)
+        value = wide.to(one.dtype) if out is None else out.copy_(wide)
+    return value if gate is None else gate.put(one, value)
 
 
 def _list(
-    name: str, operands: Sequence[Sequence[Tensor]], number: Any, staged: Staged, in_place: bool
+    name: str,
+    operands: Sequence[Sequence[Tensor]],
+    number: Any,
+    staged: Staged,
+    in_place: bool,
+    gate: Gate | None,
 ) -> list[Tensor]:
     """An op on lists of tensors with one number for all of them."""
     ones = list(operands[0])
-    is_in_one_launch = ones[0].is_cuda and ones[0].dtype is torch.float32
+    is_in_one_launch = _is_in_one_launch(ones[0])
     if name == "lerp" and is_in_one_launch:
         # The end that it starts from: a branch of the host program, checked before each replay.
         is_in_one_launch = not isinstance(number, Tensor) and bool(abs(number) < _LERP_TURNS_AT)
     if not is_in_one_launch:
         return [
-            _single(name, each, number, staged, in_place)
+            _single(name, each, number, staged, in_place, gate)
             for each in zip(ones, *operands[1:], strict=True)
         ]
-    tensor = staged(number, torch.float32)
+    if name in _BY_FUSED_STEP:
+        if not in_place:
+            ones = [one.clone() for one in ones]
+        others = _BY_FUSED_STEP[name](ones, *operands[1:])
+        _fused_step(ones, others, staged(-number, torch.float32, None), gate)
+        return ones
     if name == "div":
-        name, tensor = "mul", _reciprocal(number, staged).float()
+        name, tensor = "mul", _reciprocal(number, staged, gate).float()
+    else:
+        tensor = staged(number, torch.float32, _neutral(name, gate))
     if not in_place and name == "mul":
         return list(torch._foreach_mul(ones, tensor))
     if not in_place:
         ones = [one.clone() for one in ones]
-    _LISTS[name](ones, *operands[1:], tensor)
+    with _passing(gate):
+        _BY_NUMBER[name](ones, tensor)
     return ones
 
 
-def _quotients(ones: list[Tensor], number: Tensor, in_place: bool) -> list[Tensor]:
+def _quotients(ones: list[Tensor], number: Tensor, in_place: bool, gate: Gate | None) -> list[Tensor]:
     """Divide by numbers of a list: true divisions, on a GPU too."""
-    if ones[0].is_cuda and ones[0].dtype is torch.float32 and in_place:
-        torch._foreach_div_(ones, number)
+    if _is_in_one_launch(ones[0]) and in_place:
+        with _passing(gate):
+            _BY_NUMBER["div"](ones, number)
         return ones
-    return [_computed("div", [one], number, in_place) for one in ones]
+    return [_computed("div", [one], number, in_place, gate) for one in ones]
 
 
 def _is_number(value: Any) -> bool:
@@ -185,9 +240,16 @@ def _is_number(value: Any) -> bool:
 
 
 def with_tensors(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], staged: Staged
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    staged: Staged,
+    gate: Gate | None = None,
 ) -> tuple[Any] | None:
     """Call an op of the table with its number in a tensor.
+
+    Args:
+        gate: of a step that may be skipped, if the op writes memory that must not change then.
 
     Returns:
         A tuple with the result; None if the table has no such call, and nothing was done.
@@ -202,7 +264,7 @@ def with_tensors(
         if "lr" not in kwargs or is_rounded or any(_is_moving(value) for value in rest.values()):
             return None
         dtype = torch.float32 if target.is_cuda else torch.float64
-        return (func(*args, **rest, lr=staged(kwargs["lr"], dtype)),)
+        return (func(*args, **rest, lr=staged(kwargs["lr"], dtype, None)),)
     base = name.removeprefix("_foreach_")
     in_place = base.endswith("_") and not base.endswith("__")
     base = base.removesuffix("_") if in_place else base
@@ -214,13 +276,17 @@ def with_tensors(
     operands = args[:count]
     named = [kwargs[key] for key in _NAMES_OF_NUMBERS if key in kwargs]
     numbers = [*args[count:], *named]
+    if gate is not None and base == "add" and not numbers:
+        numbers = [1.0]
     if len(operands) != count or len(numbers) != 1 or len(named) != len(kwargs):
         return None
     number = numbers[0]
+    if gate is not None and not _is_gated(base, operands[1:], number, name.startswith("_foreach_")):
+        return None
     if not name.startswith("_foreach_"):
-        return (_single(base, operands, number, staged, in_place),)
+        return (_single(base, operands, number, staged, in_place, gate),)
     if not isinstance(number, (list, tuple)):
-        return (_list(base, operands, number, staged, in_place),)
+        return (_list(base, operands, number, staged, in_place, gate),)
     # One call for each number, with the parameters that share it: those with equal step counters.
     positions: dict[Any, list[int]] = {}
     for position, each in enumerate(number):
@@ -230,19 +296,39 @@ def with_tensors(
         some = [[operand[position] for position in chosen] for operand in operands]
         one = number[chosen[0]]
         if base == "div":
-            made = _quotients(some[0], staged(one, _wide(some[0][0])), in_place)
+            divisor = staged(one, _wide(some[0][0]), _neutral("div", gate))
+            made = _quotients(some[0], divisor, in_place, gate)
         else:
-            made = _list(base, some, one, staged, in_place)
+            made = _list(base, some, one, staged, in_place, gate)
         for position, result in zip(chosen, made, strict=True):
             results[position] = result
     return (results,)
+
+
+def _is_gated(base: str, others: Sequence[Any], number: Any, is_list: bool) -> bool:
+    """True if an op in place has a form with a gate."""
+    if type(number) in (int, float) and number == 1 and base in ("addcmul", "addcdiv"):
+        return False  # kernels of torch may leave the factor out, and round in another way
+    return _is_number(number) and all(isinstance(other, (list, tuple)) is is_list for other in others)
+
+
+def is_gated_write(func: Any, args: tuple[Any, ...], gate: Gate) -> bool:
+    """True for an op of the table, in place in full precision, on memory that a gate holds."""
+    name: str = getattr(func, "__name__", "")
+    base = name.removeprefix("_foreach_").removesuffix("_")
+    if not gate.is_open or not name.endswith("_") or base not in _OPS:
+        return False
+    targets: Any = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+    # Parts of a `DTensor` are copied: ops on it do not take the flag, a plain tensor.
+    is_plain = all(t.dtype in _WIDE and local(t) is t for t in targets)
+    return is_plain and any(map(gate.holds, targets))
 
 
 def _is_moving(value: Any) -> bool:
     return hasattr(value, "node")
 
 
-def _as_it_is(number: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_it_is(number: Tensor, dtype: torch.dtype, neutral: float | None) -> Tensor:
     return number.type(dtype)
 
 

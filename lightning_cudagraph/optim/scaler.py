@@ -1,16 +1,15 @@
 """Gradient scaling in fp16 without a host synchronisation.
 
 `GradScaler` scales, unscales and updates its scale on the device, but it reads the overflow flag back to
-the host, to skip the optimizer. Fused optimizers read the flag in their kernels. For all others the step
-is always taken here, and after an overflow `torch.where` restores parameters and state, bit for bit (a
-learning rate of zero would not: momentum and step counts move).
+the host, to skip the optimizer. Fused optimizers read the flag in their kernels. All others step behind
+a `Gate`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +21,9 @@ from lightning_cudagraph.compat.features import FP16
 from lightning_cudagraph.compat.names.torch_names import _refresh_per_optimizer_state
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.host_work import work_under_capture
-from lightning_cudagraph.optim.compiled import is_compiled
+from lightning_cudagraph.optim.compiled import is_compiled, is_in_compiled_code
+from lightning_cudagraph.optim.forms import is_of_torch
+from lightning_cudagraph.optim.gate import Gate
 
 __all__ = ["PreparedScaler"]
 
@@ -36,6 +37,7 @@ class PreparedScaler:
 
     Attributes:
         skipped_steps: number of steps skipped for an overflow, on the device.
+        last_was_skipped: by the id of an optimizer, true on the device if its last step was skipped.
 
     Raises:
         CUDAGraphError: if torch lacks a private name that this needs.
@@ -48,6 +50,8 @@ class PreparedScaler:
         self.scaler = scaler
         self._device_state = device_state
         self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
+        self._device = device
+        self.last_was_skipped: dict[int, Tensor] = {}
         self._stepped: set[int] = set()
         self._applied: set[int] = set()  # those that have made their state (and compiled their steps)
         self._applied_steps: Counter[int] = Counter()
@@ -55,6 +59,8 @@ class PreparedScaler:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the scaler that a step changes, by name."""
         found = {"the number of skipped steps": self.skipped_steps}
+        for index, flag in enumerate(self.last_was_skipped.values()):
+            found[f"the flag of a skipped step of optimizer {index}"] = flag
         if self.scaler._scale is not None:
             found["the scale of the gradient scaler"] = self.scaler._scale
         if self.scaler._growth_tracker is not None:
@@ -90,19 +96,23 @@ class PreparedScaler:
         scaler = self.scaler
         own_update = scaler.update
 
+        for optimizer in optimizers:
+            if id(optimizer) not in self.last_was_skipped:
+                flag = torch.zeros((), dtype=torch.bool, device=self._device)
+                self.last_was_skipped[id(optimizer)] = flag
+
         def gated(optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            skip = _overflowed(state).ne(0)
-            # Decides after each replay if the optimizer's counters on the host advance.
-            work_under_capture().skipped[id(optimizer)] = skip
-            live = [
-                *(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None),
-                *self._device_state(),
-            ]
-            saved = [tensor.detach().clone() for tensor in live]
-            optimizer.step(*args, **kwargs)
-            with torch.no_grad():
-                for tensor, before in zip(live, saved, strict=True):
-                    torch.where(skip, before, tensor.detach(), out=tensor.detach())
+            gate = Gate(_overflowed(state), self.last_was_skipped[id(optimizer)])
+            work_under_capture().gates[id(optimizer)] = gate
+            # Compiled code guards on active modes.
+            is_compiled_code = is_compiled(optimizer.step) or is_in_compiled_code()
+            if is_compiled_code or not is_of_torch(optimizer):
+                # Its kernels may be no ops.
+                every = (p for group in optimizer.param_groups for p in group["params"])
+                gate.save([*(p for p in every if p.grad is not None), *self._device_state()])
+            with nullcontext() if is_compiled_code else gate:
+                optimizer.step(*args, **kwargs)
+            gate.restore()
 
         def counting(*args: Any, **kwargs: Any) -> None:
             for optimizer in optimizers:
@@ -125,6 +135,7 @@ class PreparedScaler:
 
     def _count(self, optimizer: Optimizer, overflowed: Tensor, capturing: bool) -> None:
         self.skipped_steps.add_(overflowed)
+        self.last_was_skipped[id(optimizer)].copy_(overflowed)
         if capturing or id(optimizer) in self._applied:
             return
         self._stepped.add(id(optimizer))

@@ -31,8 +31,8 @@ __all__ = ["OptimizerSteps"]
 class _Lease:
     """One prepared optimizer, shared by all steps that use it, and restored when the last one closes."""
 
-    def __init__(self, optimizer: Optimizer, device: torch.device, scaled: bool):
-        self.prepared = PreparedOptimizer(optimizer, device, self._loaded, scaled)
+    def __init__(self, optimizer: Optimizer, device: torch.device):
+        self.prepared = PreparedOptimizer(optimizer, device, self._loaded)
         self.users: WeakSet[OptimizerSteps] = WeakSet()
 
     def _loaded(self, reason: str) -> None:
@@ -78,7 +78,7 @@ class OptimizerSteps:
             for name, optimizer in optimizers.items():
                 lease = _LEASES.get(id(optimizer))
                 if lease is None:
-                    lease = _Lease(optimizer, device, scaler is not None)
+                    lease = _Lease(optimizer, device)
                     _LEASES[id(optimizer)] = lease
                 lease.users.add(self)
                 self._leases[name] = lease

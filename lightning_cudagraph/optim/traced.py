@@ -4,11 +4,19 @@ The step's Python runs unchanged. Its computations on the host are recorded as a
 numbers are `HostScalar`s, and the tensors that it keeps in host memory are followed op by op. A device
 op that takes such a number gets a tensor instead (`scalar_ops`), which each replay fills before its
 launch, with one copy for all numbers.
+
+A number that the step reads from the device (`norm().item()`) stays there, in double precision, as long
+as the step only adds, subtracts, multiplies and divides it, or takes the larger of two: these round on
+the device as in Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,9 +27,11 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map
 from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.errors import CaptureError
-from lightning_cudagraph.optim.host_program import HostProgram, HostScalar
+from lightning_cudagraph.optim.gate import Gate
+from lightning_cudagraph.optim.host_program import HostProgram, HostScalar, State
 from lightning_cudagraph.optim.host_tensors import Alike, HostTensors, out_of_sight
-from lightning_cudagraph.optim.scalar_ops import any_sparse, with_tensors
+from lightning_cudagraph.optim.outcomes import Outcomes
+from lightning_cudagraph.optim.scalar_ops import any_sparse, is_gated_write, with_tensors
 
 __all__ = ["Stage", "TracedStep"]
 
@@ -32,6 +42,16 @@ _READ = frozenset(f"__{name}__" for name in ("float", "int", "index", "format", 
     "is_nonzero",
     "tolist",
     "numpy",
+}
+# Ops on numbers that are read from the device, by the names of torch's functions.
+_ON_NUMBERS: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "__rsub__": lambda one, other: torch.sub(other, one),
+    "__rdiv__": lambda one, other: torch.div(other, one),
+    "neg": torch.neg,
 }
 
 
@@ -51,18 +71,19 @@ class Stage:
         size: the capacity, in numbers.
 
     Attributes:
-        numbers: the tensor on the device, in double precision.
+        numbers: the tensor on the device, in double precision, with three columns: the numbers if the
+            step before was done, those if it was skipped, and those for a step that is itself skipped.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self.numbers = torch.zeros(size, dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(size, 3, dtype=torch.float64, device=device)
         self._is_pinned = device.type == "cuda"
 
-    def fill(self, numbers: list[float]) -> None:
+    def fill(self, rows: list[tuple[float, float, float]]) -> None:
         """Copy numbers to the device, on the current stream."""
         # Pinned memory of torch's own pool is not reused before the copy is done.
-        source = torch.tensor(numbers, dtype=torch.float64, pin_memory=self._is_pinned)
-        self.numbers[: len(numbers)].copy_(source, non_blocking=True)
+        source = torch.tensor(rows, dtype=torch.float64, pin_memory=self._is_pinned)
+        self.numbers[: len(rows)].copy_(source, non_blocking=True)
 
 
 class TracedStep(OwnFunctionMode):
@@ -71,6 +92,7 @@ class TracedStep(OwnFunctionMode):
     Args:
         tensors: the optimizer state in host memory.
         stage: the static input for the numbers.
+        outcomes: the steps with an outcome that the host does not know yet.
 
     Attributes:
         program: the recorded computations.
@@ -78,25 +100,43 @@ class TracedStep(OwnFunctionMode):
     """
 
     def __init__(
-        self, optimizer: Optimizer, device: torch.device, tensors: HostTensors, stage: Stage
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        tensors: HostTensors,
+        stage: Stage,
+        outcomes: Outcomes,
     ) -> None:
         super().__init__()
         self._optimizer = optimizer
+        self._step: Any = inspect.unwrap(type(optimizer).step)
+        self._outcomes = outcomes
         self._device = device
         self._stage = stage
         self.program = program = HostProgram()
         self.is_under_way = True
-        self._alike = tensors.alike
+        self._selects = False
+        self._tensors = tensors
         # By id; holds the tensor, so that the id is not reused.
         self._nodes: dict[int, tuple[Tensor, int]] = {}
+        # By id; numbers that the step has read from the device, and what it has computed from them.
+        self._device_numbers: dict[int, Tensor] = {}
         self._starts: dict[int, int] = {}
         for alike in tensors.alike:
             with out_of_sight():
-                node = program.source(("state", id(alike)), alike.read, alike.read())
+                node = program.source(alike.key, alike.read, alike.read())
             self._starts[id(alike)] = node
             self._nodes.update((id(member), (member, node)) for member in alike.members)
-        self._staged: dict[int, int] = {}
-        self._casts: dict[torch.dtype, Tensor] = {}
+        # The slot of each node, and of its numbers that are neutral in a skipped step.
+        self._staged: dict[tuple[int, float | None], int] = {}
+        self._numbers: Tensor | None = None
+        self._casts: dict[tuple[torch.dtype, bool], Tensor] = {}
+
+    @property
+    def _gate(self) -> Gate | None:
+        """The gate of the step, if a gradient scaler may skip it."""
+        gate: Gate | None = work_under_capture().gates.get(id(self._optimizer))
+        return gate
 
     def option(self, name: tuple[object, ...], read: Callable[[], float]) -> HostScalar:
         """A traced option of the optimizer, for the step to find.
@@ -114,6 +154,10 @@ class TracedStep(OwnFunctionMode):
         if not self.is_under_way:
             return func(*args, **kwargs)
         leaves = list(tree_iter((args, kwargs)))
+        if func is Tensor.item and id(args[0]) not in self._nodes and self._is_of_step(args[0]):
+            return self._device_number(args[0].detach().to(torch.float64, copy=True))
+        if any(id(leaf) in self._device_numbers for leaf in leaves):
+            return self._with_device_numbers(func, args, kwargs, leaves)
         is_scalar = any(isinstance(leaf, HostScalar) for leaf in leaves)
         is_host = any(id(leaf) in self._nodes for leaf in leaves)
         # A tensor made from device tensors is no host number; the capture itself refuses it.
@@ -130,14 +174,81 @@ class TracedStep(OwnFunctionMode):
                 return self._on_host(func, args, kwargs)
         if is_host:
             args, kwargs = tree_map(self._for_device, (args, kwargs))
+        gate = self._gate
+        if gate is not None and is_gated_write(func, args, gate) and not any_sparse(leaves):
+            done = with_tensors(func, args, kwargs, self._number, gate)
+            if done is not None:
+                return done[0]
         if is_scalar or any(isinstance(kwargs.get(name), Tensor) for name in ("alpha", "value")):
-            done = None if any_sparse(leaves) else with_tensors(func, args, kwargs, self._number)
+            done = None if any_sparse(leaves) else self._numbered(func, args, kwargs)
             if done is not None:
                 return done[0]
         if is_scalar:
             name = getattr(func, "__name__", str(func))
             raise _refused(f"gives `{name}` a number that is another one in each step")
         return func(*args, **kwargs)
+
+    def _is_of_step(self, tensor: Tensor) -> bool:
+        """True for a real number that the optimizer's own code asks for, and not clipping or a hook."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._step.__code__:
+            frame = frame.f_back
+        return frame is not None and tensor.is_floating_point()
+
+    def _device_number(self, number: Tensor) -> Tensor:
+        self._device_numbers[id(number)] = number
+        return number
+
+    def _with_device_numbers(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
+    ) -> Any:
+        """An op on numbers that the step has read from the device, or with such a number."""
+        name: str = func.__name__
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if name in _ON_NUMBERS and not kwargs and all(id(o) in self._device_numbers for o in others):
+            return self._device_number(_ON_NUMBERS[name](*map(self._on_device, args)))
+        is_first = id(args[0]) in self._device_numbers
+        if is_first and func in _MAKE_TENSORS and _device_of(kwargs).type == self._device.type:
+            return args[0].to(kwargs.get("dtype") or torch.get_default_dtype(), copy=True)
+        done = None if is_first else self._numbered(func, args, kwargs)
+        if done is None:
+            raise _refused(f"gives `{name}` a number that it reads from the device")
+        return done[0]
+
+    def _numbered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+        return with_tensors(func, args, kwargs, self._number)
+
+    def _on_device(self, number: Any) -> Tensor:
+        # A tensor: CUDA multiplies by the reciprocal of a number instead of dividing by it.
+        return self._number(number, torch.float64, None)
+
+    @contextmanager
+    def selecting(self) -> Iterator[None]:
+        """Let `max` and `min` of the optimizer's module take the step's numbers without a branch."""
+        with ExitStack() as stack:
+            module: dict[str, Any] = self._step.__globals__
+            for builtin, is_better in ((max, torch.gt), (min, torch.lt)):
+                name = builtin.__name__
+                if name not in module:
+                    module[name] = self._select(builtin, is_better)
+                    stack.callback(module.pop, name)
+            yield
+
+    def _select(self, builtin: Any, is_better: Callable[..., Tensor]) -> Callable[..., Any]:
+        def select(*values: Any, **kwargs: Any) -> Any:
+            if kwargs or not any(id(value) in self._device_numbers for value in values):
+                if kwargs or not any(isinstance(value, HostScalar) for value in values):
+                    return builtin(*values, **kwargs)
+                nodes = tuple(map(self.program.node_of, values))
+                return self.program.scalar(self.program.operation(builtin.__name__, builtin, nodes))
+            with torch._C.DisableTorchFunction():
+                best, *others = map(self._on_device, values)
+                for other in others:
+                    # As in Python, the first of two that cannot be compared.
+                    best = torch.where(is_better(other, best), other, best)
+                return self._device_number(best)
+
+        return select
 
     def _is_of_host(self, value: Any) -> bool:
         first = value[0] if isinstance(value, (list, tuple)) and value else value
@@ -148,19 +259,30 @@ class TracedStep(OwnFunctionMode):
             return leaf
         return self._at(self._nodes[id(leaf)][1], leaf.dtype)
 
-    def _number(self, number: Any, dtype: torch.dtype) -> Tensor:
+    def _number(self, number: Any, dtype: torch.dtype, neutral: float | None) -> Tensor:
         if isinstance(number, Tensor):
             return number.type(dtype)
-        return self._at(self.program.node_of(number), dtype)
+        return self._at(self.program.node_of(number), dtype, neutral)
 
-    def _at(self, node: int, dtype: torch.dtype) -> Tensor:
-        """The value of a node in the static input."""
-        slot = self._staged.setdefault(node, len(self._staged))
-        if slot >= self._stage.numbers.numel():
+    def _at(self, node: int, dtype: torch.dtype, neutral: float | None = None) -> Tensor:
+        """The value of a node in the static input; if the step is skipped, the neutral number."""
+        slot = self._staged.setdefault((node, neutral), len(self._staged))
+        if slot >= self._stage.numbers.shape[0]:
             raise _refused("computes more numbers on the host than a graph has room for")
-        if dtype not in self._casts:
-            self._casts[dtype] = self._stage.numbers.type(dtype)
-        return self._casts[dtype][slot]
+        kind = dtype, neutral is not None
+        if kind not in self._casts:
+            self._casts[kind] = self._column(*kind)
+        return self._casts[kind][slot]
+
+    def _column(self, dtype: torch.dtype, is_neutral: bool) -> Tensor:
+        done, skipped, neutral = self._stage.numbers.unbind(1)
+        gate = self._gate
+        if self._numbers is None:
+            self._selects = gate is not None
+            self._numbers = done if gate is None else torch.where(gate.last_was_skipped, skipped, done)
+        if gate is None or not is_neutral:
+            return self._numbers.type(dtype)
+        return torch.where(gate.skip, neutral, self._numbers).type(dtype)
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor from a number, or from a host tensor."""
@@ -231,23 +353,29 @@ class TracedStep(OwnFunctionMode):
 
     def register(self) -> None:
         """Run the host program around each replay of the graph from now on, at the end of the step."""
-        work, program, stage = work_under_capture(), self.program, self._stage
-        moves = [(alike, node) for alike in self._alike if (node := self._end_of(alike)) is not None]
-        staged, key = list(self._staged), id(self._optimizer)
+        work, program, stage, tensors = work_under_capture(), self.program, self._stage, self._tensors
+        moves = [(alike, node) for alike in tensors.alike if (node := self._end_of(alike)) is not None]
+        staged = [(node, 0.0 if neutral is None else neutral) for node, neutral in self._staged]
         if not staged and not moves:
             return
-        values: list[Any] = []
+        gate, outcomes, selects = self._gate, self._outcomes, self._selects
+        runs: list[list[Any]] = []
 
         def before() -> None:
-            values[:] = program.run()
+            if not selects:
+                outcomes.settle()
+            runs[:] = [program.run(state) for state in outcomes.possible()]
             if staged:
-                stage.fill([float(values[node]) for node in staged])
+                stage.fill(
+                    [(float(runs[0][node]), float(runs[-1][node]), neutral) for node, neutral in staged]
+                )
 
         def behind() -> None:
-            skipped = work.skipped.get(key)
-            if moves and (skipped is None or not bool(skipped)):
-                for alike, node in moves:
-                    alike.together.fill_(values[node])
+            ends: list[State] = [{alike.key: run[node] for alike, node in moves} for run in runs]
+            if gate is not None:
+                outcomes.add(gate.last_was_skipped, ends)
+            else:
+                tensors.write(ends[0])
 
         work.add(before, behind)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.errors import BatchError
+from lightning_cudagraph.tensors.host_values import HostReads, held, is_host_value
 
 __all__ = [
     "OF_THE_HOST",
@@ -302,29 +303,37 @@ class Signature:
 
     Containers by type, keys and plain values of their attributes; tensors by shape, stride, dtype,
     device, plain values of their attributes, and identity with each other; other leaves by value,
-    because a capture freezes them.
+    because a capture freezes them. Of two signatures, host values are compared that captured steps have
+    read by then: equality gets stricter with each read, and the hash stays the same.
 
     Args:
         batch: the batch to describe.
         device: the device of the training step; a tensor elsewhere would be read by the host.
-        beside: specialization: further values that are part of the signature, by names for the user.
+        specialization: further values that are part of the signature, by names for the user.
+        reads: the host values that captured steps read; None if all are part of the signature.
 
     Raises:
         BatchError: for an object that hides tensors, a tensor on another device, and one that requires
             a gradient.
     """
 
-    __slots__ = ("_hash", "_key", "_paths")
+    __slots__ = ("_counted", "_hash", "_key", "_paths", "_reads", "_values")
 
     def __init__(
-        self, batch: Any, device: torch.device, specialization: Mapping[str, Hashable] | None = None
+        self,
+        batch: Any,
+        device: torch.device,
+        specialization: Mapping[str, Hashable] | None = None,
+        reads: HostReads | None = None,
     ) -> None:
         described: list[Any] = []
+        values: dict[str, Any] = {}
         paths: list[str] = []
         first_seen: dict[int, int] = {}
         refuse_hidden_tensors(batch, "batch")
         for position, (path, leaf) in enumerate(flatten_batch(batch)):
             paths.append(path)
+            leaf = held(leaf)  # of a static batch
             if isinstance(leaf, Tensor):
                 self._check_tensor(path, leaf, device)
                 same_as = first_seen.setdefault(id(leaf), position)
@@ -337,6 +346,9 @@ class Signature:
                         same_as,
                     )
                 )
+            elif reads is not None and is_host_value(leaf):
+                described.append((type(leaf),))
+                values[path] = (type(leaf), self._value_of(path, leaf))
             else:
                 described.append((type(leaf), self._value_of(path, leaf)))
         for path, leaf in _values_beside(batch, "batch"):
@@ -347,6 +359,8 @@ class Signature:
             described.append((type(value), value))
         self._key = (structure_of(batch), tuple(described))
         self._paths = tuple(paths)
+        self._reads, self._values = reads, values
+        self._counted: tuple[Any, tuple[Any, ...]] = (None, ())
         try:
             self._hash = hash(self._key)
         except TypeError:
@@ -402,30 +416,58 @@ class Signature:
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Signature) and self._key == other._key
+        return (
+            isinstance(other, Signature)
+            and self._hash == other._hash
+            and self._values_read() == other._values_read()
+            and self._key == other._key
+        )
 
     def __hash__(self) -> int:
         return self._hash
 
-    def sizes(self) -> dict[tuple[str, int], int]:
-        """The sizes of the tensors, by path and dimension."""
-        return {
-            (path, dimension): size
+    def _values_read(self) -> tuple[Any, ...]:
+        """The host values that count now."""
+        if self._reads is None or not self._values:
+            return ()
+        version, counted = self._counted
+        if version != self._reads.version:
+            counts = self._reads.counts
+            counted = tuple(value for path, value in self._values.items() if counts(path, value[0]))
+            self._counted = self._reads.version, counted
+        return counted
+
+    def _described(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """The paths and properties of all leaves, with the host values that count now."""
+        reads = self._reads
+        return [
+            (path, self._values[path])
+            if len(leaf) == 1 and reads is not None and reads.counts(path, leaf[0])
+            else (path, leaf)
             for path, leaf in zip(self._paths, self._key[1], strict=True)
-            if len(leaf) > 2
-            for dimension, size in enumerate(leaf[0])
-        }
+        ]
+
+    def sizes(self) -> dict[tuple[str, int | None], Any]:
+        """The sizes of tensors by path and dimension, and host values that count by path and None."""
+        reads, found = self._reads, dict[tuple[str, int | None], Any]()
+        for path, leaf in zip(self._paths, self._key[1], strict=True):
+            if len(leaf) > 2:
+                found |= {(path, dimension): size for dimension, size in enumerate(leaf[0])}
+            elif len(leaf) == 1 and reads is not None and reads.counts(path, leaf[0]):
+                found[path, None] = self._values[path]
+        return found
 
     def difference(self, other: Signature) -> str:
         """Describe the first difference of `other` from this one: the leaf, expected and found."""
         if self._key[0] != other._key[0]:
             return f"containers changed: expected {len(self._paths)} leaves of the captured structure"
-        for path, mine, theirs in zip(self._paths, self._key[1], other._key[1], strict=True):
+        for (path, mine), (_, theirs) in zip(self._described(), other._described(), strict=True):
             if mine != theirs:
                 if len(mine) > 2 and mine[:-1] == theirs[:-1]:
-                    mine, theirs = (self._same_as(one, path) for one in (mine, theirs))
-                    return f"`{path}` changed: expected {mine}, found {theirs}"
-                return f"`{path}` changed: expected {_in_words(mine)}, found {_in_words(theirs)}"
+                    one, other_one = self._same_as(mine, path), self._same_as(theirs, path)
+                    return f"`{path}` changed: expected {one}, found {other_one}"
+                where = "" if self._reads is None else self._reads.described(path)
+                return f"`{path}`{where} changed: expected {_in_words(mine)}, found {_in_words(theirs)}"
         return "nothing changed"
 
     def _same_as(self, described: tuple[Any, ...], path: str) -> str:
@@ -433,12 +475,12 @@ class Signature:
         return "a tensor of its own" if first == path else f"the same tensor as `{first}`"
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{path} {_in_words(leaf)}" for path, leaf in zip(self._paths, self._key[1], strict=True)
-        )
+        return ", ".join(f"{path} {_in_words(leaf)}" for path, leaf in self._described())
 
 
 def _in_words(described: tuple[Any, ...]) -> str:
+    if len(described) == 1:
+        return f"a {described[0].__qualname__} that the step does not read"
     if len(described) == 2:
         kind, value = described
         return str(value) if issubclass(kind, (float, complex)) else repr(value)

@@ -85,6 +85,6 @@ class Signatures:
         difference = self._wording.of(next(iter(self._before)).difference(signature))
         return (
             f"{_MANY} different {self._wording.signatures} and none came up more than"
-            f" {self._warmup_steps} times: {difference}. Pad to one shape, and leave out what differs in"
-            " each (names, ids), or pass it as a tensor"
+            f" {self._warmup_steps} times: {difference}. Pad to one shape, and pass what the step reads"
+            " as tensors"
         )

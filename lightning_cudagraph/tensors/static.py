@@ -1,12 +1,13 @@
 """Static inputs: the buffers that a graph reads its batches from.
 
 A graph reads fixed addresses. The first batch of a signature determines the shapes of a set of static
-buffers; every later batch of that signature is copied into them before the replay.
+buffers; every later batch of that signature is copied into them before the replay. A `HostValue` is the
+same for a string or a number: the Python of a later check reads the value of its own batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, map_leaves, structure_of
+from lightning_cudagraph.tensors.host_values import HostReads, HostValue, held, hold, is_host_value
 from lightning_cudagraph.tensors.writes import storage_id
 
 __all__ = ["Loan", "StaticBatch"]
@@ -30,14 +32,17 @@ class _Pattern:
     times the time.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, reads: HostReads | None) -> None:
         self._known = True
         self._seen: set[int] = set()
+        self._reads = reads
+        self._paths = iter([path for path, _ in flatten_batch(batch)])
         self._root = self._described(batch)
 
     def _described(self, value: Any) -> tuple[Any, ...]:
         kind = type(value)
         if kind is Tensor:
+            next(self._paths)
             # One tensor in two places has one buffer: another signature than two tensors.
             self._known &= id(value) not in self._seen and not vars(value)
             self._seen.add(id(value))
@@ -46,24 +51,30 @@ class _Pattern:
             return (kind, [self._described(member) for member in value])
         if kind is dict:
             return (kind, list(value), [self._described(member) for member in value.values()])
+        path = next(self._paths, "")  # of a container in place of a leaf, the pattern is unknown
+        if self._reads is not None and is_host_value(value):
+            return (kind, comparable(value), path, self._reads)
         self._known &= kind in PLAIN
         return (kind, comparable(value))
 
-    def tensors(self, batch: Any, device_type: str) -> list[Tensor] | None:
-        """The tensors of a batch in order; None if it is not known to have this pattern.
+    def leaves(self, batch: Any, device_type: str) -> tuple[list[Tensor], list[Any]] | None:
+        """The tensors and the host values of a batch, each in order; None if the pattern is another.
 
         Args:
             batch: any batch.
             device_type: the type of device that its tensors must be on.
         """
         found: list[Tensor] = []
-        if not (self._known and _matches(self._root, batch, device_type, found)):
+        values: list[Any] = []
+        if not (self._known and _matches(self._root, batch, device_type, found, values)):
             return None
         # One tensor in two places is another signature.
-        return found if len(set(map(id, found))) == len(found) else None
+        return (found, values) if len(set(map(id, found))) == len(found) else None
 
 
-def _matches(pattern: tuple[Any, ...], value: Any, device_type: str, found: list[Tensor]) -> bool:
+def _matches(
+    pattern: tuple[Any, ...], value: Any, device_type: str, found: list[Tensor], values: list[Any]
+) -> bool:
     kind = pattern[0]
     if type(value) is not kind:
         return False
@@ -85,13 +96,17 @@ def _matches(pattern: tuple[Any, ...], value: Any, device_type: str, found: list
         if list(value) != pattern[1]:
             return False
         members = list(value.values())
-    else:
+    elif len(pattern) == 2:
         return bool(comparable(value) == pattern[1])
+    else:
+        _, expected, path, reads = pattern
+        values.append(value)
+        return not reads.counts(path, kind) or bool(comparable(value) == expected)
     inner = pattern[-1]
     if len(members) != len(inner):
         return False
     for child, member in zip(inner, members, strict=True):  # quicker than `all`
-        if not _matches(child, member, device_type, found):
+        if not _matches(child, member, device_type, found, values):
             return False
     return True
 
@@ -101,13 +116,18 @@ class Loan:
 
     So objects that the step puts into them are in no other run, nor in the next capture.
 
+    Args:
+        batch: the static batch.
+        buffers: its tensors.
+        lent: returns what the step gets for a leaf.
+
     Attributes:
         batch: copies of the containers, around the static buffers.
     """
 
-    def __init__(self, batch: Any, buffers: Sequence[Tensor]) -> None:
-        self.batch = map_leaves(batch, lambda leaf: leaf)
-        self._leaves = flatten_batch(batch)
+    def __init__(self, batch: Any, buffers: Sequence[Tensor], lent: Callable[[Any], Any]) -> None:
+        self.batch = map_leaves(batch, lent)
+        self._leaves = flatten_batch(self.batch)
         self._structure = structure_of(batch)
         self._versions = [(buffer, buffer._version) for buffer in buffers]
 
@@ -148,17 +168,25 @@ class StaticBatch:
 
     Args:
         example: a batch of the signature; its values are copied.
+        reads: the host values that captured steps read; None if all are part of the signature.
 
     Attributes:
-        batch: the static buffers, in the same containers as in `example`.
+        batch: the static buffers and host values, in the same containers as in `example`.
     """
 
-    def __init__(self, example: Any) -> None:
+    def __init__(self, example: Any, reads: HostReads | None = None) -> None:
         buffers: dict[int, Tensor] = {}
+        paths = iter([path for path, _ in flatten_batch(example)])
+        self._reads = reads
+        self._values: list[HostValue] = []
 
         def static(leaf: Any) -> Any:
+            path = next(paths)
             if not isinstance(leaf, Tensor):
-                return leaf
+                if reads is None or not is_host_value(leaf):
+                    return leaf
+                self._values.append(reads.noting(path, held(leaf)))
+                return self._values[-1]
             if id(leaf) not in buffers:
                 buffers[id(leaf)] = self._empty_like(leaf)
                 vars(buffers[id(leaf)]).update(vars(leaf))
@@ -167,7 +195,7 @@ class StaticBatch:
         self.batch = map_leaves(example, static)
         self._buffers = list(buffers.values())
         self.copy_from(example)
-        self._pattern = _Pattern(example)
+        self._pattern = _Pattern(example, reads)
 
     @staticmethod
     def _empty_like(leaf: Tensor) -> Tensor:
@@ -180,30 +208,41 @@ class StaticBatch:
 
     def lend(self) -> Loan:
         """Make a `Loan` of the batch for one run of the step."""
-        return Loan(self.batch, self._buffers)
+        return Loan(self.batch, self._buffers, self._lent)
 
-    def tensors_of(self, batch: Any, device_type: str) -> list[Tensor] | None:
-        """The tensors of a batch of the same signature, in the order of the buffers.
+    def _lent(self, leaf: Any) -> Any:
+        reads = self._reads
+        if reads is None or not isinstance(leaf, HostValue):
+            return leaf
+        value = held(leaf)
+        return value if reads.is_needed(type(value)) else leaf
+
+    def leaves_of(self, batch: Any, device_type: str) -> tuple[list[Tensor], list[Any]] | None:
+        """The tensors and the host values of a batch of the same signature, in the order of the buffers.
 
         Args:
             batch: any batch.
             device_type: the type of device that its tensors must be on.
 
         Returns:
-            The tensors; None if the batch has another signature, or one that only a `Signature` can
-            compare.
+            Both; None if the batch has another signature, or one that only a `Signature` can compare.
         """
-        return self._pattern.tensors(batch, device_type)
+        return self._pattern.leaves(batch, device_type)
 
     def copy_from(self, batch: Any) -> None:
         """Copy the tensors of a batch of the same signature into the static buffers."""
         if batch is self.batch:  # the caller has filled the buffers
             return
-        leaves = [leaf for _, leaf in flatten_batch(batch) if isinstance(leaf, Tensor)]
-        self.fill(list({id(leaf): leaf for leaf in leaves}.values()))
+        leaves = [leaf for _, leaf in flatten_batch(batch)]
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        has_values = bool(self._values)
+        values = [held(leaf) for leaf in leaves if has_values and is_host_value(leaf)]
+        self.fill([*tensors.values()], values)
 
-    def fill(self, tensors: list[Tensor]) -> None:
-        """Copy tensors, in the order of `tensors_of`, into the static buffers."""
+    def fill(self, tensors: list[Tensor], values: Sequence[Any] = ()) -> None:
+        """Copy the tensors and the host values of `leaves_of` into the static buffers."""
+        for own, value in zip(self._values, values, strict=True):
+            hold(own, value)
         if len(tensors) != len(self._buffers):  # before anything is copied
             raise ValueError(f"{len(tensors)} tensors for {len(self._buffers)} static buffers")
         # A step can have called `x.requires_grad_()`.

@@ -36,6 +36,7 @@ from lightning_cudagraph.tensors.batch import (
     map_leaves,
     refuse_odd_outputs,
 )
+from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.tensors.recomputed import Recomputed, recomputed_apart
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.trainer.config.settings import Settings
@@ -267,7 +268,7 @@ class GraphedEvaluation:
         if isinstance(leaf, Later):
             leaf.refuse()
         if not isinstance(leaf, Tensor):
-            return leaf
+            return value_of(leaf)
         if leaf.requires_grad and leaf.grad_fn is not None:
             raise CaptureError(
                 f"The output of `{self._step_name}` holds a tensor with autograd's graph of one step,"

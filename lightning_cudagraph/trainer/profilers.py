@@ -7,12 +7,26 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import RichProgressBar, ThroughputMonitor, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    Callback,
+    ProgressBar,
+    RichProgressBar,
+    ThroughputMonitor,
+    TQDMProgressBar,
+)
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler, PyTorchProfiler
 
 from lightning_cudagraph.trainer.config.support import callbacks_of
+from lightning_cudagraph.trainer.training.hooks.user_hooks import is_known
 
-__all__ = ["around_replays", "delay_notes", "profiler_notes", "progress_bar_notes", "unprofiled"]
+__all__ = [
+    "around_replays",
+    "delay_notes",
+    "draws_late",
+    "profiler_notes",
+    "progress_bar_notes",
+    "unprofiled",
+]
 
 # A progress bar with at least this refresh rate costs little.
 _OFTEN = 20
@@ -78,12 +92,21 @@ def delay_notes(trainer: pl.Trainer) -> list[str]:
     return [note]
 
 
+def draws_late(callback: Callback) -> bool:
+    """True for a bar of Lightning's own: no code of the user's reads the values that it draws."""
+    return (
+        isinstance(callback, ProgressBar)
+        and is_known(callback.on_train_batch_end)
+        and is_known(callback.get_metrics)
+    )
+
+
 def progress_bar_notes(trainer: pl.Trainer) -> list[str]:
-    """Return a note for the report if a progress bar waits for the device."""
+    """Return a note for the report if a progress bar of the user's waits for the device."""
     bar = trainer.progress_bar_callback
     if not (isinstance(bar, (TQDMProgressBar, RichProgressBar)) and bar.is_enabled):
         return []
-    if not trainer._logger_connector._progress_bar_metrics:
+    if draws_late(bar) or not trainer._logger_connector._progress_bar_metrics:
         return []
     name = type(bar).__qualname__
     every_n_steps = bar.refresh_rate if isinstance(bar, TQDMProgressBar) else 1

@@ -12,7 +12,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CUDAGraphCallback
-from tests.harness import Net, make
+from lightning_cudagraph.optim.outcomes import Outcomes
+from tests.harness import Net, loader, make, train
 
 _FIRST, _LAST, _STEPS = 8, 40, 44
 
@@ -81,3 +82,49 @@ def test_the_device_is_not_waited_for(
     assert watch.seen == []
     assert callback.summary.fit.replayed == _STEPS - 3
     assert "slowest layers" in str(callback.summary)
+
+
+class _Busy(_Quiet):
+    """A step in which the device works for longer than the host."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        square = torch.ones(4096, 4096, device=self.device)
+        for _ in range(40):
+            square = square @ square / 4096
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_the_host_does_not_wait_to_count_steps_in_fp16(
+    tmp_path: Path, hook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It launches the next replay before it knows if this one was skipped; not if user code may ask."""
+    own, numbers = Outcomes.possible, list[int]()
+
+    def possible(outcomes: Outcomes) -> list[Any]:
+        states = own(outcomes)
+        numbers.append(len(states))
+        return states
+
+    monkeypatch.setattr(Outcomes, "possible", possible)
+    callback = CUDAGraphCallback(timings=None)
+    train(
+        make(lambda: _Busy(lambda p: torch.optim.AdamW(p, lr=1e-3))),
+        tmp_path,
+        callback,
+        accelerator="gpu",
+        precision="16-mixed",
+        max_epochs=1,
+        train_loader=loader(ragged=False, batches=_STEPS),
+        callbacks=(_User(),) if hook else (),
+        checkpoint_every=0,
+        log_every_n_steps=10**6,
+        watched=False,
+    )
+    assert callback.summary.fit.replayed > _STEPS - 10  # warm-up is longer if the first steps overflow
+    assert (numbers.count(2) > _STEPS / 3) is not hook
+
+
+class _User(pl.Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass

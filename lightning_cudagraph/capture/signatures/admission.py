@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
@@ -57,7 +57,7 @@ class Admission(Generic[T]):
         self._short_lives = 0  # in a row
         self._first: Signature | None = None  # that had a graph
         self._have_several = False
-        self._sizes: dict[tuple[str, int], set[int]] = {}
+        self._sizes: dict[tuple[str, int | None], set[Any]] = {}
 
     def refusal(self, signature: Signature, accumulation: AccumulationPhase) -> str:
         """Return the reason why a batch must run eagerly; empty if its signature has or gets a graph."""
@@ -168,12 +168,15 @@ class Admission(Generic[T]):
 
     @property
     def remedy(self) -> str:
-        """The dimension of batches that varies most and what to do about it; empty if none does."""
+        """The part of batches that varies most, and what to do about it; empty if none does."""
         sizes = {place: len(found) for place, found in self._sizes.items() if len(found) > 1}
         if not sizes:
             return ""
         (path, dimension), number = max(sizes.items(), key=lambda item: item[1])
         most = self._run.max_signatures
-        up_to = f"at most {most} lengths" if most > 1 else "one length"
         least = "more than " if number >= _MAX_COUNTED else ""
+        if dimension is None:
+            where = self._graphs.reads.described(path)
+            return f"`{path}`{where} has {least}{number} values; pass it as a tensor"
+        up_to = f"at most {most} lengths" if most > 1 else "one length"
         return f"dimension {dimension} of `{path}` has {least}{number} lengths; pad it to {up_to}"

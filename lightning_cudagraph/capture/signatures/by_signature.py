@@ -10,7 +10,9 @@ from torch import Tensor
 
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Replay, Step
+from lightning_cudagraph.device.sentry.sentry import user_location
 from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.host_values import HostReads
 from lightning_cudagraph.tensors.signatures import Signatures
 from lightning_cudagraph.tensors.static import StaticBatch
 
@@ -54,6 +56,7 @@ class GraphsBySignature(Generic[T]):
         signatures: the signatures that have graphs, in all engines of the run.
 
     Attributes:
+        reads: the host values that the captured steps read.
         batches: number of batches so far, as a clock for uses.
         latest: the graphs of the latest replay; None if there is none, or if they are released.
     """
@@ -63,6 +66,7 @@ class GraphsBySignature(Generic[T]):
         self._signatures = signatures
         self._graphs: dict[Signature, GraphsOfSignature[T]] = {}
         self._all: list[CapturedStep[T]] = []
+        self.reads = HostReads(user_location)
         self.batches = 0
         self.latest: GraphsOfSignature[T] | None = None
 
@@ -143,18 +147,18 @@ class GraphsBySignature(Generic[T]):
         graphs = self._graphs.get(signature)
         return None if graphs is None else graphs.static
 
-    def static_for(self, batch: Any) -> tuple[StaticBatch, list[Tensor]] | None:
+    def static_for(self, batch: Any) -> tuple[StaticBatch, list[Tensor], list[Any]] | None:
         """Find the static batch for a batch in host memory or on the device, by a quick comparison.
 
         Returns:
-            The static batch, and the tensors of the batch in the order of its buffers. Or None.
+            The static batch, and the tensors and host values of the batch in its order. Or None.
         """
         for graphs in self._latest_first():
             # Loaders leave batches in host memory, or already on the device.
-            tensors = graphs.static.tensors_of(batch, "cpu")
-            tensors = tensors or graphs.static.tensors_of(batch, self._device_type)
-            if tensors is not None:
-                return graphs.static, tensors
+            leaves = graphs.static.leaves_of(batch, "cpu")
+            leaves = leaves or graphs.static.leaves_of(batch, self._device_type)
+            if leaves is not None:
+                return graphs.static, *leaves
         return None
 
     def known(self, step: Replay[T]) -> GraphsOfSignature[T] | None:
@@ -167,7 +171,7 @@ class GraphsBySignature(Generic[T]):
         if step.specialization != graphs.specialization:
             return False
         static, batch = graphs.static, step.batch
-        return batch is static.batch or static.tensors_of(batch, self._device_type) is not None
+        return batch is static.batch or static.leaves_of(batch, self._device_type) is not None
 
     def _latest_first(self) -> list[GraphsOfSignature[T]]:
         latest = self.latest

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,7 +33,11 @@ from lightning_cudagraph.device.sentry.first_refusal import (
 )
 from lightning_cudagraph.device.sentry.sentry import user_location
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
+from lightning_cudagraph.tensors.host_values import HostValue
 from lightning_cudagraph.tensors.local import address_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["FrozenIndex", "StepAudit", "effect_error", "frozen_python_audit"]
 
@@ -43,43 +47,21 @@ _HOST_HOOK = (
 )
 
 
-def _refuse(name: str) -> Any:
-    def used(self: FrozenIndex, *args: Any) -> Any:
-        refuse(frozen_read(self._name, user_location()))
-        return getattr(self._value, name)(*args)
-
-    used.__name__ = name
-    return used
-
-
-class FrozenIndex:
-    """An integer that the step may pass on, but not read.
-
-    Not a subclass of `int`: C code, such as torch's, would read its value without a call.
+class FrozenIndex(HostValue):
+    """An integer that the step may pass on, but not read; each read is refused.
 
     Args:
         name: its name for the user.
         value: its value, for a step that goes on after it was refused.
     """
 
-    def __init__(self, name: str, value: int) -> None:
-        self._name = name
-        self._value = value
+    def __new__(cls, name: str, value: int) -> Self:
+        return super().__new__(cls, value)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return int
+    def __init__(self, name: str, value: int) -> None:
+        super().__init__(value, lambda: refuse(frozen_read(name, user_location())))
 
     __hash__ = object.__hash__
-
-
-_OPERATIONS = """
-    abs add and bool ceil divmod eq float floor floordiv format ge gt index int invert le lshift lt
-    mod mul ne neg or pos pow radd rand rdivmod repr rfloordiv rlshift rmod rmul ror round rpow
-    rrshift rshift rsub rtruediv rxor str sub truediv trunc xor
-"""
-for _name in _OPERATIONS.split():
-    setattr(FrozenIndex, f"__{_name}__", _refuse(f"__{_name}__"))
 
 
 def _nothing() -> None:

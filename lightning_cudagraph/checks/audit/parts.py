@@ -40,6 +40,7 @@ __all__ = [
     "Moved",
     "Node",
     "in_words",
+    "items_of",
     "joined",
     "node_of",
     "same",
@@ -195,6 +196,15 @@ class Moved(NamedTuple):
         return self.node.path if self.label is None else joined(self.node.path, self.label)
 
     @property
+    def part(self) -> tuple[str, str]:
+        """The part that checks clear: of an item that was added or removed, all items of its container.
+
+        A record that grows in every step has another item each time.
+        """
+        is_other_size = (self.was is UNSET or self.now is UNSET) and type(self.label) is Item
+        return self.of, items_of(self.node.path) if is_other_size else self.path
+
+    @property
     def name(self) -> str:
         """The name for users: of an item, the path of its container."""
         is_item = type(self.label) is Item and not _is_table(self.node.path)
@@ -302,6 +312,11 @@ def joined(path: str, label: Any) -> str:
     if type(label) is _Inside:
         return path
     return f"{path}.{label}" if path and label else path or label
+
+
+def items_of(path: str) -> str:
+    """The path of all items of a container."""
+    return f"{path}[...]"
 
 
 # ---- reading and writing the parts, by the kind of object

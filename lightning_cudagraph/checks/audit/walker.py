@@ -62,6 +62,7 @@ from lightning_cudagraph.checks.audit.parts import (
     Item,
     Moved,
     Node,
+    items_of,
     joined,
     node_of,
 )
@@ -141,7 +142,8 @@ class Scope(NamedTuple):
 
     Attributes:
         stops: more classes whose objects are entered only by name.
-        ignored: parts that are not compared, as pairs of a path's start (in words) and the path.
+        ignored: parts that are not compared, as pairs of a path's start (in words) and the path; with
+            `items_of` a path, all items of a container.
         reads: names that the step mentions.
         modules: the roots for a module that is found outside of the model.
         omitted: the keys that are left out of a dictionary that is compared by name.
@@ -470,6 +472,8 @@ class Walk:
         if not is_attributes and issubclass(type(value), dict):
             names = names | (self._scope.omitted(value) if root.by_name else frozenset())
             ignored = frozenset({Item(name) for name in names})
+        if not is_attributes and (of, items_of(path)) in self._scope.ignored:
+            return
         how = How(is_attributes, root.in_tuple, self._scope.in_capture)
         seen = attributes if is_attributes else value
         self._take(node_of(seen, value, path, of, how, ignored=ignored, **self._reading(root)), root)

@@ -164,7 +164,7 @@ class Guards:
     def clear_doubt(self) -> None:
         """Drop the suspicion: a check has found the step unchanged by it."""
         if self.doubt:
-            self._cleared.update({(moved.of, moved.path) for moved in self._moved})
+            self._cleared.update({moved.part for moved in self._moved})
             self._take_walk()
 
     def _walk_of(
@@ -172,17 +172,17 @@ class Guards:
     ) -> Walk:
         """A walk over the objects that the steps can reach: modules, globals, closures and others."""
         users = self._named(mentioned.of_users_objects())
-        known = users | self._named(mentioned.names)
+        reads = self._readable(mentioned)
 
         def modules(model: nn.Module, path: str, of: str) -> Iterator[Root]:
-            yield from self._roots_of_modules(model, path, users, known)
+            yield from self._roots_of_modules(model, path, reads)
 
         omitted = _rates_unless_mentioned(mentioned, users)
         scope = Scope(self._stops, ignored, users, modules, omitted)
         roots = [
             Root(os.environ, "os.environ", "the process"),
             Root(sys.argv, "sys.argv", "the process"),
-            *self._roots_of_modules(self._model, "", users, known),
+            *self._roots_of_modules(self._model, "", reads),
             *self._roots_of_names(mentioned),
             *outside,
         ]
@@ -200,15 +200,24 @@ class Guards:
         dunder = {name for name in names if name.startswith("__") and name.endswith("__")}
         return frozenset(names - dunder - self._unwatched)
 
+    def readable(self) -> Callable[[nn.Module], frozenset[str]]:
+        """A function of a module: the names of its attributes that the captured steps can have read."""
+        return self._readable(self.all_mentioned())
+
+    def _readable(self, mentioned: MentionedNames) -> Callable[[nn.Module], frozenset[str]]:
+        users = self._named(mentioned.of_users_objects())
+        known = users | self._named(mentioned.names)
+        # Framework code does not read attributes that only the user's class defines.
+        return lambda module: users if _is_users_alone(type(module)) else known
+
     def _roots_of_modules(
-        self, model: nn.Module, before: str, users: frozenset[str], known: frozenset[str]
+        self, model: nn.Module, before: str, reads: Callable[[nn.Module], frozenset[str]]
     ) -> Iterator[Root]:
         """Roots for all modules of a model, and for its parameters.
 
         Args:
             before: the prefix of their names.
-            users: names that the user's code mentions.
-            known: names that any code mentions.
+            reads: as returned by `readable`.
         """
         for name, module in model.named_modules(prefix=before):
             kind = type(module)
@@ -217,11 +226,9 @@ class Guards:
             if self._stays_on_host(module):  # its private attributes and its states are its own affair
                 left_out |= {PRIVATE, *getattr(module, "_defaults", ())}
                 yield Root(module, "", of, left_out, True, reads=frozenset(), is_read=False)
-            elif is_users_class(kind):
-                # Framework code does not read attributes that only the user's class defines.
-                yield Root(module, "", of, left_out, True, users if _is_users_alone(kind) else known)
             else:
-                yield Root(module, "", of, left_out, True, known, by_name=True)
+                by_name = not is_users_class(kind)
+                yield Root(module, "", of, left_out, True, reads(module), by_name=by_name)
         for name, parameter in model.named_parameters(prefix=before):
             yield Root(parameter, "", f"parameter `{name}`")
 
@@ -316,7 +323,9 @@ def _is_users_alone(kind: type) -> bool:
     """True if a module class gets its attributes from user code alone, and from no layer of torch."""
     roots = [nn.Module, *(base for base in lineage(kind) if base.__name__ == "LightningModule")]
     allowed = {above for root in roots for above in lineage(root)}
-    return all(is_users_class(base) or base in allowed for base in lineage(kind))
+    return is_users_class(kind) and all(
+        is_users_class(base) or base in allowed for base in lineage(kind)
+    )
 
 
 def _rates_unless_mentioned(

@@ -52,6 +52,9 @@ class FitClock:
     Args:
         every_n_steps: one in so many optimizer steps is timed, with all its micro-batches; 0 for none.
         waited_s: the host's wait for other processes so far, in seconds.
+
+    Attributes:
+        device_waits_s: the host's wait for the device so far, in seconds.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class FitClock:
         self._every_n_steps = every_n_steps
         self._waited_s = waited_s
         self._waited_before_s = 0.0  # before the next step
+        self.device_waits_s = 0.0
         self._layout_of = lru_cache(MAX_LAYOUTS)(with_lead_in)
         # Preparing a read takes longer than the read, and the same events are read again and again.
         self._event_times = lru_cache(MAX_LAYOUTS)(backend.event_times)
@@ -152,7 +156,11 @@ class FitClock:
 
     def _await_first(self) -> None:
         # The event after the whole step: marks may lie on several streams.
-        self._unread[0].ended.synchronize()
+        ended = self._unread[0].ended
+        if not ended.query():
+            began_s = time.perf_counter()
+            ended.synchronize()
+            self.device_waits_s += time.perf_counter() - began_s
         self._read_first()
 
     def _read_first(self) -> None:

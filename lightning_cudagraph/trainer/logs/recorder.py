@@ -23,6 +23,7 @@ from lightning_cudagraph.compat.method_patches import in_place
 from lightning_cudagraph.compat.names.lightning_names import _ResultCollection
 from lightning_cudagraph.compat.names.torch_names import tree_leaves
 from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.trainer.logs.logged_step import TO_TENSOR, Event, Log, LoggedStep, packed_values
 from lightning_cudagraph.trainer.logs.numbers import LoggedNumbers
 from lightning_cudagraph.trainer.logs.sums import (
@@ -56,6 +57,8 @@ class _Recorder(_ResultCollection):
                 " one step, which a replay cannot renew.",
                 "Leave `enable_graph` out.",
             )
+        if "batch_size" in kwargs:
+            kwargs["batch_size"] = value_of(kwargs["batch_size"])
         _note_batch_size(self._logged_numbers, fx, name, kwargs)
         if isinstance(value, Tensor) and not isinstance(value, Later):
             value = converted(value.detach())  # here, because the step's default dtype decides
@@ -221,6 +224,7 @@ class Logs:
         def to_device_tensor(value: Any, name: str) -> Any:
             if isinstance(value, Later):
                 return value
+            value = value_of(value)
             # A NumPy scalar would be copied to the device; a Python number is a fill, without a copy.
             made = to_tensor(value.item() if isinstance(value, np.generic) else value, name)
             self._note_value(value, made, name)

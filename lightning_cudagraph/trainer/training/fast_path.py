@@ -39,9 +39,14 @@ from lightning_cudagraph.trainer.config.support import (
 )
 from lightning_cudagraph.trainer.training.conditions import AROUND, PATCHED, Conditions
 from lightning_cudagraph.trainer.training.hooks.batch_hooks import BatchHooks
-from lightning_cudagraph.trainer.training.hooks.user_hooks import is_known, undisturbed
+from lightning_cudagraph.trainer.training.hooks.user_hooks import (
+    gradients_unseen,
+    is_known,
+    undisturbed,
+)
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
+from lightning_cudagraph.trainer.training.times.host_times import LOADER, LOGGERS, SCHEDULERS
 from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
 __all__ = ["FastPath"]
@@ -101,7 +106,8 @@ class FastPath:
         # Found once, after a replay, and valid until something other than a replay happens.
         self._looked = False
         self._can = False
-        self._hooks = BatchHooks(run.trainer, run.module, steps)
+        self._hooks = BatchHooks(run, steps)
+        self._host = run.times.host
         self._disturbed = self._starts = self._ends = self._prepares = False
         self._validates = self._accumulates = False
         self._conditions: Conditions
@@ -134,6 +140,7 @@ class FastPath:
                 self._between()
                 self._advance(data_fetcher)
         finally:
+            self._host.abandon()
             self._settle()
 
     def _look(self, data_fetcher: Any) -> bool:
@@ -151,6 +158,7 @@ class FastPath:
         self._prepares = any(
             is_overridden(_PREPARES, owner, DataHooks) for owner in owners if owner is not None
         )
+        self._steps.is_state_unread = gradients_unseen(trainer, module)
         self._validates = loop._should_check_val_epoch()
         self._validation = self._validation_now()
         self._conditions = Conditions(trainer, module)
@@ -192,9 +200,13 @@ class FastPath:
         progress, connector = loop.batch_progress, trainer._logger_connector
         if loop.val_loop.restarting:
             loop.val_loop.restarting = False
-        fetched = next(data_fetcher)
+        host = self._host
+        host.begin()
+        with host.of(LOADER):
+            fetched = next(data_fetcher)
         if self._conditions.changed():
             self._give_way()
+            host.abandon()
             self._settle()
             self._original(_Fetched(fetched, data_fetcher.done))
             return
@@ -231,9 +243,10 @@ class FastPath:
         total.processed += 1
         current.processed += 1
         if trainer.lr_scheduler_configs:
-            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-            if is_last:
-                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            with host.of(SCHEDULERS):
+                loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+                if is_last:
+                    loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skips:
             raise StopIteration
         if self._ends or not self._looked:
@@ -245,15 +258,17 @@ class FastPath:
         current.completed += 1
         self._accumulates = not is_last and current.ready % trainer.accumulate_grad_batches != 0
         if not self._accumulates and self._shows_metrics():
-            self._settle()
-            connector.update_train_step_metrics()
+            with host.of(LOGGERS):
+                self._settle()
+                connector.update_train_step_metrics()
         elif _are_kept(connector):
             self._settle()
 
     def _moved(self, batch: Any) -> Any:
         """The batch on the device."""
         if self._prepares:
-            batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+            with self._host.of_hook(self._module, _PREPARES):
+                batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         if (static := self._transfer.straight(batch, dataloader_idx=0)) is not None:
             return static
         names = vars(self._module)  # `nn.Module.__setattr__` is slow
@@ -268,9 +283,11 @@ class FastPath:
         window = trainer.accumulate_grad_batches
         steps = is_last or (batch_idx + 1) % window == 0
         if self._looked:
+            self._host.look()
             outputs = self._steps.again(batch, batch_idx, batch_idx % window == 0, steps)
             if outputs is not None:
                 return outputs
+        self._host.abandon()
         self._settle()
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
         if not self._module.automatic_optimization:
@@ -291,7 +308,11 @@ class FastPath:
         return bool(is_due or trainer.should_stop or trainer.fast_dev_run)
 
     def _settle(self) -> None:
-        """Let the connector collect the values of the last batch before the next ones replace them."""
+        """Let the connector collect the values of the last batch before the next ones replace them.
+
+        Other code than that of the fast path may follow, and read the optimizer's counters.
+        """
+        self._run.part.optimizer.outcomes.settle()
         self._run.logs.settle()
         if self._owes:
             self._owes = False

@@ -144,7 +144,12 @@ class GraphedTraining:
 
         def settled_metrics(on_step: bool) -> Any:
             run.logs.settle()
-            return metrics(on_step)
+            shown = run.shown
+            if shown.is_drawing and (found := shown.metrics(loop._results.values())) is not None:
+                return found
+            read = metrics(on_step)
+            shown.were_read(read["pbar"])
+            return read
 
         # Lightning and user code that reads the trainer's metrics get them from here.
         patch_method(loop._results, "metrics", settled_metrics, patches)
@@ -244,8 +249,8 @@ class GraphedTraining:
             )
         notes += progress_bar_notes(self._trainer)
         notes += [
-            f"Lightning's own loop ran around {count} step(s), which takes the host some hundred"
-            f" microseconds more each, because {reason}"
+            f"Lightning's own loop ran around {count} step(s), which takes the host longer, because"
+            f" {reason}"
             for reason, count in self._advance.avoided.items()
         ]
         return notes

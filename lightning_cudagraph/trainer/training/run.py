@@ -17,6 +17,7 @@ from lightning_cudagraph.trainer.host_rules import (
     outside_of_model,
 )
 from lightning_cudagraph.trainer.logs.recorder import Logs
+from lightning_cudagraph.trainer.logs.shown import ShownValues
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.replicas import Replicas
@@ -36,6 +37,7 @@ class TrainingRun:
         times: clocks of the run, and the output of their readings.
         part: the optimizer's part of the steps.
         replicas: of the module, in the processes of the run.
+        shown: logged values for the progress bar.
         hooks: those inside a step that run on the host in every replay.
         guards: comparison of what the graphs have baked in.
         carried: rebound attributes: each step binds them to another tensor.
@@ -54,6 +56,7 @@ class TrainingRun:
     guards: Guards = field(init=False)
     carried: ReboundAttributes = field(init=False)
     logs: Logs = field(init=False)
+    shown: ShownValues = field(init=False, default_factory=ShownValues)
 
     def __post_init__(self) -> None:
         trainer, module, harmless = self.trainer, self.module, self.settings.harmless

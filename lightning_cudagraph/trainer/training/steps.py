@@ -38,6 +38,7 @@ from lightning_cudagraph.trainer.training.eager_steps import EagerSteps
 from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.baseline import PlainSteps
+from lightning_cudagraph.trainer.training.times.host_times import AT_BREAKS
 from lightning_cudagraph.trainer.training.times.run_times import step_number
 from lightning_cudagraph.trainer.training.transfer import BatchTransfer
 
@@ -52,6 +53,8 @@ class TrainingSteps:
     Attributes:
         phase: of the previous step.
         is_in_step: True while a step is under way.
+        is_state_unread: True if no user code between two replays can read the optimizer's state; set by
+            the fast path.
         transfer: set by `install`.
     """
 
@@ -82,7 +85,7 @@ class TrainingSteps:
             for accumulation in starmap(AccumulationPhase, product((False, True), repeat=3))
         }
         self.phase = Phase.EAGER
-        self.is_in_step = False
+        self.is_in_step = self.is_state_unread = False
         self._is_in_optimizer = False  # in an eager step, whose closure the optimizer calls
 
     def install(self, patches: ExitStack) -> None:
@@ -219,7 +222,8 @@ class TrainingSteps:
         if steps:
             total.ready += 1
             current.ready += 1
-        outputs = self._engine.again(replay, self._refreshes[accumulation])
+        with part.optimizer.outcomes.late(self.is_state_unread):
+            outputs = self._engine.again(replay, self._refreshes[accumulation])
         if outputs is None:
             if steps:
                 total.ready -= 1
@@ -247,7 +251,8 @@ class TrainingSteps:
         optimizer = prepared if steps else EagerOptimizer(prepared.optimizer)
         self.is_in_step = True
         try:
-            self._after_replay.in_the_middle(outputs, index, closure, optimizer)
+            with self._run.times.host.of(AT_BREAKS):
+                self._after_replay.in_the_middle(outputs, index, closure, optimizer)
         finally:
             self.is_in_step = False
 

@@ -76,12 +76,12 @@ class BatchTransfer:
         found = self._engine.static_for(batch) if self._unseen else None
         if found is None:
             return None
-        static, tensors = found
+        static, tensors, values = found
         if (copying := self._copying()) is None:
-            static.fill(tensors)
+            static.fill(tensors, values)
         else:
             with copying:
-                static.fill(tensors)
+                static.fill(tensors, values)
         self._handed = static.batch, batch, args, kwargs
         return static.batch
 

@@ -73,12 +73,7 @@ class OptimizerPart:
             return
         try:
             check_optimizer_part(self._trainer)
-            self.optimizer = PreparedOptimizer(
-                optimizer,
-                self._backend.device,
-                self._drop,
-                self.scaler is not None,
-            )
+            self.optimizer = PreparedOptimizer(optimizer, self._backend.device, self._drop)
         except UnsupportedError as error:
             if self._scope == "step" or not error.in_optimizer:
                 raise

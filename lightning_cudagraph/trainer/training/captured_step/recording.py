@@ -22,6 +22,7 @@ from lightning_cudagraph.device.sentry.first_refusal import going_on, refuse
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
+from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.tensors.recomputed import recomputed_apart
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
@@ -270,4 +271,4 @@ def _detached(leaf: Any) -> Any:
                 "Leave it out: `on_train_batch_end` is given it.",
             )
         )
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    return leaf.detach() if isinstance(leaf, Tensor) else value_of(leaf)

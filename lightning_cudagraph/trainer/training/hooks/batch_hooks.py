@@ -6,19 +6,23 @@ one that reads the batch gets a batch that no replay overwrites.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lightning_cudagraph.trainer.config.support import callbacks_of
+from lightning_cudagraph.trainer.profilers import draws_late
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
 from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
 from lightning_cudagraph.trainer.training.hooks.user_hooks import BEFORE_ARGUMENTS, is_known
+from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 
 __all__ = ["BatchHooks"]
 
+_NOTHING = nullcontext()
 _START, _END = "on_train_batch_start", "on_train_batch_end"
 # Those that do nothing.
 _EMPTY = frozenset(
@@ -33,10 +37,12 @@ class BatchHooks:
     `PassThroughProfiler`, so no action is named.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, steps: TrainingSteps) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._names = vars(module)  # `nn.Module.__setattr__` is slow
+    def __init__(self, run: TrainingRun, steps: TrainingSteps) -> None:
+        self._trainer = run.trainer
+        self._module = run.module
+        self._names = vars(run.module)  # `nn.Module.__setattr__` is slow
+        self._shown = run.shown
+        self._host = run.times.host
         self._steps = steps
         self._transfer = steps.transfer
 
@@ -46,19 +52,21 @@ class BatchHooks:
         Returns:
             The batch of the step, and the answer of the module's hook.
         """
-        trainer, module, names = self._trainer, self._module, self._names
+        trainer, module, names, host = self._trainer, self._module, self._names, self._host
         before = names["_current_fx_name"]
         names["_current_fx_name"] = _START
         for callback in callbacks_of(trainer):
             hook: Any = callback.on_train_batch_start
             if _does_something(hook):
                 batch = self._readable(batch, hook, BEFORE_ARGUMENTS)
-                hook(trainer, module, batch, batch_idx)
+                with host.of_hook(callback, _START):
+                    hook(trainer, module, batch, batch_idx)
         response = None
         if _does_something(hook := module.on_train_batch_start):
             names["_current_fx_name"] = _START
             batch = self._readable(batch, hook, 0)
-            response = hook(batch, batch_idx)
+            with host.of_hook(module, _START):
+                response = hook(batch, batch_idx)
         names["_current_fx_name"] = before
         return batch, response
 
@@ -70,7 +78,7 @@ class BatchHooks:
             batch: the batch of the step.
             batch_idx: its index.
         """
-        trainer, module, names = self._trainer, self._module, self._names
+        trainer, module, names, host = self._trainer, self._module, self._names, self._host
         before = names["_current_fx_name"]
         names["_current_fx_name"] = _END
         for callback in callbacks_of(trainer):
@@ -78,12 +86,15 @@ class BatchHooks:
             if _does_something(hook):
                 outputs = self._copied(outputs, hook, BEFORE_ARGUMENTS)
                 batch = self._readable(batch, hook, BEFORE_ARGUMENTS + 1)
-                hook(trainer, module, _given(outputs), batch, batch_idx)
+                drawn = self._shown.drawn() if draws_late(callback) else _NOTHING
+                with host.of_hook(callback, _END), drawn:
+                    hook(trainer, module, _given(outputs), batch, batch_idx)
         if _does_something(hook := module.on_train_batch_end):
             names["_current_fx_name"] = _END
             outputs = self._copied(outputs, hook, 0)
             batch = self._readable(batch, hook, 1)
-            hook(_given(outputs), batch, batch_idx)
+            with host.of_hook(module, _END):
+                hook(_given(outputs), batch, batch_idx)
         names["_current_fx_name"] = before
 
     def _readable(self, batch: Any, hook: Any, position: int) -> Any:

@@ -41,8 +41,10 @@ from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.readings.windows import ReadingWindow
+from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.profilers import delay_notes
 from lightning_cudagraph.trainer.replicas import has_replicas
+from lightning_cudagraph.trainer.training.times.host_times import HostTimes, host_lines
 
 __all__ = ["RunTimes", "batch_of_step", "ended_by", "step_number"]
 
@@ -78,6 +80,7 @@ class RunTimes:
         names: the timed layers.
         off: notes on features that are off because private names of other packages are missing.
         pace: step times on the host.
+        host: times of the host between replays.
         clock: times of replays, or of the steps of an eager run.
         eager_clock: times of the eager step of the warm-up, for comparison.
         eager: the readings of `eager_clock`.
@@ -142,6 +145,7 @@ class RunTimes:
             self._every_n_steps,
             *([] if run is None else [run.waited_s]),
         )
+        self.host = HostTimes(backend, lambda: self.clock.device_waits_s)
         self.eager_clock = FitClock(
             backend, [WholeSteps([self.eager], apart=True)], min(self._every_n_steps, 1)
         )
@@ -216,7 +220,10 @@ class RunTimes:
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
         return replace(
             summary,
-            times=tuple(time_lines(graph, eager, ranks, event_host_us)),
+            times=(
+                *time_lines(graph, eager, ranks, event_host_us),
+                *host_lines(self.host, callbacks_of(self._trainer)),
+            ),
             layers=tuple(layer_lines(graph, eager)),
             notes=(*summary.notes, *notes),
             tensorboard_dir=_tensorboard_dir(self._trainer),

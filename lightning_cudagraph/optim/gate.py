@@ -1,0 +1,109 @@
+"""Gate around an optimizer step that a gradient scaler may skip: a skipped step changes no memory.
+
+The step is always taken. Ops with a form that leaves its target alone after an overflow, bit for bit,
+run in that form (`scalar_ops.py`). Memory that any other op of the step writes is copied before, and
+`torch.where` restores it. A learning rate of zero would not do: momentum and averages move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
+from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.tensors.local import local
+from lightning_cudagraph.tensors.writes import storage_id, tensors_in, written_by
+
+__all__ = ["Gate"]
+
+
+class Gate(OwnDispatchMode):
+    """Dispatch mode that finds the older memory that a step writes, and keeps copies of it.
+
+    Args:
+        overflowed: 1 on the device if the step is skipped, else 0; fused kernels read it.
+        last_was_skipped: until the end of the step, true on the device if the step before was skipped.
+
+    Attributes:
+        skip: the same as a bool.
+        is_open: True while the step runs under the mode.
+        restored: the number of tensors that were copied and restored.
+    """
+
+    def __init__(self, overflowed: Tensor, last_was_skipped: Tensor) -> None:
+        super().__init__()
+        self.last_was_skipped = last_was_skipped
+        self.overflowed = overflowed
+        self.skip = overflowed.ne(0)
+        self.is_open = False
+        self._made: set[int] = set()
+        # By storage, offset, shape and strides: the tensor, and a copy of it.
+        self._saved: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self.restored = 0
+        self._passes = False
+
+    def __enter__(self) -> Any:
+        self.is_open = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.is_open = False
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise CaptureError(
+                f"The step of the optimizer draws random numbers (`{func.name()}`), which a step that"
+                " overflows in fp16 must not do.",
+                "Use bf16, or another optimizer, to have its step in the graph too.",
+                in_optimizer=True,
+            )
+        if not self._passes and kwargs.get("found_inf") is None:
+            self.save(t for t in written_by(func, args, kwargs) if self.holds(t))
+        result = func(*args, **kwargs)
+        given = {storage_id(t) for t in tensors_in(args, kwargs)}
+        self._made |= {storage_id(t) for t in tensors_in(result)} - given
+        return result
+
+    def holds(self, tensor: Tensor) -> bool:
+        """True for memory that is older than the step, which must not change if it is skipped."""
+        return storage_id(tensor) not in self._made
+
+    def save(self, tensors: Iterable[Tensor]) -> None:
+        """Keep copies of tensors as they are now, to restore them."""
+        for tensor in tensors:
+            own = local(tensor).detach()
+            key = (storage_id(own), own.storage_offset(), own.shape, own.stride())
+            if key not in self._saved:
+                self._saved[key] = own, own.clone()
+
+    def restore(self) -> None:
+        """Restore what was copied, on the device, if the step is skipped."""
+        with torch.no_grad():
+            # Two may share memory: the copy saved first holds the state before.
+            for tensor, before in reversed(self._saved.values()):
+                torch.where(self.skip, before, tensor, out=tensor)
+        self.restored = len(self._saved)
+        self._saved.clear()  # their memory is free for the rest of the graph
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Let the enclosed ops write: they leave their targets alone if the step is skipped."""
+        before, self._passes = self._passes, True
+        try:
+            yield
+        finally:
+            self._passes = before
+
+    def put(self, target: Tensor, value: Tensor) -> Tensor:
+        """Write a value into a tensor, unless the step is skipped."""
+        with self.passing():
+            return torch.where(self.skip, target, value, out=target)

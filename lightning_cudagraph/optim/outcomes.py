@@ -1,0 +1,116 @@
+"""Outcomes of replayed optimizer steps that a gradient scaler may have skipped, read late.
+
+A skipped step is not counted, and the host would have to wait for each replay to know the counters of
+the next. Instead, the numbers of a replay are computed twice, for both outcomes of the replay before,
+and the graph takes those of the outcome that it finds. The host waits only for the replay before that
+one, and the device has one to do meanwhile. Counters in host memory are right after `settle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.optim.host_program import State
+
+__all__ = ["Outcomes"]
+
+
+class _Flag:
+    """A flag of the device, read later."""
+
+    def __init__(self, flag: Tensor) -> None:
+        self._event = torch.cuda.Event() if flag.is_cuda else None
+        if self._event is None:
+            self._value = flag.clone()
+        else:
+            self._value = torch.empty_like(flag, device="cpu", pin_memory=True)
+            self._value.copy_(flag, non_blocking=True)
+            self._event.record()
+
+    def is_known(self) -> bool:
+        """True if the host need not wait. On the emulator it is to do what it does for a GPU."""
+        return self._event is not None and self._event.query()
+
+    def read(self) -> bool:
+        """The value; waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._value)
+
+
+@dataclass
+class _Step:
+    """A replayed step.
+
+    Attributes:
+        was_skipped: its outcome.
+        ends: the state that it ends in if it is done: one, or for both outcomes (done, skipped) of the
+            step before.
+    """
+
+    was_skipped: _Flag
+    ends: list[State]
+
+
+class Outcomes:
+    """The steps of one optimizer with an outcome that the host does not know yet: two at most.
+
+    Args:
+        write: writes a state to host memory.
+    """
+
+    def __init__(self, write: Callable[[State], None]) -> None:
+        self._write = write
+        self._open: list[_Step] = []
+        self._may_be_late = False
+
+    @contextmanager
+    def late(self, may_be: bool) -> Iterator[None]:
+        """Do not wait for the replays in the `with` block, if nothing reads the state until `settle`."""
+        self._may_be_late = may_be
+        try:
+            yield
+        finally:
+            self._may_be_late = False
+
+    def possible(self) -> list[State]:
+        """The states that a step may begin with, as changes of what is in host memory.
+
+        Returns:
+            One, or two: that after the last step if it was done, and if it was skipped.
+        """
+        while len(self._open) > 1 or (self._open and self._open[0].was_skipped.is_known()):
+            self._learn()
+        return [self._open[0].ends[0], {}] if self._open else [{}]
+
+    def add(self, skipped: Tensor, ends: list[State]) -> None:
+        """Add a step that has been launched.
+
+        Args:
+            skipped: true on the device, after the step, if it was skipped.
+            ends: for each of `possible`, the state that the step ends in if it is done.
+        """
+        self._open.append(_Step(_Flag(skipped), ends))
+        if not self._may_be_late:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for all steps, and bring the state in host memory up to date."""
+        try:
+            while self._open:
+                self._learn()
+        finally:
+            self._open.clear()  # a device that has failed says it once
+
+    def _learn(self) -> None:
+        step = self._open.pop(0)
+        was_skipped = step.was_skipped.read()
+        if not was_skipped:
+            self._write(step.ends[0])
+        for later in self._open:
+            later.ends = [later.ends[was_skipped]]

@@ -1,0 +1,257 @@
+"""Strings, numbers and paths in batches: part of the signature only if the captured step reads them.
+
+`tests/gpu/test_host_values.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.tensors.host_values import HostReads, HostValue
+from tests.harness import Net, Trace, assert_same, differences, make, train
+
+BATCHES, WARMUP = 12, 3
+SIZE = "ignore:Trying to infer the `batch_size`"
+
+
+def data(two_tasks: bool = True) -> Any:
+    """Batches with other names, ids and lengths in each, and tasks in turn."""
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(
+        [
+            {
+                "x": torch.randn(8, 12, generator=generator),
+                "y": torch.randint(0, 4, (8,), generator=generator),
+                "names": [f"{index}_{row}.png" for row in range(8)],
+                "path": PurePosixPath(f"/data/{index}"),
+                "id": index,
+                "weight": 1.5 + index,
+                "task": "ab"[index % (1 + two_tasks)],
+            }
+            for index in range(BATCHES)
+        ],
+        batch_size=None,
+    )  # type: ignore[arg-type]
+
+
+class Reads(Net):
+    """Passes the loss and the batch to a function."""
+
+    def __init__(self, use: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.use = use
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step((batch["x"], batch["y"]), batch_idx)["loss"]
+        return self.use(loss, batch)
+
+
+def ignores(loss: Tensor, batch: Any) -> Tensor:
+    """Uses the types of values, and passes them on."""
+    assert isinstance(batch["id"], int)
+    assert not isinstance(batch["id"], (str, bool))
+    assert all(isinstance(name, str) for name in copy.deepcopy(batch["names"]))
+    assert batch["task"] is not None
+    return loss
+
+
+def branches(loss: Tensor, batch: Any) -> Tensor:
+    return loss * 2 if batch["task"] == "b" else loss
+
+
+def looks_up(loss: Tensor, batch: Any) -> Tensor:
+    return loss * {"a": 1.0, "b": 3.0}[batch["task"]]
+
+
+def splits(loss: Tensor, batch: Any) -> Tensor:
+    return loss * (1 + int(str(batch["path"].name)) % 2)
+
+
+def multiplies(loss: Tensor, batch: Any) -> Tensor:
+    return loss * batch["weight"]
+
+
+def multiplies_from_the_left(loss: Tensor, batch: Any) -> Tensor:
+    return (1 + batch["id"]) * loss
+
+
+def joins(loss: Tensor, batch: Any) -> Tensor:
+    return loss * len("".join(batch["names"]))
+
+
+def fills(loss: Tensor, batch: Any) -> Tensor:
+    return loss * torch.full((), 1 + 0 * batch["id"], device=loss.device)
+
+
+def fills_at_once(loss: Tensor, batch: Any) -> Tensor:
+    return loss + torch.full((), batch["id"], device=loss.device)
+
+
+def returns(loss: Tensor, batch: Any) -> Any:
+    return {"loss": loss, "id": batch["id"]}
+
+
+class Filling(Reads):
+    def __init__(self) -> None:
+        super().__init__(fills_at_once)
+
+
+class Branching(Reads):
+    def __init__(self) -> None:
+        super().__init__(branches)
+
+
+def both(
+    tmp_path: Path, accelerator: str, use: Callable[[Tensor, Any], Any], **kwargs: Any
+) -> tuple[Trace, Trace]:
+    """Train without and with the callback."""
+    kwargs = {"accelerator": accelerator, "max_epochs": 2, **kwargs}
+    plain, graph = (
+        train(make(lambda: Reads(use)), tmp_path / name, ours, train_loader=data(), **kwargs)
+        for name, ours in (("plain", None), ("graph", CUDAGraphCallback()))
+    )
+    return plain, graph
+
+
+@pytest.mark.filterwarnings(SIZE)
+def test_values_that_the_step_does_not_read(tmp_path: Path, accelerator: str) -> None:
+    plain, graph = both(tmp_path, accelerator, ignores)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 1
+    assert graph.counts.replayed == 2 * BATCHES - WARMUP
+
+
+@pytest.mark.filterwarnings(SIZE)
+@pytest.mark.parametrize("use", [branches, looks_up], ids=lambda use: use.__name__)
+def test_a_value_that_is_read_has_a_graph_for_each(
+    tmp_path: Path, accelerator: str, use: Callable[[Tensor, Any], Any]
+) -> None:
+    plain, graph = both(tmp_path, accelerator, use, max_epochs=3)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 2
+    assert graph.counts.replayed == 3 * BATCHES - WARMUP
+
+
+@pytest.mark.filterwarnings(SIZE)
+@pytest.mark.parametrize(
+    ("use", "path"),
+    [
+        (splits, "batch['path']"),
+        (multiplies, "batch['weight']"),
+        (multiplies_from_the_left, "batch['id']"),
+        (joins, "batch['names'][0]"),
+        (fills, "batch['id']"),
+        (fills_at_once, "batch['id']"),
+        (returns, "batch['id']"),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_a_value_that_is_read_and_differs_in_each(
+    tmp_path: Path, accelerator: str, use: Callable[[Tensor, Any], Any], path: str
+) -> None:
+    plain, graph = both(tmp_path, accelerator, use, max_epochs=3)
+    assert_same(plain, graph)
+    assert 0 < graph.counts.replayed < BATCHES
+    assert all(f"`{path}`" in reason for reason in graph.counts.eager if reason != "other reasons")
+
+
+@pytest.mark.filterwarnings(SIZE)
+def test_the_report_names_the_value_and_the_line(tmp_path: Path, accelerator: str) -> None:
+    _, graph = both(tmp_path, accelerator, multiplies_from_the_left, max_epochs=9)
+    assert graph.callback is not None
+    pattern = r"`batch\['id'\]`, which the step reads at .*test_host_values.*, has \d+ values; pass it"
+    assert re.search(pattern, str(graph.callback.summary))
+
+
+@pytest.mark.filterwarnings(SIZE)
+def test_c_code_gets_the_value_itself(tmp_path: Path, accelerator: str) -> None:
+    """Numbers count then; names that nothing reads still do not."""
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 3}
+
+    def constant() -> Any:
+        batches = [{**batch, "id": 3, "weight": 2.0} for batch in data(two_tasks=False)]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+    plain, graph = (
+        train(make(Filling), tmp_path / name, ours, train_loader=constant(), **kwargs)
+        for name, ours in (("plain", None), ("graph", CUDAGraphCallback()))
+    )
+    assert_same(plain, graph)
+    assert graph.counts.captures == 1
+    assert graph.counts.replayed == 3 * BATCHES - WARMUP
+    assert graph.callback is not None
+    assert "all numbers of a batch are part of its signature" in str(graph.callback.summary)
+
+
+@pytest.mark.filterwarnings(SIZE)
+def test_control_without_notes_of_reads(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two graphs become one, which is wrong for every other batch."""
+    monkeypatch.setattr(HostReads, "noting", lambda self, path, value: HostValue(value, lambda: None))
+    plain, graph = (
+        train(make(Branching), tmp_path / name, ours, train_loader=data(), accelerator=accelerator)
+        for name, ours in (("plain", None), ("graph", CUDAGraphCallback(verify=None)))
+    )
+    assert differences(plain, graph)
+
+
+@pytest.mark.parametrize(
+    "value", ["text", b"bytes", 7, 2.5, 1 + 2j, PurePosixPath("/a/b"), np.float32(3), np.int64(-2)]
+)
+def test_a_host_value_behaves_as_its_value(value: Any) -> None:
+    read: list[None] = []
+    held = HostValue(value, lambda: read.append(None))
+    assert isinstance(held, type(value))
+    assert held is copy.copy(held) is copy.deepcopy(held)
+    assert not read
+    truth = () if isinstance(value, PurePosixPath) else (bool,)
+    for use in (*truth, str, repr, hash, lambda v: v == value, lambda v: v != value, lambda v: f"{v}"):
+        read.clear()
+        assert use(held) == use(value)
+        assert read, use
+    for name in ("__len__", "__iter__", "__index__", "__fspath__", "__float__"):
+        assert (getattr(type(held), name, None) is None) == (not hasattr(value, name))
+    conversions = (len, iter, list, abs, float, int, complex, round, pickle.dumps)
+    for use in (*conversions, lambda v: v + v, lambda v: 3 * v):
+        try:
+            expected = use(value)
+        except (TypeError, ValueError):
+            with pytest.raises((TypeError, ValueError)):
+                use(held)
+            continue
+        read.clear()
+        if use is not iter and use is not pickle.dumps:
+            assert use(held) == expected
+        else:
+            use(held)
+        assert read, use
+
+
+def test_operators_of_tensors_with_host_values() -> None:
+    x = torch.tensor([1.0, 2.0])
+    three = HostValue(3, lambda: None)
+    for use in (
+        lambda v: x * v,
+        lambda v: v * x,
+        lambda v: x - v,
+        lambda v: v - x,
+        lambda v: v / x,
+        lambda v: x**v,
+        lambda v: v**x,
+        lambda v: x > v,
+        lambda v: x.view(HostValue(2, lambda: None), -1) * v,
+    ):
+        assert torch.equal(use(three), use(3))
