@@ -151,6 +151,7 @@ class Scope(NamedTuple):
             classes, but no library objects, which fill caches; draws from host generators count as
             changes; and until `release` iterators are replaced by ones that refuse draws.
         harmless: paths of iterators that are not replaced.
+        enters: classes whose objects are entered, although walks stop at them by default.
     """
 
     stops: tuple[type, ...] = ()
@@ -160,6 +161,7 @@ class Scope(NamedTuple):
     omitted: Callable[[dict[Any, Any]], frozenset[str]] = _nothing
     in_capture: bool = False
     harmless: frozenset[str] = frozenset()
+    enters: tuple[type, ...] = ()
 
 
 _EVERYTHING = Scope()
@@ -180,7 +182,7 @@ class Walk:
 
     def __init__(self, roots: Iterable[Root] = (), scope: Scope = _EVERYTHING) -> None:
         self._scope = scope
-        self._stops = (*_STOPS, *scope.stops)
+        self._stops = (*(stop for stop in _STOPS if stop not in scope.enters), *scope.stops)
         self._roots = [*roots]
         self._begin()
 
@@ -213,6 +215,11 @@ class Walk:
     def _enqueue(self, roots: Iterable[Root]) -> None:
         for root in roots:
             self._enqueue_one(root)
+
+    @property
+    def reached(self) -> list[Any]:
+        """The objects that were entered."""
+        return [*self._seen.values()]
 
     def watches(self, holder: Any) -> bool:
         """True if this very object is compared."""
