@@ -248,9 +248,9 @@ def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif what == "mirror":
         fill, filled = Stage.fill, []
 
-        def for_a_while(self: Stage, numbers: list[float]) -> None:
+        def for_a_while(self: Stage, rows: list[tuple[float, float, float]]) -> None:
             if len(filled) < 3:
-                fill(self, numbers)
+                fill(self, rows)
             filled.append(True)
 
         monkeypatch.setattr(Stage, "fill", for_a_while)

@@ -168,9 +168,9 @@ def _freeze_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of this package: the learning rate is brought to the graph in the first epoch only."""
     original = Stage.fill
 
-    def fill(self: Stage, numbers: list[float]) -> None:
-        if abs(numbers[0]) > 5e-3:
-            original(self, numbers)
+    def fill(self: Stage, rows: list[tuple[float, float, float]]) -> None:
+        if abs(rows[0][0]) > 5e-3:
+            original(self, rows)
 
     monkeypatch.setattr(Stage, "fill", fill)
 
