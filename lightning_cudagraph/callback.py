@@ -188,8 +188,9 @@ class CUDAGraphCallback(Callback):
     ) -> DiagnosisReport:
         """List all that keeps the training step of a module from being captured, with these arguments.
 
-        A copy of the module trains for a few steps, on the emulator where there is no GPU. The module
-        and the random states are as before; what the step prints or writes is printed and written.
+        A copy of the module trains for a few steps, on the emulator where there is no GPU. The module,
+        the dataloaders and the random states are as before; what the step prints or writes is printed
+        and written.
 
         Args:
             module: the module.
@@ -198,8 +199,8 @@ class CUDAGraphCallback(Callback):
                 few steps, without loggers and checkpoints. None for one with Lightning's defaults.
 
         Returns:
-            The report, with `findings`, `notes` and `is_captured`; `str` of it is what the command line
-            prints.
+            The report, with `findings`, `notes`, `estimate` and `is_captured`; `str` of it is what the
+            command line prints.
 
         Example::
 

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import csv
 import functools
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from fnmatch import fnmatch
@@ -353,7 +353,7 @@ def _written(way: _Way) -> str:
 
 def _differing(one: Any, other: Any, way: _Way) -> Iterator[_Way]:
     # By hand, because pytrees write the path of every leaf, which takes longer than many a run.
-    if isinstance(one, dict) and isinstance(other, dict):
+    if isinstance(one, _MAPPINGS) and isinstance(other, _MAPPINGS):
         for key, value in one.items():
             if key in other:
                 yield from _differing(value, other[key], (way, key))
@@ -373,6 +373,7 @@ def _differing(one: Any, other: Any, way: _Way) -> Iterator[_Way]:
 
 
 _SEQUENCES = (list, tuple, deque)
+_MAPPINGS = (dict, UserDict)  # the latter are batches of Hugging Face's collators
 
 
 def _is_same(one: Any, other: Any) -> bool:

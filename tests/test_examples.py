@@ -5,6 +5,9 @@ On a CPU in small settings; `tests/gpu` collects these tests again, in the full 
 
 from __future__ import annotations
 
+import importlib
+import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,18 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from examples import plain_loop, profile_any_graph
 from examples.char_gpt import CharData, CharGPT
 from examples.digits import DigitsCNN, DigitsData
+from examples.dlrm import DLRM, ClicksData
 from examples.gan import GAN, circle
 from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.trainer.command.cli import main
 from tests.harness import assert_same, differences, make, train
+
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def char_gpt(accelerator: str) -> tuple[Callable[[], pl.LightningModule], pl.LightningDataModule]:
@@ -40,9 +48,39 @@ def digits(accelerator: str) -> tuple[Callable[[], pl.LightningModule], pl.Light
     return lambda: DigitsCNN(channels=channels, lr_decay_epochs=1), DigitsData(batch_size=128)
 
 
+def bert(accelerator: str) -> tuple[Callable[[], pl.LightningModule], pl.LightningDataModule]:
+    pytest.importorskip("transformers")
+    from examples.bert import BertClassifier, PassagesData
+
+    size: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 256}
+    if accelerator == "gpu":
+        size = {}
+    data = PassagesData(
+        batch_size=16, max_length=32, max_passages=24, vocab_size=size.get("vocab_size", 4096)
+    )
+    return lambda: BertClassifier(**size, warmup_steps=5), data
+
+
+def dlrm(accelerator: str) -> tuple[Callable[[], pl.LightningModule], pl.LightningDataModule]:
+    size: dict[str, Any] = {"tables": 4, "rows": 50}
+    if accelerator == "gpu":
+        size = {}
+    return lambda: DLRM(**size), ClicksData(batch_size=32, **size, train_batches=12, val_batches=2)
+
+
+def image_classifier(
+    accelerator: str,
+) -> tuple[Callable[[], pl.LightningModule], pl.LightningDataModule]:
+    pytest.importorskip("torchvision")
+    from examples.image_classifier import AugmentedDigits, ImageClassifier
+
+    name = "resnet18" if accelerator == "gpu" else "squeezenet1_1"
+    return lambda: ImageClassifier(name), AugmentedDigits(batch_size=161)
+
+
 @pytest.mark.spread
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("example", [char_gpt, digits])
+@pytest.mark.parametrize("example", [char_gpt, digits, bert, dlrm, image_classifier])
 def test_example(
     tmp_path: Path, accelerator: str, example: Any, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +101,8 @@ def test_example(
             max_epochs=2,
             precision=precision,
             checkpoint_every=20,
-            gradient_clip_val=1.0 if example is char_gpt else None,
+            gradient_clip_val=1.0 if example in (char_gpt, bert) else None,
+            callbacks=(EMAWeightAveraging(decay=0.9),) if example is image_classifier else (),
         )
 
     plain, again, graph = run("a", None), run("b", None), run("c", CUDAGraphCallback())
@@ -71,6 +110,52 @@ def test_example(
     assert_same(plain, graph)
     assert graph.counts.captures == 1
     assert graph.counts.replayed >= graph.final["global_step"] - 3 - 2
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "package", "fewer"),
+    [
+        ("bert", "transformers", ["--data.max_passages=16"]),
+        ("digits", "sklearn", ["--data.batch_size=16"]),
+        ("dlrm", "torch", ["--data.train_batches=6"]),
+        ("image_classifier", "torchvision", ["--data.batch_size=4", "--model.name=squeezenet1_1"]),
+    ],
+)
+def test_the_config(
+    tmp_path: Path,
+    name: str,
+    package: str,
+    fewer: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The command in the docstring of an example and in its configs, on fewer steps."""
+    pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-cudagraph"])
+    configs = [CONFIGS / f"{name}.yaml", CONFIGS / f"{name}_cpu.yaml"]
+    for config in configs:
+        assert f"lightning-cudagraph fit --config configs/{name}.yaml" in config.read_text()
+    named = [argument for config in configs for argument in ("--config", str(config))]
+    shorter = ["max_epochs=1", "limit_train_batches=6", "limit_val_batches=1", "accelerator=cpu"]
+    fewer = [*(f"--trainer.{argument}" for argument in shorter), *fewer]
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        main(["fit", *named, *fewer])
+    assert "lightning_cudagraph: 3 of 6 steps replayed (50.0%)" in caplog.text
+    assert [*(tmp_path / "runs" / name).rglob("events.out.tfevents.*")]
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("bert", "tokenizers"), ("image_classifier", "torchvision")]
+)
+def test_a_library_that_is_not_installed(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"examples.{name}", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=rf"^examples/{name}.py needs .* `?pip install \w+`?$"):
+        importlib.import_module(f"examples.{name}")
 
 
 @pytest.mark.spread(2)

@@ -76,7 +76,7 @@ def looks_up(loss: Tensor, batch: Any) -> Tensor:
 
 
 def splits(loss: Tensor, batch: Any) -> Tensor:
-    return loss * (1 + int(str(batch["path"].name)) % 2)
+    return loss * (1 + int(batch["names"][1].split("_")[0]) % 2)
 
 
 def multiplies(loss: Tensor, batch: Any) -> Tensor:
@@ -148,7 +148,7 @@ def test_a_value_that_is_read_has_a_graph_for_each(
 @pytest.mark.parametrize(
     ("use", "path"),
     [
-        (splits, "batch['path']"),
+        (splits, "batch['names'][1]"),
         (multiplies, "batch['weight']"),
         (multiplies_from_the_left, "batch['id']"),
         (joins, "batch['names'][0]"),

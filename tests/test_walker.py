@@ -130,6 +130,15 @@ def test_generators_and_iterators_are_seen_to_move() -> None:
     assert _changed(holder, lambda: next(items)) != []
 
 
+@pytest.mark.parametrize("make", [lambda: iter(range(9)), lambda: reversed(range(9)), lambda: range(9)])
+def test_ranges_are_compared_by_value(make: Callable[[], Any]) -> None:
+    """An iterator makes another range each time that it is asked for its position."""
+    holder = Holder(numbers=make())
+    assert _changed(holder, lambda: None) == []
+    if not isinstance(holder.numbers, range):
+        assert _changed(holder, lambda: next(holder.numbers)) != []
+
+
 def test_references_that_are_dead_say_nothing() -> None:
     class Kept:
         pass

@@ -33,7 +33,7 @@ UNSET = object()
 
 # Compared by value; all other objects by identity.
 VALUES = frozenset(
-    {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+    {int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size}
 )
 # Installed packages that are not user code.
 _NOT_USERS = (

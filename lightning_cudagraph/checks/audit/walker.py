@@ -151,6 +151,7 @@ class Scope(NamedTuple):
             classes, but no library objects, which fill caches; draws from host generators count as
             changes; and until `release` iterators are replaced by ones that refuse draws.
         harmless: paths of iterators that are not replaced.
+        enters: classes whose objects are entered, although walks stop at them by default.
     """
 
     stops: tuple[type, ...] = ()
@@ -160,6 +161,7 @@ class Scope(NamedTuple):
     omitted: Callable[[dict[Any, Any]], frozenset[str]] = _nothing
     in_capture: bool = False
     harmless: frozenset[str] = frozenset()
+    enters: tuple[type, ...] = ()
 
 
 _EVERYTHING = Scope()
@@ -180,7 +182,7 @@ class Walk:
 
     def __init__(self, roots: Iterable[Root] = (), scope: Scope = _EVERYTHING) -> None:
         self._scope = scope
-        self._stops = (*_STOPS, *scope.stops)
+        self._stops = (*(stop for stop in _STOPS if stop not in scope.enters), *scope.stops)
         self._roots = [*roots]
         self._begin()
 
@@ -213,6 +215,11 @@ class Walk:
     def _enqueue(self, roots: Iterable[Root]) -> None:
         for root in roots:
             self._enqueue_one(root)
+
+    @property
+    def reached(self) -> list[Any]:
+        """The objects that were entered."""
+        return [*self._seen.values()]
 
     def watches(self, holder: Any) -> bool:
         """True if this very object is compared."""
@@ -251,7 +258,9 @@ class Walk:
 
         Equal objects that replaced recorded ones are recorded instead of them.
         """
-        suspects = self._suspects()
+        written = self._dicts.changed()
+        moved = self._moved_nodes()
+        suspects = [*(self._of_dicts[index] for index in written), *moved]
         nodes = [*suspects, *self._read, *(self._large if everything else ())]
         found = [moved for node in nodes for moved in self._of(node)]
         if suspects and not found:
@@ -259,8 +268,10 @@ class Walk:
             if any((node.of, path) not in ignored for node in suspects for path in node.others()):
                 self._begin()  # enter the new objects, which can change by themselves
                 self.be_quick()
-            else:
+            elif moved:
                 self._remember()
+            else:
+                self._dicts.remember(written)
         return found
 
     def be_quick(self) -> None:
@@ -295,9 +306,9 @@ class Walk:
         # The garbage collector does not show keys that are strings.
         return [*gc.get_referents(*self._holders), *chain.from_iterable(self._ordered)]
 
-    def _suspects(self) -> list[Node]:
-        """The nodes that can have changed."""
-        suspects = [self._of_dicts[index] for index in self._dicts.changed()]
+    def _moved_nodes(self) -> list[Node]:
+        """The nodes that can have changed, without those of dictionaries."""
+        suspects: list[Node] = []
         now = self._referents()
         if len(now) != len(self._were):
             suspects += self._held

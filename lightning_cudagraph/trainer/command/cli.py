@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from contextlib import redirect_stdout
 from importlib import import_module
 from typing import Any
@@ -28,8 +29,8 @@ _USAGE = """usage: lightning-cudagraph doctor [--json] --config FILE ...
 
 Run a few training steps, and list all that keeps them from being captured. Arguments such as
 --config are those of `lightning-cudagraph fit`. A function returns a LightningModule, or a tuple of
-it, its dataloader or datamodule, and a Trainer. The exit status is 1 if the step was not
-captured."""
+it, its dataloader or datamodule, and a Trainer. The exit status is 0 if the step was captured, 1
+if not, and 2 if it could not be examined."""
 
 
 def main(args: ArgsType = None) -> None:
@@ -40,7 +41,8 @@ def main(args: ArgsType = None) -> None:
 
     Raises:
         ModuleNotFoundError: if `jsonargparse`, which LightningCLI needs, is missing or too old.
-        SystemExit: from `doctor`, with status 1 if the step was not captured, 2 for wrong arguments.
+        SystemExit: from `doctor`, with status 1 if the step was not captured, 2 if it could not be
+            examined: for wrong arguments, or an exception of the script.
     """
     # A console script starts with its own folder first on the path, not with the user's project.
     sys.path.insert(0, os.getcwd())
@@ -74,8 +76,13 @@ def _doctor(args: list[str]) -> int:
     if not args[0].startswith("-") and (len(args) > 1 or ":" not in args[0]):
         print(_USAGE, file=sys.stderr)
         return 2
-    with redirect_stdout(sys.stderr):  # what the steps print is not part of the report
-        report = _of_config(args) if args[0].startswith("-") else _of_function(args[0])
+    try:
+        with redirect_stdout(sys.stderr):  # what the steps print is not part of the report
+            report = _of_config(args) if args[0].startswith("-") else _of_function(args[0])
+    except Exception:
+        # Python would end with status 1, which says that the step was examined.
+        traceback.print_exc()
+        return 2
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)
     return 0 if report.is_captured else 1
 

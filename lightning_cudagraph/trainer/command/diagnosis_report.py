@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cudagraph.errors import Finding
+from lightning_cudagraph.trainer.command.estimate import Estimate
 
 __all__ = ["DiagnosisReport"]
 
@@ -24,6 +25,7 @@ class DiagnosisReport:
         findings: what keeps the step from being captured, each with the user's line and a remedy.
         notes: what the callback deals with by itself, and what else its report says.
         replayed_steps: the number of steps that were replays.
+        estimate: numbers of a plain step; None if the run ended before one.
     """
 
     step: str
@@ -31,6 +33,7 @@ class DiagnosisReport:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     replayed_steps: int
+    estimate: Estimate | None = None
 
     @property
     def is_captured(self) -> bool:
@@ -46,6 +49,7 @@ class DiagnosisReport:
             "replayed_steps": self.replayed_steps,
             "findings": [_as_dict(finding) for finding in self.findings],
             "notes": list(self.notes),
+            "estimate": None if self.estimate is None else self.estimate.to_dict(),
         }
 
     def __str__(self) -> str:
@@ -69,6 +73,10 @@ class DiagnosisReport:
         if self.notes:
             lines += ["", "The callback deals with these by itself, or only tells them:"]
             lines += [part for note in self.notes for part in _indented(note, "  - ")]
+        if self.estimate is not None:
+            lines += ["", "Estimate, from a step as without the callback:"]
+            for subject, words in self.estimate.lines():
+                lines += _indented(words, f"  {subject:<14}")
         return "\n".join(lines)
 
 

@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import wraps
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -20,6 +22,8 @@ from torch.utils.data import DataLoader
 from lightning_cudagraph.errors import Finding, UnsupportedError
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
+from lightning_cudagraph.trainer.command.estimate import Estimate, StepMeter
+from lightning_cudagraph.trainer.command.loader_state import LoaderState
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
 __all__ = ["Examined", "examine"]
@@ -39,7 +43,7 @@ class Examined(Protocol):
 def examine(
     callback: Examined, module: pl.LightningModule, batches: Any, trainer: pl.Trainer | None
 ) -> DiagnosisReport:
-    """Run a few steps of a copy of a module, list what was found, and put random states back.
+    """Run a few steps of a copy of a module, list what was found, and put back all else.
 
     Args:
         callback: the callback of the run, made for this examination.
@@ -50,26 +54,104 @@ def examine(
     assert isinstance(callback, Callback)
     if trainer is None:
         trainer = pl.Trainer(devices=1, enable_model_summary=False, logger=False)
-    _shorten(trainer, callback)
+    _shorten(trainer, type(callback))
     if isinstance(batches, (Tensor, list, tuple, dict)):
-        batches = DataLoader([batches] * _STEPS, batch_size=None)  # type: ignore[arg-type]
-    module = deepcopy(module)
+        # A copy each time, because a step may write into its batch.
+        batches = DataLoader([batches] * _STEPS, batch_size=None, collate_fn=deepcopy)  # type: ignore[arg-type]
     found: tuple[Finding, ...] = ()
     ended = ""
-    with _quiet(), isolate_rng():
+    with _quiet(), isolate_rng(), _Kept(batches) as kept:
+        meter = _measured(trainer, module, batches, kept)
         try:
-            if isinstance(batches, pl.LightningDataModule):
-                trainer.fit(module, datamodule=batches)
-            else:
-                trainer.fit(module, batches)
+            _fit(trainer, [kept, callback], module, batches, _STEPS)
         except UnsupportedError as error:
             found = error.findings
             ended = error.search_ended_by and f"the search ended early: {error.search_ended_by}"
-    return _report(module, found, ended, callback.summary)
+    fit = callback.summary.fit
+    estimate = meter.estimate(fit.replay_ms, fit.memory_bytes)
+    return _report(module, found, filter(None, [ended, *kept.notes]), callback.summary, estimate)
+
+
+def _measured(trainer: pl.Trainer, module: pl.LightningModule, batches: Any, kept: _Kept) -> StepMeter:
+    """Measure steps of a plain run, by a copy of a trainer."""
+    meter = StepMeter(trainer.strategy.root_device)
+    loggers, trainer.loggers = trainer.loggers, []
+    plain, trainer.loggers = deepcopy(trainer), loggers
+    plain.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
+    plain.loggers = [DummyLogger() for _ in loggers]  # they cannot be copied
+    with isolate_rng():
+        try:
+            _fit(plain, [kept, meter], module, batches, meter.steps)
+        finally:
+            meter.close()
+        kept.put_back()
+    return meter
+
+
+def _fit(
+    trainer: pl.Trainer,
+    callbacks: list[Callback],
+    module: pl.LightningModule,
+    batches: Any,
+    steps: int,
+) -> None:
+    """Let a trainer take a few steps with a copy of a module."""
+    trainer.callbacks = [*callbacks, *callbacks_of(trainer)]  # type: ignore[attr-defined]
+    trainer.fit_loop.epoch_loop.max_steps = steps
+    named = "datamodule" if isinstance(batches, pl.LightningDataModule) else "train_dataloaders"
+    trainer.fit(deepcopy(module), **{named: batches})
+
+
+class _Kept(Callback):
+    """Puts back the loaders of the enclosed runs: those that are given, and those that a trainer makes.
+
+    Attributes:
+        notes: what could not be put back.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self._given = [] if given is None else [LoaderState(given, _name_of(given))]
+        self._made: list[LoaderState] = []
+        self.notes: tuple[str, ...] = ()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Record the loaders that the trainer will ask for: at its next hook it has begun to read."""
+        source = getattr(trainer, "datamodule", None) or pl_module
+        make = source.train_dataloader
+
+        @wraps(make)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            made = make(*args, **kwargs)
+            self._made.append(LoaderState(made, _name_of(made)))
+            return made
+
+        source.train_dataloader = noted  # type: ignore[method-assign]
+
+    def put_back(self) -> None:
+        """Put the loaders back; `notes` tells what could not be."""
+        left = [words for state in [*reversed(self._made), *self._given] for words in state.put_back()]
+        self._made.clear()
+        self.notes = tuple(
+            dict.fromkeys((*self.notes, *(f"not put back after the check: {words}" for words in left)))
+        )
+
+    def __enter__(self) -> _Kept:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.put_back()
+
+
+def _name_of(given: Any) -> str:
+    return f"the `{type(given).__name__}`"
 
 
 def _report(
-    module: pl.LightningModule, found: tuple[Finding, ...], ended: str, summary: RunSummary
+    module: pl.LightningModule,
+    found: tuple[Finding, ...],
+    others: Iterator[str],
+    summary: RunSummary,
+    estimate: Estimate | None,
 ) -> DiagnosisReport:
     fit = summary.fit
     reasons = dict.fromkeys(fit.recaptures)
@@ -79,8 +161,9 @@ def _report(
         step=f"{type(module).__qualname__}.training_step",
         backend=summary.backend,
         findings=tuple(sorted(found, key=_line)),
-        notes=(*summary.notes, *stale, *([] if found else eager), *filter(None, [ended])),
+        notes=(*summary.notes, *stale, *([] if found else eager), *others),
         replayed_steps=fit.replayed,
+        estimate=estimate,
     )
 
 
@@ -88,20 +171,17 @@ def _line(finding: Finding) -> tuple[str, int]:
     return ("", 0) if finding.location is None else (finding.location.path, finding.location.line)
 
 
-def _shorten(trainer: pl.Trainer, callback: Callback) -> None:
-    """Let a trainer take a few steps, and write nothing, as Lightning's tuner does."""
-    loop = trainer.fit_loop
-    loop.epoch_loop.max_steps = _STEPS
-    loop.max_epochs = -1
+def _shorten(trainer: pl.Trainer, left_out: type[Callback]) -> None:
+    """Let a trainer write nothing, and run no validation, as Lightning's tuner does."""
+    trainer.fit_loop.max_epochs = -1
     trainer.limit_val_batches = 0
     trainer.num_sanity_val_steps = 0
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
-    others = [
+    trainer.callbacks = [  # type: ignore[attr-defined]
         other
         for other in callbacks_of(trainer)
-        if not isinstance(other, (Checkpoint, ModelSummary, ProgressBar, type(callback)))
+        if not isinstance(other, (Checkpoint, ModelSummary, ProgressBar, left_out))
     ]
-    trainer.callbacks = [callback, *others]  # type: ignore[attr-defined]
 
 
 @contextmanager
