@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.checks.guards.guards import (
-    ExternalReferences,
     GuardedValues,
     Guards,
+    OutsideModel,
     Unguarded,
 )
 from lightning_cudagraph.checks.guards.switches import global_switches
@@ -44,7 +44,7 @@ class _Layers(nn.Module):
 
 def _guards(model: nn.Module, **external: Any) -> Guards:
     values = GuardedValues(_no_state, _no_state)
-    guards = Guards(model, values, Unguarded(), ExternalReferences(**external))
+    guards = Guards(model, values, Unguarded(), OutsideModel(**external))
     guards.take()
     assert guards.changed() is None
     return guards
@@ -250,7 +250,7 @@ def test_quick_values_are_put_into_words() -> None:
     settings = {"the momentum": 0.9}
     other = [0]
     values = GuardedValues(lambda: dict(settings), _no_state, lambda: (*settings.values(), *other))
-    guards = Guards(_Layers(), values, Unguarded(), ExternalReferences())
+    guards = Guards(_Layers(), values, Unguarded(), OutsideModel())
     guards.take()
     settings["the momentum"] = 0.8
     assert guards.changed() == "the momentum changed from 0.9 to 0.8"

@@ -285,6 +285,6 @@ class Captures(Generic[T]):
             lambda: capture((False,)),
             lambda captured: step.all_state(captured.written),
         )
-        captured = capture(step.takes if self._graphs.is_timed(signature) else (False,))
+        captured = capture(step.timed_instances if self._graphs.is_timed(signature) else (False,))
         captured.watch_gradients(step.kept())
         return captured

@@ -96,7 +96,7 @@ class StepEngine(Generic[T]):
         try:
             outputs = self._again(step, refresh, graphs)
             if outputs is not None:
-                self._carried.hand_out()
+                self._carried.copy_out()
             return outputs
         finally:
             self._carried.take_out()
@@ -141,11 +141,11 @@ class StepEngine(Generic[T]):
             self._has_begun = True
             self._patches.enter_context(without_its_graphs(self._note))
         if mismatch := self._carried.put_in(self.has_graphs):
-            step = replace(step, unlike_others=step.unlike_others or mismatch)
+            step = replace(step, eager_reason=step.eager_reason or mismatch)
         try:
             phase, outputs = self._step(step, refresh, signature)
             if phase is Phase.CAPTURED:
-                self._carried.hand_out()
+                self._carried.copy_out()
             return phase, outputs
         except UnsupportedError as error:
             self._run.wording.rephrase(error)

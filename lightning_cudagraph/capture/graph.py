@@ -329,10 +329,10 @@ class CapturedStep(Generic[T]):
         """
         return timed or (self.is_unproved(True) and not self.is_unproved(False))
 
-    def hand_out(self, handed: HandedOut) -> None:
+    def copy_out(self, handed: HandedOut) -> None:
         """Copy the gradients of the last replay out of the graph, for the parameters to have."""
         if self._last is not None:
-            self._last.hand_out(self._accumulated, handed)
+            self._last.copy_out(self._accumulated, handed)
 
     def is_kept(self, after_pause: bool) -> bool:
         """True if there is an external reference to a gradient of the graph, or to a view of one.

@@ -137,7 +137,7 @@ class CaptureInstance(Generic[T]):
             parameter.grad = None
         return self.outputs
 
-    def hand_out(self, accumulated: Gradients, handed: HandedOut) -> None:
+    def copy_out(self, accumulated: Gradients, handed: HandedOut) -> None:
         """Copy the gradients of the last replay out of the graph, for the parameters to have."""
         handed.give(accumulated)
         handed.give(self.gradients)

@@ -75,8 +75,8 @@ class Plans(Generic[T]):
             return Intent.GIVE_UP, self._standing.given_up, None, None
         if self._backend.in_graph_break:
             return Intent.EAGER, "in the middle of another step that is replayed", None, None
-        if step.unlike_others:
-            return Intent.EAGER, step.unlike_others, None, None
+        if step.eager_reason:
+            return Intent.EAGER, step.eager_reason, None, None
         if self.met is None:  # else `again` has compared the guards, and voted on the result
             self._standing.look_for_changes()
         try:

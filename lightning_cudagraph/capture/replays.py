@@ -166,7 +166,7 @@ class Replays(Generic[T]):
 
     def _done(self, captured: CapturedStep[T], outputs: T) -> T:
         if self._copies.handed is not None:
-            captured.hand_out(self._copies.handed)
+            captured.copy_out(self._copies.handed)
         captured.replays += 1
         self._counts.replayed += 1
         return outputs

@@ -127,10 +127,10 @@ class Step(Replay[T]):
         in_window: later steps add to the gradients that this one makes.
         kept: returns True if user code runs between steps, and can hold references to gradients.
         learning: entered around warm-up steps.
-        takes: for each capture instance, True if it has timing events.
+        timed_instances: for each capture instance, True if it has timing events.
         is_broken: returns True if a failed capture has left state with which no later step can run.
         mend: repairs that state, in all processes together.
-        unlike_others: the reason why this step differs from others of its phase and must run eagerly;
+        eager_reason: why this step must run eagerly, though others of its phase are replayed;
             empty if it does not.
         run_last: runs the last warm-up step of the first signature eagerly; None for `run`.
         signature: the signature of the batch; set by the engine before it records or rehearses.
@@ -146,10 +146,10 @@ class Step(Replay[T]):
     in_window: bool = False
     kept: Callable[[], bool] = lambda: False
     learning: Callable[[], AbstractContextManager[None]] = nullcontext
-    takes: tuple[bool, ...] = (False,)
+    timed_instances: tuple[bool, ...] = (False,)
     is_broken: Callable[[], bool] = lambda: False
     mend: Callable[[], None] = lambda: None
-    unlike_others: str = ""
+    eager_reason: str = ""
     run_last: Callable[[], object] | None = None
     signature: Signature | None = None
 

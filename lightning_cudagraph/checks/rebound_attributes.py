@@ -147,7 +147,7 @@ class _Carried:
         if self.now is self.buffers:
             self.namespace[self.name] = self.host
 
-    def hand_out(self) -> None:
+    def copy_out(self) -> None:
         """Give the module a copy of what a replay left; its own value if the step sets none."""
         if self.is_set and self.now is self.buffers:
             self.host = _mapped(self.buffers, _once_each(lambda tensor: tensor.detach().clone()))
@@ -306,10 +306,10 @@ class ReboundAttributes:
         for carried in self._carried:
             carried.take_out()
 
-    def hand_out(self) -> None:
+    def copy_out(self) -> None:
         """Give the modules copies after a replay, which the next one does not overwrite."""
         for carried in self._carried:
-            carried.hand_out()
+            carried.copy_out()
 
     @contextmanager
     def inside(self, turns: Callable[[], str]) -> Iterator[None]:

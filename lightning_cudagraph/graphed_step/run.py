@@ -23,9 +23,9 @@ from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import AccumulationPhase, Step
 from lightning_cudagraph.capture.stream_choice import Streams
 from lightning_cudagraph.checks.guards.guards import (
-    ExternalReferences,
     GuardedValues,
     Guards,
+    OutsideModel,
     Unguarded,
 )
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
@@ -288,7 +288,7 @@ class StepRun:
             self._model,
             GuardedValues(optimizers.hyperparameters, optimizers.addresses, optimizers.frozen_values),
             Unguarded(surroundings.unwatched | self._harmless, surroundings.stays_on_host),
-            ExternalReferences(
+            OutsideModel(
                 surroundings.around, optimizers.parameters, optimizers.places, optimizers.stepped
             ),
         )

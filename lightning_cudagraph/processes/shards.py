@@ -133,7 +133,7 @@ class Shards:
         """Record that an eager step has completed."""
         self._is_unreduced = self._is_off(*_REDUCING)
 
-    def unlike_others(self) -> str:
+    def eager_reason(self) -> str:
         """The reason why the next step reads or changes state on the host; empty if it does not."""
         if not self._modules:
             return ""

@@ -24,9 +24,9 @@ from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
 from lightning_cudagraph.checks.audit.frozen import FrozenIndex, frozen_python_audit
 from lightning_cudagraph.checks.guards.guards import (
-    ExternalReferences,
     GuardedValues,
     Guards,
+    OutsideModel,
     Unguarded,
 )
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
@@ -120,7 +120,7 @@ class GraphedEvaluation:
                 self._metrics.described, self._thorough_state, lambda: (self._metrics.fits(),)
             ),
             Unguarded(unwatched, self._metrics.stays_on_host, self._metrics.host_names, RUN_STATE),
-            ExternalReferences(
+            OutsideModel(
                 around={"trainer": trainer},
                 callees=lambda: [trainer.strategy, trainer.precision_plugin],
                 roots=lambda: outside_of_model(trainer),

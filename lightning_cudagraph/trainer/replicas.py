@@ -58,7 +58,7 @@ class Replicas(DDPState):
         super().ran()
         self.shards.ran()
 
-    def unlike_others(self, accumulation: AccumulationPhase) -> str:
+    def eager_reason(self, accumulation: AccumulationPhase) -> str:
         """Return the reason why the next step differs from others of its phase; empty if it does not."""
         for ddp in self.wrappers:
             # Renamed in torch 2.13.
@@ -68,7 +68,7 @@ class Replicas(DDPState):
             broadcasts = accumulation.drops and bool(getattr(ddp, name))
             if ddp.modules_buffers and ddp.will_sync_module_buffers() != broadcasts:
                 return "buffers are not broadcast in the step after a validation"
-        return self.shards.unlike_others()
+        return self.shards.eager_reason()
 
     def replayed(self, accumulation: AccumulationPhase) -> None:
         """Set the state on the host that an eager step leaves."""

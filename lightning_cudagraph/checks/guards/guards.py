@@ -30,7 +30,7 @@ from lightning_cudagraph.checks.guards.structure import Structure, described
 from lightning_cudagraph.checks.guards.switches import global_switches
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 
-__all__ = ["ExternalReferences", "GuardedValues", "Guards", "Unguarded"]
+__all__ = ["GuardedValues", "Guards", "OutsideModel", "Unguarded"]
 
 _State = dict[str, Any]
 
@@ -73,7 +73,7 @@ class Unguarded:
 
 
 @dataclass(frozen=True)
-class ExternalReferences:
+class OutsideModel:
     """Objects outside the model that steps use; the functions are called at a capture.
 
     Attributes:
@@ -107,7 +107,7 @@ class Guards:
         model: nn.Module,
         values: GuardedValues,
         unguarded: Unguarded,
-        external: ExternalReferences,
+        external: OutsideModel,
     ) -> None:
         self._model = model
         self._values = values

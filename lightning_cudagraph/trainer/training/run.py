@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import lightning.pytorch as pl
 
 from lightning_cudagraph.checks.guards.guards import (
-    ExternalReferences,
     GuardedValues,
     Guards,
+    OutsideModel,
     Unguarded,
 )
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
@@ -101,7 +101,7 @@ def _guards(run: TrainingRun) -> Guards:
             metrics.host_names,
             RUN_STATE,
         ),
-        ExternalReferences(
+        OutsideModel(
             around={"trainer": trainer},
             parameters=lambda: {
                 f"parameter {index} in param group {group_idx} of the optimizer": parameter

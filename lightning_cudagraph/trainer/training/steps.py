@@ -210,7 +210,7 @@ class TrainingSteps:
             part.behind is not None
             or optimization._skip_backward
             or not part.is_of(self._strategy.optimizers[0])
-            or self._replicas.unlike_others(accumulation)
+            or self._replicas.eager_reason(accumulation)
         ):
             return None
         # Lightning's own counters of optimizer steps.
@@ -335,11 +335,11 @@ class TrainingSteps:
             parameters=lambda: self._part.parameters(self._makes_gradients(accumulation)),
             is_broken=run.replicas.is_broken,
             mend=run.replicas.reset,
-            unlike_others=run.replicas.unlike_others(accumulation),
+            eager_reason=run.replicas.eager_reason(accumulation),
             in_window=run.trainer.accumulate_grad_batches > 1,
             kept=lambda: self._part.behind is not None or not gradients_unseen(run.trainer, run.module),
             learning=self._learning,
-            takes=run.times.takes(accumulation, run.trainer.accumulate_grad_batches),
+            timed_instances=run.times.timed_instances(accumulation, run.trainer.accumulate_grad_batches),
         )
         return step
 

@@ -155,7 +155,9 @@ class RunTimes:
         """The timed layers that the model has now, by name."""
         return layers_at(self._module, self.names)
 
-    def takes(self, accumulation: AccumulationPhase, accumulate_grad_batches: int) -> tuple[bool, ...]:
+    def timed_instances(
+        self, accumulation: AccumulationPhase, accumulate_grad_batches: int
+    ) -> tuple[bool, ...]:
         """The capture instances that a step needs: True for one with timing events.
 
         Args:
