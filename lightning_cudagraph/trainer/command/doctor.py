@@ -73,8 +73,12 @@ def examine(
 
 
 def _measured(trainer: pl.Trainer, module: pl.LightningModule, batches: Any, kept: _Kept) -> StepMeter:
-    """Measure steps of a plain run, by a copy of a trainer."""
+    """Measure steps of a plain run, by a copy of a trainer; nothing of manual optimization."""
     meter = StepMeter(trainer.strategy.root_device)
+    if not module.automatic_optimization:
+        return (
+            meter  # its steps may have graphs of their own, and those have no place for the meter's hook
+        )
     loggers, trainer.loggers = trainer.loggers, []
     plain, trainer.loggers = deepcopy(trainer), loggers
     plain.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
