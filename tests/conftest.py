@@ -13,6 +13,7 @@ from lightning_cudagraph import CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.checks.audit.walker import Walk
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.timing.output import dashboard
 from tests import lengths
 from tests.declared import captures_looked_at
 
@@ -97,6 +98,17 @@ def _ops_write_what_they_are_said_to_write(request: pytest.FixtureRequest) -> It
     with captures_looked_at() as lies:
         yield
         assert not lies()
+
+
+@pytest.fixture(autouse=True)
+def _pictures_are_drawn_where_they_are_looked_at(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draw no pictures in other tests of the default run: they take longer than a short fit."""
+    draws = request.node.get_closest_marker("pictures")
+    if not (draws or lengths.takes_all(request.config) or lengths.GPU in request.path.parents):
+        for picture in ("layer_bars", "step_timeline"):
+            monkeypatch.setattr(dashboard, picture, lambda *args: None)
 
 
 @pytest.fixture(autouse=True)

@@ -169,7 +169,11 @@ class _Watcher(Callback):
     """Records every hook call with its arguments, and the state after each step."""
 
     def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+        self.apart = Apart(trace=trace)  # which no walk enters: it grows with every step
+
+    @property
+    def trace(self) -> Trace:
+        return self.apart["trace"]
 
     def note(self, name: str, trainer: pl.Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         given: Any = (args, kwargs)

@@ -183,11 +183,14 @@ SEEING: dict[str, tuple[type[Scaled], tuple[type[Sees], ...]]] = {
     "transfers": (SeeingTransfers, ()),
     "in the middle": (Seeing, (SeesTheRest, Sees)),
 }
+LONG_SEEING = {"two callbacks", "the module"}  # parts of "both" and of "in the middle"
 
 
 @pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("which", SEEING)
+@pytest.mark.parametrize(
+    "which", [pytest.param(which, marks=[pytest.mark.long] * (which in LONG_SEEING)) for which in SEEING]
+)
 def test_what_hooks_see(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, which: str, window: int
 ) -> None:
@@ -421,12 +424,21 @@ CHANGES: dict[str, Callable[..., None]] = {
 }
 # These have to invalidate the graph.
 CAPTURED_AGAIN = {"number", "frozen", "module", "evaluated", "decay"}
+# Variants of others, or what other files test in these hooks (`test_odd_code`, `test_plain_replays`,
+# `test_rows_trainer`).
+LONG_CHANGES = {
+    *("frozen", "module", "evaluated", "decay"),
+    *("kept_metrics", "same_size", "start_hook", "skips"),
+    *("callback", "other_callbacks", "stop", "fails", "validates"),
+}
 
 
 @pytest.mark.spread
 @pytest.mark.parametrize("each", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("when", ["start", "end"])
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.long] * (what in LONG_CHANGES)) for what in CHANGES]
+)
 def test_what_hooks_change(
     tmp_path: Path,
     accelerator: str,

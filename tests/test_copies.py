@@ -239,10 +239,18 @@ def _copying(
     return done, copies[0], copies[1]
 
 
-@pytest.mark.spread(4)
-@pytest.mark.parametrize("part", PARTS)
-def test_parts_of_a_run(tmp_path: Path, accelerator: str, part: str) -> None:
-    done, plain, graph = _copying(tmp_path, accelerator, [part])
+_SOME = [*PARTS][::4]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(_SOME, id="some"),
+        pytest.param([part for part in PARTS if part not in _SOME], id="more", marks=pytest.mark.long),
+    ],
+)
+def test_parts_of_a_run(tmp_path: Path, accelerator: str, parts: list[str]) -> None:
+    done, plain, graph = _copying(tmp_path, accelerator, parts)
     assert done.graph.counts.replayed == 11
     _assert_same_copies(plain, graph)
 

@@ -145,6 +145,7 @@ class FailsAtItsEnd(Callback):
         raise ValueError("at its end")
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_an_error_in_the_last_hooks(

@@ -744,6 +744,7 @@ class Parts(Evaluated):
 
 
 @pytest.mark.filterwarnings(*_IGNORED)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_ops_of_parts(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:
     both = sessions(

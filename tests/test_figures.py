@@ -21,6 +21,8 @@ from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 from tests.readings import gpt_readings
 
+pytestmark = pytest.mark.pictures
+
 
 def texts(figure: Any) -> list[str]:
     """All that is written on a picture."""

@@ -514,6 +514,8 @@ def _train(module: Net, path: Path, callback: CUDAGraphCallback | None, **kwargs
             module.file.close()
 
 
+# The other half of the classes is refused in the two tests that follow.
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_refused_with_the_line(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     callback = CUDAGraphCallback(scope="step")

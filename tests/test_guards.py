@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.guards.guards import (
+    ExternalReferences,
+    GuardedValues,
+    Guards,
+    Unguarded,
+)
 from lightning_cudagraph.checks.guards.switches import global_switches
 from lightning_cudagraph.device.sentry.op_rewrites import HostMemory
 from lightning_cudagraph.tensors import layouts
@@ -37,8 +42,9 @@ class _Layers(nn.Module):
         self.register_buffer("maybe", None)
 
 
-def _guards(model: nn.Module, **kwargs: Any) -> Guards:
-    guards = Guards(model, _no_state, _no_state, frozenset(), **kwargs)
+def _guards(model: nn.Module, **external: Any) -> Guards:
+    values = GuardedValues(_no_state, _no_state)
+    guards = Guards(model, values, Unguarded(), ExternalReferences(**external))
     guards.take()
     assert guards.changed() is None
     return guards
@@ -243,9 +249,8 @@ def test_hooks_of_autograd_nodes() -> None:
 def test_quick_values_are_put_into_words() -> None:
     settings = {"the momentum": 0.9}
     other = [0]
-    guards = Guards(
-        _Layers(), lambda: dict(settings), _no_state, frozenset(), lambda: (*settings.values(), *other)
-    )
+    values = GuardedValues(lambda: dict(settings), _no_state, lambda: (*settings.values(), *other))
+    guards = Guards(_Layers(), values, Unguarded(), ExternalReferences())
     guards.take()
     settings["the momentum"] = 0.8
     assert guards.changed() == "the momentum changed from 0.9 to 0.8"
@@ -308,7 +313,7 @@ def test_hooks_of_others() -> None:
 
 def test_what_has_to_stay() -> None:
     state = {"a": {"moment": torch.ones(1)}}
-    guards = _guards(_Layers(), others=lambda: [state.values(), state["a"].values()])
+    guards = _guards(_Layers(), containers=lambda: [state.values(), state["a"].values()])
     state["a"]["moment"] = torch.ones(1)  # equal, and another one
     assert guards.changed() == "an object of the model, or an entry of `optimizer.state`, was replaced"
 

@@ -21,7 +21,7 @@ from torchmetrics import MeanSquaredError
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, HookError, UnsupportedError
 from lightning_cudagraph.capture.instances import CaptureInstance
 from lightning_cudagraph.trainer.config.support import make_backend
-from tests.harness import Net, assert_same, differences, make, train
+from tests.harness import Apart, Net, assert_same, differences, make, train
 from tests.rows import refused, row
 
 STEPS = 24  # of three epochs; three have a ragged batch, which is not replayed
@@ -46,7 +46,11 @@ class Looks(Net):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.seen: list[Any] = []
+        self.apart = Apart(seen=[])  # which no walk enters: it would take longer than the run
+
+    @property
+    def seen(self) -> list[Any]:
+        return self.apart["seen"]
 
     def note(self, name: str, *args: Any) -> None:
         self.seen.append((name, self._current_fx_name, args, _seen(self.trainer, self)))
@@ -64,7 +68,11 @@ class LookingCallback(Callback):
     """Looks at everything in all hooks inside the step."""
 
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.apart = Apart(seen=[])
+
+    @property
+    def seen(self) -> list[Any]:
+        return self.apart["seen"]
 
     def note(self, name: str, trainer: Any, module: Any, *args: Any) -> None:
         self.seen.append((name, module._current_fx_name, args, _seen(trainer, module)))
@@ -286,6 +294,7 @@ class KeepsAShare(Net):
                 parameter.grad.mul_(0.5)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("build", [ZeroesWhere, KeepsAShare])
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
@@ -698,6 +707,7 @@ def test_clipping_that_asks_for_finite_gradients(tmp_path: Path, accelerator: st
     assert f"test_hooks.py:{line} (`nn.utils.clip_grad_norm_(" in report
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 2])
 def test_clipping_that_finds_other_gradients(tmp_path: Path, accelerator: str, every: int) -> None:
     done = row(

@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.optim.outcomes import Flag
 from lightning_cudagraph.trainer.training.times import host_times
-from lightning_cudagraph.trainer.training.times.host_times import LOADER, LOGGERS, HostTimes, host_lines
+from lightning_cudagraph.trainer.training.times.host_times import (
+    DEVICE,
+    LOADER,
+    LOGGERS,
+    HostTimes,
+    host_lines,
+)
 from tests.harness import Net, loader, make, train
 from tests.test_batch_hooks import Twice
 
@@ -80,8 +89,8 @@ def test_who_has_the_time(tmp_path: Path, accelerator: str, monkeypatch: pytest.
     assert sum(map(float, parts.values())) < 3 * steps_ms * 1e3
 
 
-@pytest.mark.usefixtures("measured")
-def test_every_part_is_named(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def made_times(monkeypatch: pytest.MonkeyPatch) -> list[HostTimes]:
+    """The times of the runs from now on."""
     found: list[HostTimes] = []
     begin = HostTimes.__init__
 
@@ -90,6 +99,12 @@ def test_every_part_is_named(tmp_path: Path, accelerator: str, monkeypatch: pyte
         found.append(self)
 
     monkeypatch.setattr(HostTimes, "__init__", begins)
+    return found
+
+
+@pytest.mark.usefixtures("measured")
+def test_every_part_is_named(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made_times(monkeypatch)
     train(
         make(Ends),
         tmp_path,
@@ -120,11 +135,40 @@ def test_every_part_is_named(tmp_path: Path, accelerator: str, monkeypatch: pyte
     assert all(time_us > 0 for time_us in times.parts_us.values())
 
 
+@pytest.mark.usefixtures("measured")
+def test_waits_for_the_outcome_of_a_step(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are shown apart from this package's own time."""
+    found, own = made_times(monkeypatch), Flag.read
+
+    def reads(flag: Flag) -> bool:
+        time.sleep(SLOW_S)
+        return own(flag)
+
+    monkeypatch.setattr(Flag, "read", reads)
+    device = "cuda" if accelerator == "gpu" else "cpu"
+    train(
+        make(lambda: Net(lambda p: torch.optim.AdamW(p, lr=1e-3))),
+        tmp_path,
+        CUDAGraphCallback(timings=None),
+        accelerator=accelerator,
+        plugins=[MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, init_scale=2.0**10))],
+        callbacks=(SeesZero(),),
+        train_loader=loader(ragged=False, batches=BATCHES),
+        watched=False,
+        checkpoint_every=0,
+        log_every_n_steps=4,
+    )
+    (times,) = found
+    assert times.parts_us[DEVICE] > SLOW_S * 1e6 * 0.9
+
+
 class Told(HostTimes):
     """Times that are given."""
 
     def __init__(self, parts_us: dict[str, float], waiting: int) -> None:
-        super().__init__(EmulatorBackend(), lambda: 0.0)
+        super().__init__(EmulatorBackend())
         self.steps = self.launches = 100
         self.waiting = waiting
         self._total_s.update({part: time_us * 100 / 1e6 for part, time_us in parts_us.items()})
@@ -148,4 +192,4 @@ def test_what_the_report_says() -> None:
     assert host_lines(Told({own: 60.0}, 4), []) == [
         "  host      ahead of the device, which was busy at 96% of 100 launches that were looked at"
     ]
-    assert host_lines(HostTimes(EmulatorBackend(), lambda: 0.0), []) == []
+    assert host_lines(HostTimes(EmulatorBackend()), []) == []

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue
 from tests.harness import Net, Trace, assert_same, differences, make, train
 
@@ -76,7 +76,7 @@ def looks_up(loss: Tensor, batch: Any) -> Tensor:
 
 
 def splits(loss: Tensor, batch: Any) -> Tensor:
-    return loss * (1 + int(str(batch["path"].name)) % 2)
+    return loss * (1 + int(batch["names"][1].split("_")[0]) % 2)
 
 
 def multiplies(loss: Tensor, batch: Any) -> Tensor:
@@ -97,6 +97,17 @@ def fills(loss: Tensor, batch: Any) -> Tensor:
 
 def fills_at_once(loss: Tensor, batch: Any) -> Tensor:
     return loss + torch.full((), batch["id"], device=loss.device)
+
+
+def asks_for_the_type(loss: Tensor, batch: Any) -> Tensor:
+    return loss * 2 if type(batch["task"]) is str else loss
+
+
+def catches(loss: Tensor, batch: Any) -> Tensor:
+    try:
+        return loss * len("".join(batch["names"]))
+    except TypeError:
+        return loss
 
 
 def returns(loss: Tensor, batch: Any) -> Any:
@@ -148,7 +159,7 @@ def test_a_value_that_is_read_has_a_graph_for_each(
 @pytest.mark.parametrize(
     ("use", "path"),
     [
-        (splits, "batch['path']"),
+        (splits, "batch['names'][1]"),
         (multiplies, "batch['weight']"),
         (multiplies_from_the_left, "batch['id']"),
         (joins, "batch['names'][0]"),
@@ -165,6 +176,16 @@ def test_a_value_that_is_read_and_differs_in_each(
     assert_same(plain, graph)
     assert 0 < graph.counts.replayed < BATCHES
     assert all(f"`{path}`" in reason for reason in graph.counts.eager if reason != "other reasons")
+
+
+@pytest.mark.filterwarnings(SIZE)
+@pytest.mark.parametrize("use", [asks_for_the_type, catches], ids=lambda use: use.__name__)
+def test_python_that_sees_the_difference_does_not_train_wrong(
+    tmp_path: Path, accelerator: str, use: Callable[[Tensor, Any], Any]
+) -> None:
+    """The eager step of a check has the values themselves."""
+    with pytest.raises(UnsupportedError, match="comes to other numbers"):
+        both(tmp_path, accelerator, use)
 
 
 @pytest.mark.filterwarnings(SIZE)

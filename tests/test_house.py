@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import lightning_cudagraph
+from tests.sources import FILES, ROOT, tree
 
-ROOT = Path(lightning_cudagraph.__file__).parent
 ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # From the bottom up. A file may import from its own floor and from those before it.
 FLOORS = [
@@ -37,13 +37,9 @@ MOST_NAMES = 12
 GPU = Path(__file__).parent / "gpu"
 
 
-def _files() -> list[Path]:
-    return sorted(ROOT.rglob("*.py"))
-
-
 def _imports(path: Path) -> list[str]:
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -52,23 +48,23 @@ def _imports(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path: Path) -> None:
-    relative = path.relative_to(ROOT)
-    room = relative.parts[0].removesuffix(".py")
-    for module in _imports(path):
-        parts = module.split(".")
-        if parts[0] == "lightning_cudagraph" and len(parts) > 1:
-            assert FLOORS.index(parts[1]) <= FLOORS.index(room), f"{relative} imports {module}"
-        is_lightning = parts[0] in ("lightning", "lightning_utilities", "torchmetrics")
-        if room not in KNOW_LIGHTNING and not str(relative).startswith(TENSORBOARD):
-            assert not is_lightning, f"{relative} imports {module}"
-        if parts[0] == "tensorboard":
-            assert str(relative).startswith(TENSORBOARD)
+def test_imports_go_one_way() -> None:
+    for path in FILES:
+        relative = path.relative_to(ROOT)
+        room = relative.parts[0].removesuffix(".py")
+        for module in _imports(path):
+            parts = module.split(".")
+            if parts[0] == "lightning_cudagraph" and len(parts) > 1:
+                assert FLOORS.index(parts[1]) <= FLOORS.index(room), f"{relative} imports {module}"
+            is_lightning = parts[0] in ("lightning", "lightning_utilities", "torchmetrics")
+            if room not in KNOW_LIGHTNING and not str(relative).startswith(TENSORBOARD):
+                assert not is_lightning, f"{relative} imports {module}"
+            if parts[0] == "tensorboard":
+                assert str(relative).startswith(TENSORBOARD), f"{relative} imports {module}"
 
 
 def _folders() -> list[Path]:
-    return sorted({path.parent for path in _files()})
+    return sorted({path.parent for path in FILES})
 
 
 def _names(folder: Path) -> list[str]:
@@ -88,7 +84,7 @@ def test_the_picture_shows_every_folder() -> None:
 def _defined(path: Path) -> set[str]:
     """The functions `name()`, classes `Name` and methods `Name.method` that a file defines."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef):
             found.add(f"{node.name}()")
         elif isinstance(node, ast.ClassDef):
@@ -128,14 +124,13 @@ def test_the_architecture_names_what_there_is() -> None:
     ]
 
 
-@pytest.mark.parametrize("folder", _folders(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_folder_has_a_dozen_names(folder: Path) -> None:
-    assert len(_names(folder)) <= MOST_NAMES, _names(folder)
+def test_a_folder_has_a_dozen_names() -> None:
+    names = {folder: _names(folder) for folder in _folders()}
+    assert {folder: found for folder, found in names.items() if len(found) > MOST_NAMES} == {}
 
 
-@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_says_what_it_is_about(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_a_file_says_what_it_is_about() -> None:
+    assert [path for path in FILES if not ast.get_docstring(tree(path))] == []
 
 
 def test_no_file_is_out_of_proportion() -> None:
@@ -192,10 +187,8 @@ def test_fixtures_come_along_to_the_gpu() -> None:
     assert not [(path.name, name) for path in shared for name in _fixtures(path) if name.startswith("_")]
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parent / "gpu").rglob("test_*.py")), ids=lambda path: path.name
-)
-def test_tests_for_a_gpu_import_what_there_is(path: Path) -> None:
+def test_tests_for_a_gpu_import_what_there_is() -> None:
     """They run on other machines than these, where a name that is gone would be found late."""
-    relative = path.relative_to(Path(__file__).parents[1]).with_suffix("")
-    import_module(".".join(relative.parts))
+    for path in sorted((Path(__file__).parent / "gpu").rglob("test_*.py")):
+        relative = path.relative_to(Path(__file__).parents[1]).with_suffix("")
+        import_module(".".join(relative.parts))

@@ -568,6 +568,7 @@ def _log_metrics(self: Any, loss: Tensor) -> None:
     self.logger.log_metrics({"mine": 1.0}, step=0)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("effect", "named"),
     [

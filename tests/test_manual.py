@@ -374,7 +374,7 @@ def test_refused(tmp_path: Path, accelerator: str, case: str) -> None:
     assert "on_train_batch" not in str(error.value)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_and_eager(tmp_path: Path, accelerator: str, case: str) -> None:
     """With `on_unsupported="eager"` all comes out as without graphs."""

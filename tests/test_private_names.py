@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-import lightning_cudagraph
 from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep, LayerTimings
 from lightning_cudagraph.compat import features
 from lightning_cudagraph.compat.features import Feature
@@ -39,8 +38,7 @@ from lightning_cudagraph.trainer.manual import FabricLoop, ManualOptimization
 from lightning_cudagraph.trainer.metrics import fixed_counts
 from tests import harness
 from tests.harness import Net, assert_same, make, train
-
-ROOT = Path(lightning_cudagraph.__file__).parent
+from tests.sources import FILES, ROOT, tree
 
 _OF_CUDA = (features.CUDA, features.CUDA_STREAMS, features.BROKEN_CAPTURES, features.SEGMENTS)
 _NAMES = [name for name in TABLE if name.features]
@@ -207,7 +205,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> harness.Trace:
     return _fit(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize(("name", "feature"), [c for c in _CASES if c[1].is_optional], ids=_id)
+def _one_for_each_feature() -> list[Any]:
+    """Names of optional features; all but the first one of each feature are long."""
+    found: dict[Feature, list[PrivateName]] = {}
+    for name, feature in _CASES:
+        if feature.is_optional:
+            found.setdefault(feature, []).append(name)
+    return [
+        pytest.param(name, feature, marks=[pytest.mark.long] * (name is not names[0]))
+        for feature, names in found.items()
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("name", "feature"), _one_for_each_feature(), ids=_id)
 def test_off_and_said(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -293,10 +304,10 @@ def test_importing_needs_none_of_them() -> None:
     assert int(run.stdout) > 50
 
 
-def _defined(tree: ast.AST) -> set[str]:
+def _defined(module: ast.AST) -> set[str]:
     """What a module gives names to: functions, classes, variables, and attributes of objects."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
@@ -316,15 +327,15 @@ def _strings(node: ast.AST) -> list[str]:
     return [each.value for each in found if isinstance(each, ast.Constant) and type(each.value) is str]
 
 
-def _asked_for(tree: ast.AST, inherited: set[str]) -> Iterator[tuple[str, int]]:
+def _asked_for(module: ast.AST, inherited: set[str]) -> Iterator[tuple[str, int]]:
     """The private names of others that a module asks for, each with its line.
 
     Args:
-        tree: the module.
+        module: its syntax tree.
         inherited: what other modules of this package define, which objects of their classes have.
     """
-    own = _defined(tree)
-    for node in ast.walk(tree):
+    own = _defined(module)
+    for node in ast.walk(module):
         names = _strings(node)
         if isinstance(node, ast.Attribute):
             of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
@@ -338,24 +349,26 @@ def _asked_for(tree: ast.AST, inherited: set[str]) -> Iterator[tuple[str, int]]:
 
 _PRIVATE = re.compile(r"_(?!_)\w*[a-z]\w*")
 _OF_STRINGS = ("endswith", "startswith", "removesuffix", "removeprefix")
-_MODULES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-_INHERITED = {name for tree in _MODULES.values() for name in _defined(tree)}
 _DECLARED = {part for name in TABLE for part in (*name.where.split("."), *name.fields)}
 
 
-@pytest.mark.parametrize("path", _MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_one_is_declared(path: Path) -> None:
+def test_every_one_is_declared() -> None:
     """What begins with an underscore, and is not this package's own, is in a table of `compat`."""
-    asked = _asked_for(_MODULES[path], _INHERITED)
-    assert [(name, line) for name, line in asked if name not in _DECLARED] == []
+    inherited = {name for path in FILES for name in _defined(tree(path))}
+    assert [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in FILES
+        for name, line in _asked_for(tree(path), inherited)
+        if name not in _DECLARED
+    ] == []
 
 
 def test_none_is_imported_but_in_compat() -> None:
     """Where one is gone, a module that imports it from there could not be imported."""
-    for path, tree in _MODULES.items():
+    for path in FILES:
         if "compat" in (path.parent.name, path.parent.parent.name):
             continue
-        for node in ast.walk(tree):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ImportFrom) and "lightning_cudagraph" not in str(node.module):
                 names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
                 assert not [name for name in names if _PRIVATE.fullmatch(name)], (path, node.lineno)

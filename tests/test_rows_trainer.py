@@ -113,7 +113,7 @@ LONG_OPTIONS = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_OPTIONS)) for name in OPTIONS]
@@ -403,7 +403,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("cls", MODULES)
 @pytest.mark.filterwarnings(
     "ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:Found 1 module.* in eval mode"
@@ -490,7 +490,7 @@ COURSES: dict[str, tuple[type[Net], dict[str, Any], int, int]] = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", COURSES)
 def test_courses(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:

@@ -78,6 +78,7 @@ def both(
     return runs[1]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_lengths_that_alternate(tmp_path: Path, accelerator: str, watched: bool) -> None:
     """All three have had their warm-up by the time that the first has a graph."""
@@ -88,6 +89,7 @@ def test_lengths_that_alternate(tmp_path: Path, accelerator: str, watched: bool)
     assert run.counts.recaptures == ()
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_a_later_length_earns_its_graph(tmp_path: Path, accelerator: str, watched: bool) -> None:
     """And a rare one does not: a graph of its own would cost more than it saves."""
@@ -142,6 +144,7 @@ def test_graphs_that_serve_few_replays_are_exchanged_no_more(
     assert run.counts.eager_steps == 4 * TO_EARN + 4 * 14
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_windows_of_mixed_lengths(tmp_path: Path, accelerator: str, window: int, watched: bool) -> None:
@@ -175,6 +178,7 @@ class Wide(Reader):
         return self.head(self.features(hidden))
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("window", [1, 2])
 def test_parameters_that_only_some_lengths_use(tmp_path: Path, accelerator: str, window: int) -> None:
     """An optimizer skips a parameter without a gradient, and no zeros may take its place."""
@@ -185,6 +189,7 @@ def test_parameters_that_only_some_lengths_use(tmp_path: Path, accelerator: str,
     assert run.counts.recaptures == ()
 
 
+@pytest.mark.spread(3, first=2)
 @pytest.mark.parametrize("form", ["bf16-mixed", "sgd", "eager-optimizer"])
 def test_forms(tmp_path: Path, accelerator: str, form: str) -> None:
     makers: dict[str, Any] = {
@@ -204,6 +209,7 @@ def test_forms(tmp_path: Path, accelerator: str, form: str) -> None:
     assert run.counts.replayed == 39
 
 
+@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("every", [1, 4])
 def test_times_are_of_one_signature(tmp_path: Path, accelerator: str, every: int) -> None:
     callback = CUDAGraphCallback(timings=LayerTimings(every_n_steps=every))

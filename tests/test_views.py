@@ -36,6 +36,7 @@ def shown(tmp_path: Path) -> EventAccumulator:
     return accumulator
 
 
+@pytest.mark.pictures
 def test_a_fit_shows_tables_pictures_and_a_trace(tmp_path: Path, accelerator: str) -> None:
     timings = LayerTimings(window_steps=6, trace_steps=4)
     callback = CUDAGraphCallback(timings=timings)
@@ -107,6 +108,7 @@ def test_the_report_has_a_step_of_the_warm_up_beside_replays(tmp_path: Path, acc
     assert len({line.index("%") for line in rows.values()}) == 1
 
 
+@pytest.mark.pictures
 def test_an_eager_run_shows_the_same(tmp_path: Path, accelerator: str) -> None:
     timings = LayerTimingsMonitor(LayerTimings(window_steps=6, trace_steps=2))
     run(tmp_path, accelerator, None, callbacks=[timings])

@@ -272,7 +272,7 @@ class CapturedStep(Generic[T]):
     def run_eagerly(self, step: Callable[[Any], T], batch: Any) -> T:
         """Copy a batch of this signature into the static batch, and run `step` on it eagerly."""
         self.static.copy_from(batch)
-        loan = self.static.lend()
+        loan = self.static.lend_values()
         outputs = step(loan.batch)
         loan.refuse_changes()
         return outputs

@@ -69,17 +69,17 @@ class Invalidation(Generic[T]):
         return any(each.is_kept(after_pause) for each in self._graphs.all())
 
     @property
-    def doubt(self) -> str:
+    def suspicion(self) -> str:
         """A change that the step may depend on, so that the next replay is rechecked; empty if none."""
-        return self._guards.doubt
+        return self._guards.suspicion
 
     def effects_undone(self) -> AbstractContextManager[None]:
         """Undo the host effects of an eager step that is run for a verification."""
         return self._guards.effects.undone()
 
-    def clear_doubt(self) -> None:
+    def clear_suspicion(self) -> None:
         """Clear the suspicion, after a recheck that found the same numbers."""
-        self._guards.clear_doubt()
+        self._guards.clear_suspicion()
 
     def _copy_out_from_now_on(self) -> None:
         """Leave externally referenced gradients to user code, and copy gradients out from now on."""

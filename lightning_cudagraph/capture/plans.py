@@ -59,7 +59,7 @@ class Plans(Generic[T]):
     def is_due(self, step: Replay[T], captured: CapturedStep[T]) -> bool:
         """True if the next replay must be verified."""
         is_due = self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))
-        return is_due or bool(self._standing.doubt)
+        return is_due or bool(self._standing.suspicion)
 
     def of_this_process(self, step: Step[T], signature: Signature | None) -> Plan[T]:
         """Make the plan of this process alone.

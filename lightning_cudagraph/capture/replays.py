@@ -70,7 +70,7 @@ class Replays(Generic[T]):
             # The first verifications have learned the host effects of every step. They are undone only
             # in a recheck, after a change that the step may depend on.
             is_alone = self._agreement is None
-            return self._standing.effects_undone() if doubt and is_alone else nullcontext()
+            return self._standing.effects_undone() if suspicion and is_alone else nullcontext()
 
         def eagerly() -> dict[str, Tensor]:
             with step.transaction(), self._backend.on_side_stream(), undone():
@@ -103,15 +103,15 @@ class Replays(Generic[T]):
         timed = captured.kind_to_prove(step.timed)
         captured.adopt_gradients()
         before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
-        doubt = self._standing.doubt
+        suspicion = self._standing.suspicion
         try:
             state = step.all_state(captured.written)
             if captured.is_checked_apart:
                 # The verification skips graph breaks; the step itself is replayed after it.
                 with captured.gradients_kept():
-                    self._verifier.check(captured, state, eagerly, replay, False, trace, doubt)
+                    self._verifier.check(captured, state, eagerly, replay, False, trace, suspicion)
             else:
-                outputs = self._verifier.check(captured, state, eagerly, replay, True, trace, doubt)
+                outputs = self._verifier.check(captured, state, eagerly, replay, True, trace, suspicion)
         except UnsupportedError as error:
             if self._agreement is not None and not isinstance(error, VerificationError):
                 raise  # the other processes are in the middle of the verification
@@ -125,7 +125,7 @@ class Replays(Generic[T]):
             else:
                 self._standing.unsupported(error)
             return None, error.reason
-        self._standing.clear_doubt()
+        self._standing.clear_suspicion()
         if captured.is_checked_apart:
             return self.replayed(step, captured), ""
         return self._done(captured, outputs), ""

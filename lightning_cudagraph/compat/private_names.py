@@ -13,6 +13,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
@@ -164,6 +165,7 @@ def _has_field(owner: Any, name: str) -> bool:
     return False
 
 
+@lru_cache(maxsize=4096)
 def _sets(code: CodeType, name: str) -> bool:
     """True if a function binds an attribute of that name; a function that reads one does not make it."""
     return name in code.co_names and any(

@@ -22,7 +22,12 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import AccumulationPhase, Step
 from lightning_cudagraph.capture.stream_choice import Streams
-from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.guards.guards import (
+    ExternalReferences,
+    GuardedValues,
+    Guards,
+    Unguarded,
+)
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.checks.verify.verification import Verification
@@ -278,17 +283,14 @@ class StepRun:
     def _specialized(self, signature: Signature, mode: _Mode, batch: dict[str, Any]) -> _Specialization:
         optimizers = self._optimizers
         habits = GradientHabits(self._recorder.parameters, self.backend.device.type)
+        surroundings = self._surroundings
         guards = Guards(
             self._model,
-            optimizers.hyperparameters,
-            optimizers.addresses,
-            self._surroundings.unwatched | self._harmless,
-            optimizers.frozen_values,
-            stays_on_host=self._surroundings.stays_on_host,
-            others=optimizers.places,
-            around=self._surroundings.around,
-            stepped=optimizers.parameters,
-            callees=optimizers.stepped,
+            GuardedValues(optimizers.hyperparameters, optimizers.addresses, optimizers.frozen_values),
+            Unguarded(surroundings.unwatched | self._harmless, surroundings.stays_on_host),
+            ExternalReferences(
+                surroundings.around, optimizers.parameters, optimizers.places, optimizers.stepped
+            ),
         )
         engine: StepEngine[StepResult] = StepEngine(
             self._context,

@@ -86,19 +86,20 @@ class HostTensors:
 
         The rest of a parameter's state is on its device, and has its shape.
         """
-        states = [
-            (parameter.dim(), state)
+        groups = [
+            (group, self._lists_on_device and _is_on_lists(group))
             for group in self._optimizer.param_groups
             if not group.get("capturable") and not group.get("fused")
-            if not (self._lists_on_device and _is_on_lists(group))
-            for parameter in group["params"]
-            if (state := self._optimizer.state.get(parameter))
         ]
         scalars = [
-            (dimensions, state, name)
-            for dimensions, state in states
+            (parameter.dim(), state, name)
+            for group, stays in groups
+            for parameter in group["params"]
+            if (state := self._optimizer.state.get(parameter))
             for name, value in state.items()
             if isinstance(value, Tensor) and value.dim() == 0
+            # A checkpoint may have put it on the host.
+            if not (stays and value.device == parameter.device)
         ]
         names = {name for dimensions, _, name in scalars if dimensions} or {"step"}
         return [(state, name) for _, state, name in scalars if name in names]

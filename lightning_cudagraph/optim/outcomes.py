@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from lightning_cudagraph.optim.host_program import State
 
-__all__ = ["Outcomes"]
+__all__ = ["Flag", "Outcomes"]
 
 
-class _Flag:
+class Flag:
     """A flag of the device, read later."""
 
     def __init__(self, flag: Tensor) -> None:
@@ -53,7 +54,7 @@ class _Step:
             step before.
     """
 
-    was_skipped: _Flag
+    was_skipped: Flag
     ends: list[State]
 
 
@@ -62,12 +63,16 @@ class Outcomes:
 
     Args:
         write: writes a state to host memory.
+
+    Attributes:
+        waited_s: the host's wait for outcomes so far, in seconds.
     """
 
     def __init__(self, write: Callable[[State], None]) -> None:
         self._write = write
         self._open: list[_Step] = []
         self._may_be_late = False
+        self.waited_s = 0.0
 
     @contextmanager
     def late(self, may_be: bool) -> Iterator[None]:
@@ -95,7 +100,7 @@ class Outcomes:
             skipped: true on the device, after the step, if it was skipped.
             ends: for each of `possible`, the state that the step ends in if it is done.
         """
-        self._open.append(_Step(_Flag(skipped), ends))
+        self._open.append(_Step(Flag(skipped), ends))
         if not self._may_be_late:
             self.settle()
 
@@ -109,7 +114,9 @@ class Outcomes:
 
     def _learn(self) -> None:
         step = self._open.pop(0)
+        began_s = perf_counter()
         was_skipped = step.was_skipped.read()
+        self.waited_s += perf_counter() - began_s
         if not was_skipped:
             self._write(step.ends[0])
         for later in self._open:

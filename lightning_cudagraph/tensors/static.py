@@ -207,8 +207,12 @@ class StaticBatch:
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
     def lend(self) -> Loan:
-        """Make a `Loan` of the batch for one run of the step."""
+        """Make a `Loan` of the batch for a capture of the step, which notes its reads of host values."""
         return Loan(self.batch, self._buffers, self._lent)
+
+    def lend_values(self) -> Loan:
+        """Make a `Loan` of the batch for an eager run of the step, with the host values themselves."""
+        return Loan(self.batch, self._buffers, held)
 
     def _lent(self, leaf: Any) -> Any:
         reads = self._reads

@@ -23,7 +23,12 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
 from lightning_cudagraph.checks.audit.frozen import FrozenIndex, frozen_python_audit
-from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.guards.guards import (
+    ExternalReferences,
+    GuardedValues,
+    Guards,
+    Unguarded,
+)
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.device.backend import Backend
@@ -108,23 +113,23 @@ class GraphedEvaluation:
         self._eager_step: Callable[..., Any] | None = None
         self._metrics = StepMetrics(module, trainer, backend, host_rules(trainer, settings.harmless))
         self._logs = Logs(trainer, module, self._metrics, adds=False)
+        unwatched = OWN_ATTRIBUTES | settings.harmless
         self._guards = Guards(
             module,
-            self._metrics.described,
-            self._thorough_state,
-            OWN_ATTRIBUTES | settings.harmless,
-            lambda: (self._metrics.fits(),),
-            stays_on_host=self._metrics.stays_on_host,
-            around={"trainer": trainer},
-            host_names=self._metrics.host_names,
-            callees=lambda: [trainer.strategy, trainer.precision_plugin],
-            stops=RUN_STATE,
-            outside=lambda: outside_of_model(trainer),
+            GuardedValues(
+                self._metrics.described, self._thorough_state, lambda: (self._metrics.fits(),)
+            ),
+            Unguarded(unwatched, self._metrics.stays_on_host, self._metrics.host_names, RUN_STATE),
+            ExternalReferences(
+                around={"trainer": trainer},
+                callees=lambda: [trainer.strategy, trainer.precision_plugin],
+                roots=lambda: outside_of_model(trainer),
+            ),
         )
         self._run = run = RunContext(
             backend,
             settings,
-            ReboundAttributes(module, backend.device, OWN_ATTRIBUTES | settings.harmless, is_metric),
+            ReboundAttributes(module, backend.device, unwatched, is_metric),
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
             wording=wording_of(stage),
             max_signatures=settings.max_graphs,

@@ -15,7 +15,6 @@ def _assert_all_ok(tmp_path: Path, accelerator: str, *cases: str) -> None:
 
 
 CAPTURED = (
-    "fully_sharded",
     "fully_sharded_in_windows",
     "fully_sharded_with_a_switch_in_the_step",
     "fully_sharded_and_meddled_with",
@@ -24,6 +23,7 @@ CAPTURED = (
     "fully_sharded_in_ways_of_ones_own",
 )
 CAPTURED_LONG = (
+    "fully_sharded",
     "fully_sharded_always",
     "fully_sharded_never",
     "fully_sharded_in_windows_that_wait_once",

@@ -67,8 +67,8 @@ CONTROLS: dict[str, Control] = {
     "walk": Control(_NO_WALK, Case("deque", _NEW, setting=UNCHECKED)),
     "walk, of evaluation": Control(_NO_WALK, Case("deque", _NEW, "evaluate", UNCHECKED)),
     "walk, of a plain loop": Control(_NO_WALK, Case("deque", "between two calls", "step", UNCHECKED)),
-    "checks in doubt": Control(
-        {f"{_PACKAGE}.capture.invalidation.Invalidation.doubt": ""},
+    "checks of suspicions": Control(
+        {f"{_PACKAGE}.capture.invalidation.Invalidation.suspicion": ""},
         Case("getattr(self, f'w{i}')", _NEW, setting=UNCHECKED),
     ),
     "effects": Control(_NO_EFFECTS, Case("counter: ctypes", setting=UNCHECKED)),

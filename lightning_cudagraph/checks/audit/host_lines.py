@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -83,25 +84,24 @@ def nearest_line(change: Moved, codes: Sequence[CodeType]) -> Location | None:
 
 def stores(code: CodeType) -> Iterator[tuple[str, int]]:
     """The names that code sets or deletes, without local variables, with lines; `[]` for items."""
-    for instruction, line in _instructions(code):
-        if instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
-            yield _ITEM, line
-        elif instruction.opname.startswith(("STORE_", "DELETE_")) and _is_name(instruction):
-            yield instruction.argval, line
+    return ((name, line) for name, line, is_set in _named(code) if is_set)
 
 
 def _names(code: CodeType) -> Iterator[tuple[str, int]]:
-    for instruction, line in _instructions(code):
-        if _is_name(instruction):
-            yield instruction.argval, line
+    return ((name, line) for name, line, _ in _named(code) if name != _ITEM)
 
 
-def _is_name(instruction: dis.Instruction) -> bool:
-    is_local_or_text = instruction.opname.startswith(("STORE_FAST", "DELETE_FAST", "LOAD_CONST"))
-    return isinstance(instruction.argval, str) and not is_local_or_text
-
-
-def _instructions(code: CodeType) -> Iterator[tuple[dis.Instruction, int]]:
+# To disassemble the code of a step takes a tenth of a short run, and most of it is the framework's.
+@lru_cache(maxsize=4096)
+def _named(code: CodeType) -> tuple[tuple[str, int, bool], ...]:
+    """The names in code without local variables and constants, with lines; True for those it sets."""
     lines = {at: line for start, end, line in code.co_lines() if line for at in range(start, end)}
+    found = []
     for instruction in dis.get_instructions(code):
-        yield instruction, lines.get(instruction.offset, code.co_firstlineno)
+        op, name = instruction.opname, instruction.argval
+        line = lines.get(instruction.offset, code.co_firstlineno)
+        if op in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
+            found.append((_ITEM, line, True))
+        elif isinstance(name, str) and not op.startswith(("STORE_FAST", "DELETE_FAST", "LOAD_CONST")):
+            found.append((name, line, op.startswith(("STORE_", "DELETE_"))))
+    return tuple(found)

@@ -153,6 +153,8 @@ class Node:
             yield Moved(self, None, UNSET, UNSET)
         for label in {**self.parts, **now}:
             was, part = self.parts.get(label, UNSET), now.get(label, UNSET)
+            if was is part:
+                continue
             is_same = was == part if self.draws else same(was, part)
             if not is_same and not self.ignores(label):
                 yield Moved(self, label, was, part)

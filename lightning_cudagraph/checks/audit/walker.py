@@ -258,7 +258,9 @@ class Walk:
 
         Equal objects that replaced recorded ones are recorded instead of them.
         """
-        suspects = self._suspects()
+        written = self._dicts.changed()
+        moved = self._moved_nodes()
+        suspects = [*(self._of_dicts[index] for index in written), *moved]
         nodes = [*suspects, *self._read, *(self._large if everything else ())]
         found = [moved for node in nodes for moved in self._of(node)]
         if suspects and not found:
@@ -266,8 +268,10 @@ class Walk:
             if any((node.of, path) not in ignored for node in suspects for path in node.others()):
                 self._begin()  # enter the new objects, which can change by themselves
                 self.be_quick()
-            else:
+            elif moved:
                 self._remember()
+            else:
+                self._dicts.remember(written)
         return found
 
     def be_quick(self) -> None:
@@ -302,9 +306,9 @@ class Walk:
         # The garbage collector does not show keys that are strings.
         return [*gc.get_referents(*self._holders), *chain.from_iterable(self._ordered)]
 
-    def _suspects(self) -> list[Node]:
-        """The nodes that can have changed."""
-        suspects = [self._of_dicts[index] for index in self._dicts.changed()]
+    def _moved_nodes(self) -> list[Node]:
+        """The nodes that can have changed, without those of dictionaries."""
+        suspects: list[Node] = []
         now = self._referents()
         if len(now) != len(self._were):
             suspects += self._held

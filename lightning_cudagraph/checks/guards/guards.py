@@ -16,6 +16,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -29,7 +30,7 @@ from lightning_cudagraph.checks.guards.structure import Structure, described
 from lightning_cudagraph.checks.guards.switches import global_switches
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 
-__all__ = ["Guards"]
+__all__ = ["ExternalReferences", "GuardedValues", "Guards", "Unguarded"]
 
 _State = dict[str, Any]
 
@@ -37,66 +38,86 @@ _State = dict[str, Any]
 _CHECKS_TO_CLEAR = 3
 
 
-class Guards:
-    """Guards on everything that the graphs of one run bake in.
+@dataclass(frozen=True)
+class GuardedValues:
+    """Values by label that graphs bake in; each function returns the present ones.
 
-    Args:
-        cheap: values by label, compared before every replay (hyperparameters, settings).
-        thorough: values by label, compared only when something can have changed.
-        unwatched: names of attributes that are not compared: those that torch and Lightning keep in
-            every module for themselves, and those that the user declares harmless.
+    Attributes:
+        cheap: compared before every replay (hyperparameters, settings).
+        thorough: compared only when something can have changed.
         quick: an unlabelled form of `cheap`, with anything more, compared before every replay instead of
             it. The words for a change come from `cheap` and `thorough`. None for `cheap` itself.
+    """
+
+    cheap: Callable[[], _State]
+    thorough: Callable[[], _State]
+    quick: Callable[[], tuple[Any, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Unguarded:
+    """The parts of modules and frameworks that are not compared.
+
+    Attributes:
+        names: attributes that torch and Lightning keep in every module for themselves, and those that
+            the user declares harmless.
         stays_on_host: True for a module that is only called on the host, such as a metric.
-        others: lists and dictionary views with members that must stay the same objects, such as
-            optimizer state. Called at a capture.
+        host_names: names of a module's attributes that the host keeps.
+        stops: classes that are not entered, because a framework changes their objects in every step.
+    """
+
+    names: frozenset[str] = frozenset()
+    stays_on_host: Callable[[nn.Module], bool] = lambda module: False
+    host_names: Callable[[nn.Module], frozenset[str]] = lambda module: frozenset()
+    stops: tuple[type, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExternalReferences:
+    """Objects outside the model that steps use; the functions are called at a capture.
+
+    Attributes:
         around: framework objects by name. If the user's code mentions the name, the attributes that it
             mentions are compared.
-        host_names: names of a module's attributes that are not compared, because the host keeps them.
-        stepped: the parameters of optimizers by name, which may belong to no module. Called each time.
-        callees: other objects with methods that the steps call. Called at a capture.
-        stops: classes that are not entered, because a framework changes their objects in every step.
-        outside: the user's objects outside of the model that a step may change.
+        parameters: the parameters of optimizers by name, which may belong to no module.
+        containers: lists and dictionary views with members that must stay the same objects, such as
+            optimizer state.
+        callees: objects with methods that the steps call.
+        roots: the user's objects that a step may change.
+    """
+
+    around: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Callable[[], dict[str, nn.Parameter]] = dict
+    containers: Callable[[], list[Collection[Any]]] = list
+    callees: Callable[[], list[object]] = list
+    roots: Callable[[], list[Root]] = list
+
+
+class Guards:
+    """Guards on everything that the graphs of one run bake in.
 
     Attributes:
         mentioned: names that the captured steps mention; each adds its own before `take`.
         effects: effects of warm-up steps on host objects.
-        doubt: a suspicion: a change, in words, that only a check against an eager step can judge.
+        suspicion: a change, in words, that only a check against an eager step can judge.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        cheap: Callable[[], _State],
-        thorough: Callable[[], _State],
-        unwatched: frozenset[str],
-        quick: Callable[[], tuple[Any, ...]] | None = None,
-        stays_on_host: Callable[[nn.Module], bool] = lambda module: False,
-        others: Callable[[], list[Collection[Any]]] = list,
-        around: Mapping[str, Any] | None = None,
-        host_names: Callable[[nn.Module], frozenset[str]] = lambda module: frozenset(),
-        stepped: Callable[[], dict[str, nn.Parameter]] = dict,
-        callees: Callable[[], list[object]] = list,
-        stops: tuple[type, ...] = (),
-        outside: Callable[[], list[Root]] = list,
+        values: GuardedValues,
+        unguarded: Unguarded,
+        external: ExternalReferences,
     ) -> None:
-        self._callees_now = callees
-        self._stops = stops
-        self._outside = outside
+        self._model = model
+        self._values = values
+        self._unguarded = unguarded
+        self._external = external
+        self._quick_now: Callable[[], object] = values.quick or values.cheap
         self._walk: Walk | None = None
         self._moved: list[Moved] = []
         self._cleared: Counter[tuple[str, str]] = Counter()
-        self.doubt = ""
-        self._stepped_now = stepped
-        self._others_now = others
-        self._around = around or {}
-        self._host_names = host_names
-        self._stays_on_host = stays_on_host
-        self._unwatched = unwatched
-        self._model = model
-        self._cheap_now = cheap
-        self._thorough_now = thorough
-        self._quick_now: Callable[[], object] = cheap if quick is None else quick
+        self.suspicion = ""
         self._cheap: _State | None = None
         self._quick: object = None
         self._thorough: _State = {}
@@ -106,8 +127,8 @@ class Guards:
         self._reads: list[tuple[str, Callable[[], Any], Any]] = []
         self.mentioned: list[MentionedNames] = []
         self.effects = Effects(
-            lambda mentioned: self._walk_of(mentioned, self._outside()),
-            unwatched,
+            lambda mentioned: self._walk_of(mentioned, external.roots()),
+            unguarded.names,
             lambda holder: any(holder is module for module in model.modules()),
         )
         self._watched: _State | None = None
@@ -115,7 +136,7 @@ class Guards:
 
     def watch(self) -> None:
         """Record the values that move from one warm-up step to the next."""
-        now = self._cheap_now()
+        now = self._values.cheap()
         if self._watched is not None:
             self._moves.append(_first_difference(self._watched, now))
         self._watched = now
@@ -133,7 +154,7 @@ class Guards:
         walk = self._walk_of(self.all_mentioned(), [])
 
         def changes() -> list[Moved]:
-            moved = [m for m in walk.changes() if m.is_read and not m.is_under(self._unwatched)]
+            moved = [m for m in walk.changes() if m.is_read and not m.is_under(self._unguarded.names)]
             walk.release()
             return moved
 
@@ -145,11 +166,11 @@ class Guards:
         self._reads = [(label, read, read()) for label, read in self.all_mentioned().reads.items()]
         self._structure = Structure(
             [self._model, *self._hidden.values()],
-            self._others_now(),
+            self._external.containers(),
             self._loose().values(),
-            self._callees_now(),
+            self._external.callees(),
         )
-        self._cheap = self._cheap_now()
+        self._cheap = self._values.cheap()
         self._quick = self._quick_now()
         self._thorough = self._thorough_state()
         self._suspect = False
@@ -158,12 +179,12 @@ class Guards:
         irrelevant = {part for part, checks in self._cleared.items() if checks >= _CHECKS_TO_CLEAR}
         self._walk = walk = self._walk_of(self.all_mentioned(), [], frozenset(irrelevant))
         walk.be_quick()
-        self._hidden = {p: m for p, m in walk.hidden.items() if not self._stays_on_host(m)}
-        self._moved, self.doubt = [], ""
+        self._hidden = {p: m for p, m in walk.hidden.items() if not self._unguarded.stays_on_host(m)}
+        self._moved, self.suspicion = [], ""
 
-    def clear_doubt(self) -> None:
+    def clear_suspicion(self) -> None:
         """Drop the suspicion: a check has found the step unchanged by it."""
-        if self.doubt:
+        if self.suspicion:
             self._cleared.update({moved.part for moved in self._moved})
             self._take_walk()
 
@@ -178,7 +199,7 @@ class Guards:
             yield from self._roots_of_modules(model, path, reads)
 
         omitted = _rates_unless_mentioned(mentioned, users)
-        scope = Scope(self._stops, ignored, users, modules, omitted)
+        scope = Scope(self._unguarded.stops, ignored, users, modules, omitted)
         roots = [
             Root(os.environ, "os.environ", "the process"),
             Root(sys.argv, "sys.argv", "the process"),
@@ -186,19 +207,19 @@ class Guards:
             *self._roots_of_names(mentioned),
             *outside,
         ]
-        for name, framework_object in self._around.items():
+        for name, framework_object in self._external.around.items():
             if name in users:
                 of = f"the `{type(framework_object).__qualname__}`"
                 roots.append(Root(framework_object, "", of, is_entered=True, by_name=True))
         for value, name, of in mentioned.roots:
-            if all(value is not other for other in self._around.values()):
+            if all(value is not other for other in self._external.around.values()):
                 roots.append(Root(value, name, of, by_name=True))
         return Walk(roots, scope)
 
     def _named(self, names: set[str]) -> frozenset[str]:
         """The names that are compared: without unwatched ones and dunder names."""
         dunder = {name for name in names if name.startswith("__") and name.endswith("__")}
-        return frozenset(names - dunder - self._unwatched)
+        return frozenset(names - dunder - self._unguarded.names)
 
     def readable(self) -> Callable[[nn.Module], frozenset[str]]:
         """A function of a module: the names of its attributes that the captured steps can have read."""
@@ -219,11 +240,12 @@ class Guards:
             before: the prefix of their names.
             reads: as returned by `readable`.
         """
+        unguarded = self._unguarded
         for name, module in model.named_modules(prefix=before):
             kind = type(module)
             of = f"`{name}`" if name else f"the `{kind.__qualname__}`"
-            left_out = self._unwatched | recomputed_names(module) | self._host_names(module)
-            if self._stays_on_host(module):  # its private attributes and its states are its own affair
+            left_out = unguarded.names | recomputed_names(module) | unguarded.host_names(module)
+            if unguarded.stays_on_host(module):  # private attributes and states are its own affair
                 left_out |= {PRIVATE, *getattr(module, "_defaults", ())}
                 yield Root(module, "", of, left_out, True, reads=frozenset(), is_read=False)
             else:
@@ -239,9 +261,9 @@ class Guards:
         for space, name, of in (*found, *mentioned.attributes):
             spaces.setdefault(id(space), (space, of, set()))[2].add(name)
         for space, of, names in spaces.values():
-            yield Root(Namespace(space), "", of, reads=frozenset(names - self._unwatched))
+            yield Root(Namespace(space), "", of, reads=frozenset(names - self._unguarded.names))
         for cell, name, function in mentioned.cells():
-            if name not in self._unwatched:
+            if name not in self._unguarded.names:
                 yield Root(cell, name, f"the closure of `{function}`")
 
     def drop(self) -> None:
@@ -249,7 +271,7 @@ class Guards:
         self._cheap = None
         self._structure = None
         self._reads, self._thorough, self._hidden = [], {}, {}
-        self._walk, self._moved, self.doubt = None, [], ""
+        self._walk, self._moved, self.suspicion = None, [], ""
         self.effects.forget()
         self._watched = None
         self._moves.clear()
@@ -271,7 +293,7 @@ class Guards:
                 function or "an object of the model, or an entry of `optimizer.state`, was replaced"
             )
         changes = self._walk.quick_changes(everything=self._suspect)
-        moved = [part for part in changes if not part.is_under(self._unwatched)]
+        moved = [part for part in changes if not part.is_under(self._unguarded.names)]
         # The step reads what lies under names that it mentions; a check has to judge all other changes.
         if (known := next((part for part in moved if part.is_read), None)) is not None:
             return known.words
@@ -279,7 +301,7 @@ class Guards:
             if not same(was, now := read()):
                 return f"{label} changed{in_words(was, now)}"
         if moved:
-            self._moved, self.doubt = moved, moved[0].words
+            self._moved, self.suspicion = moved, moved[0].words
         if self._structure.hooks.registered() or self._suspect:
             self._suspect = False
             return _first_difference(self._thorough, self._thorough_state())
@@ -288,7 +310,7 @@ class Guards:
     def _in_words(self, otherwise: str) -> str:
         assert self._cheap is not None
         return (
-            _first_difference(self._cheap, self._cheap_now())
+            _first_difference(self._cheap, self._values.cheap())
             or _first_difference(self._thorough, self._thorough_state())
             or otherwise
         )
@@ -297,14 +319,14 @@ class Guards:
         return {
             **global_switches(),
             **described({"": self._model, **self._hidden}, self._loose()),
-            **self._thorough_now(),
+            **self._values.thorough(),
         }
 
     def _loose(self) -> dict[str, nn.Parameter]:
         """The parameters of optimizers that belong to no module."""
         models = (self._model, *self._hidden.values())
         own = {id(parameter) for model in models for parameter in model.parameters()}
-        return {name: p for name, p in self._stepped_now().items() if id(p) not in own}
+        return {name: p for name, p in self._external.parameters().items() if id(p) not in own}
 
 
 def _first_difference(before: _State, now: _State) -> str | None:

@@ -178,7 +178,7 @@ class Verifier:
         replay: Callable[[], tuple[Any, _Values]],
         keep: bool = True,
         trace: Trace | None = None,
-        doubt: str = "",
+        suspicion: str = "",
     ) -> Any:
         """Do a step eagerly and by replay from the same state, and keep the result of the replay.
 
@@ -192,7 +192,7 @@ class Verifier:
             keep: False to go back to the state before the step, for a caller that takes the step itself.
             trace: does the step eagerly on the op tape, in the first check, on suspicion, and if a
                 replay differs. Returns the first op that differs from the first check.
-            doubt: a suspicion: a change, in words, on which the step may depend. It does if an op with a
+            suspicion: a change, in words, on which the step may depend. It does if an op with a
                 line of the user's has another number or shape, even if the results on this batch agree.
 
         Returns:
@@ -213,7 +213,7 @@ class Verifier:
             return replay()[0] if keep else None
         started_s = perf_counter()
         try:
-            return self._checked(history, live, copy, eagerly, replay, keep, trace, doubt)
+            return self._checked(history, live, copy, eagerly, replay, keep, trace, suspicion)
         except torch.OutOfMemoryError as error:
             if self.agreement is not None:
                 raise  # the other processes are in the middle of the check
@@ -236,13 +236,13 @@ class Verifier:
         replay: Callable[[], tuple[Any, _Values]],
         keep: bool,
         trace: Trace | None,
-        doubt: str,
+        suspicion: str,
     ) -> Any:
         before = _Outcome(_copied(live, copy), self.backend.rng_state())
         try:
             difference: TapeDifference | None = None
-            is_in_doubt = self._somewhere(bool(doubt))
-            if trace is not None and (is_in_doubt or not history.checks):
+            is_suspected = self._somewhere(bool(suspicion))
+            if trace is not None and (is_suspected or not history.checks):
                 difference = self._traced(trace, live, before)
             expected = self._outcome(eagerly(), live, copy)
             self._put(live, before)
@@ -276,11 +276,11 @@ class Verifier:
             elif not same_random_state:
                 failure = verification_error(differing, expected.values, found, {*outputs})
             stale = ""
-            if self._somewhere(failure is not None) and trace is not None and not is_in_doubt:
+            if self._somewhere(failure is not None) and trace is not None and not is_suspected:
                 self._put(live, before)
                 difference = self._traced(trace, live, before)
             if failure is not None or (difference is not None and difference.where is not None):
-                stale = "; ".join(filter(None, (doubt, str(difference or ""))))
+                stale = "; ".join(filter(None, (suspicion, str(difference or ""))))
             self._raise_together(failure, stale)
         except BaseException:
             self._put(live, before)

@@ -80,6 +80,7 @@ class GraphedTraining:
             lambda reason: self._engine.drop(reason),
             self._announce,
         )
+        self._times.host.waits.append(lambda: self._part.optimizer.outcomes.waited_s)
         run = self._run = TrainingRun(trainer, module, backend, settings, self._times, self._part)
         if run.replicas.shards and isinstance(settings.streams, int) and settings.streams > 1:
             raise UnsupportedError(

@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 
 import lightning.pytorch as pl
 
-from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.guards.guards import (
+    ExternalReferences,
+    GuardedValues,
+    Guards,
+    Unguarded,
+)
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.trainer.config.settings import Settings
@@ -80,25 +85,31 @@ def _guards(run: TrainingRun) -> Guards:
     hooks, replicas = run.hooks, run.replicas
     return Guards(
         run.module,
-        lambda: {
-            **part.cheap_state(),
-            **metrics.described(),
-            **replicas.described(),
-            "the hooks inside the step": hooks.named(),
-        },
-        part.thorough_state,
-        OWN_ATTRIBUTES | run.settings.harmless,
-        lambda: (*part.quick_state(), *hooks.quick(), metrics.fits(), replicas.settings()),
-        metrics.stays_on_host,
-        lambda: part.optimizer.places(),
-        {"trainer": trainer},
-        metrics.host_names,
-        lambda: {
-            f"parameter {index} in param group {group_idx} of the optimizer": parameter
-            for group_idx, group in enumerate(part.optimizer.optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
-        },
-        lambda: [part.optimizer.optimizer, trainer.strategy, trainer.precision_plugin],
-        RUN_STATE,
-        lambda: outside_of_model(trainer),
+        GuardedValues(
+            lambda: {
+                **part.cheap_state(),
+                **metrics.described(),
+                **replicas.described(),
+                "the hooks inside the step": hooks.named(),
+            },
+            part.thorough_state,
+            lambda: (*part.quick_state(), *hooks.quick(), metrics.fits(), replicas.settings()),
+        ),
+        Unguarded(
+            OWN_ATTRIBUTES | run.settings.harmless,
+            metrics.stays_on_host,
+            metrics.host_names,
+            RUN_STATE,
+        ),
+        ExternalReferences(
+            around={"trainer": trainer},
+            parameters=lambda: {
+                f"parameter {index} in param group {group_idx} of the optimizer": parameter
+                for group_idx, group in enumerate(part.optimizer.optimizer.param_groups)
+                for index, parameter in enumerate(group["params"])
+            },
+            containers=lambda: part.optimizer.places(),
+            callees=lambda: [part.optimizer.optimizer, trainer.strategy, trainer.precision_plugin],
+            roots=lambda: outside_of_model(trainer),
+        ),
     )

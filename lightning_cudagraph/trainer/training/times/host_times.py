@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.trainer.training.times.baseline import has_speed
 
-__all__ = ["AT_BREAKS", "LOADER", "LOGGERS", "SCHEDULERS", "HostTimes", "host_lines"]
+__all__ = ["AT_BREAKS", "DEVICE", "LOADER", "LOGGERS", "SCHEDULERS", "HostTimes", "host_lines"]
 
 # A prime number, so that work in every 10th or 50th step is met as often as it happens.
 _EVERY_N_STEPS = 17
@@ -27,7 +27,7 @@ _MIN_STEPS = 20
 LOADER, LOGGERS, SCHEDULERS = "the loader", "loggers", "learning rate schedulers"
 AT_BREAKS = "hooks in the middle of the step"
 _OWN = "this package and Lightning's loop"
-_DEVICE = "reads of timing events, which wait for the device"
+DEVICE = "waits for the device (timing events or the outcome of a step in fp16)"
 # Parts that are named in the report have at least this share of a step.
 _MIN_SHARE = 0.02
 # A remedy is named for a part with at least this share.
@@ -41,18 +41,18 @@ class HostTimes(AbstractContextManager[None]):
 
     Args:
         backend: the device; on the emulator nothing is measured.
-        waited_s: the time so far in which the clock of the replays has waited for the device.
 
     Attributes:
+        waits: for each place where the host waits for the device between replays, the seconds so far.
         is_on: the step under way is measured.
         steps: number of measured steps.
         launches: number of launches at which the device was looked at.
         waiting: number of those at which it had nothing left to do.
     """
 
-    def __init__(self, backend: Backend, waited_s: Callable[[], float]) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._waited_s = waited_s
+        self.waits: list[Callable[[], float]] = []
         self._is_measured = has_speed(backend)
         self._count = 0
         self._total_s: dict[str, float] = defaultdict(float)
@@ -63,6 +63,9 @@ class HostTimes(AbstractContextManager[None]):
         self._is_marked = False  # the end of a measured step, for the next launch
         self.is_on = False
         self.steps = self.launches = self.waiting = 0
+
+    def _waited_s(self) -> float:
+        return sum(waited_s() for waited_s in self.waits)
 
     def begin(self) -> None:
         """Begin a step, and end the one before it."""
@@ -115,7 +118,7 @@ class HostTimes(AbstractContextManager[None]):
         waited_s = self._waited_s() - self._waited_before_s
         if waited_s:
             self._step_s[_OWN] -= waited_s
-            self._step_s[_DEVICE] += waited_s
+            self._step_s[DEVICE] += waited_s
         for part, time_s in self._step_s.items():
             self._total_s[part] += time_s
         self.steps += 1

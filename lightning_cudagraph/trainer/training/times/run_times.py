@@ -147,7 +147,8 @@ class RunTimes:
             self._every_n_steps,
             *([] if run is None else [run.waited_s]),
         )
-        self.host = HostTimes(backend, lambda: self.clock.device_waits_s)
+        self.host = HostTimes(backend)
+        self.host.waits.append(lambda: self.clock.device_waits_s)
         self.eager_clock = FitClock(
             backend, [WholeSteps([self.eager], apart=True)], min(self._every_n_steps, 1)
         )
