@@ -67,6 +67,7 @@ class CUDAGraphCallback(Callback):
     - under DDP, ``step_ms/{all_reduce,all_reduce_exposed}``: the time of the all-reduces of gradients,
       including the wait for other processes, and the part of it that the step waits for.
 
+    In pauses it shows ``step_count/{replayed,eager}``, the steps so far; those of the warm-up are eager.
     For each window it shows ``step_band_ms/{p05,p50,p95}``, with charts among the custom scalars, and
     under DDP ``ranks_ms/work_{fastest,median,slowest,spread}``, the step times of the processes without
     waits for each other, and ``ranks/slowest``, the rank with the longest. As texts it shows captures

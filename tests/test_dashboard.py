@@ -82,7 +82,12 @@ def test_a_run_in_tensorboard(tmp_path: Path, accelerator: str, monkeypatch: pyt
             (s, v) for s, _, v in points(plain, tag)
         ]
     ours = {tag for tag in accumulator.Tags()["scalars"] if tag not in plain.Tags()["scalars"]}
-    assert ours == tags | {f"step_band_ms/{p}" for p in ("p05", "p50", "p95")}
+    counts = {"step_count/replayed", "step_count/eager"}
+    assert ours == tags | counts | {f"step_band_ms/{p}" for p in ("p05", "p50", "p95")}
+    # After each epoch of eight steps: its last batch has another shape and is eager, as is the warm-up.
+    for tag, wanted in (("replayed", [4, 11, 18]), ("eager", [4, 5, 6])):
+        found = {step: value for step, _, value in points(accumulator, f"step_count/{tag}")}
+        assert [found[step] for step in (7, 15, 23)] == wanted
     (category,) = chart_layout(accumulator).category
     lines = [regex for chart in category.chart for regex in chart.multiline.tag]
     assert all(any(re.match(regex, tag) for tag in tags) for regex in lines)

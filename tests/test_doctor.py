@@ -17,6 +17,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from examples.gan import GAN, circle
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.trainer.command.cli import main
 from tests.harness import Net, differences, loader, make, train
@@ -446,6 +447,14 @@ def test_a_step_that_is_not_captured_has_an_estimate(accelerator: str) -> None:
     assert report.estimate is not None
     assert report.estimate.ops > 20
     assert report.estimate.replay_ms is report.estimate.graph_bytes is None
+
+
+def test_manual_optimization_is_a_finding(accelerator: str) -> None:
+    """Also of a module with graphs of its own, in which no other hook may run."""
+    report = CUDAGraphCallback().check(make(lambda: GAN(width=8)), circle(64), _trainer(accelerator))
+    (finding,) = report.findings
+    assert "manual optimization" in finding.what
+    assert report.estimate is None
 
 
 def raises_in_its_step() -> Any:

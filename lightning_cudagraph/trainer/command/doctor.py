@@ -53,7 +53,8 @@ def examine(
     """
     assert isinstance(callback, Callback)
     if trainer is None:
-        trainer = pl.Trainer(devices=1, enable_model_summary=False, logger=False)
+        with _quiet():
+            trainer = pl.Trainer(devices=1, enable_model_summary=False, logger=False)
     _shorten(trainer, type(callback))
     if isinstance(batches, (Tensor, list, tuple, dict)):
         # A copy each time, because a step may write into its batch.
@@ -73,8 +74,10 @@ def examine(
 
 
 def _measured(trainer: pl.Trainer, module: pl.LightningModule, batches: Any, kept: _Kept) -> StepMeter:
-    """Measure steps of a plain run, by a copy of a trainer."""
+    """Measure steps of a plain run, by a copy of a trainer; nothing of manual optimization."""
     meter = StepMeter(trainer.strategy.root_device)
+    if not module.automatic_optimization:
+        return meter  # its steps may have graphs of their own, which refuse the meter's hook
     loggers, trainer.loggers = trainer.loggers, []
     plain, trainer.loggers = deepcopy(trainer), loggers
     plain.profiler = PassThroughProfiler()  # type: ignore[attr-defined]

@@ -192,6 +192,7 @@ class GraphedTraining:
         self._steps.transfer.suspect()
         self._advance.suspect()
         self._times.pause()
+        self._count()
 
     def leave(self) -> None:
         """Prepare for graphs of evaluation, which may write where those of training keep gradients."""
@@ -224,7 +225,14 @@ class GraphedTraining:
         ended = ended_by(self._trainer, exception)
         finished = self._times.finish(replace(summary, notes=tuple(said), ended=ended))
         self._times.show(str(finished), step_number(self._trainer))
+        self._count()
         return finished
+
+    def _count(self) -> None:
+        """Show the counts of steps in TensorBoard."""
+        counts = self.counts
+        eager = counts.warmed_up + sum(counts.eager.values())
+        self._times.count(counts.replayed, eager, step_number(self._trainer))
 
     def _notes(self) -> list[str]:
         notes = [*self._verifier.notes, *self._engine.notes, *self.notes, *self._run.metrics.notes]

@@ -50,6 +50,7 @@ __all__ = ["RunTimes", "batch_of_step", "ended_by", "step_number"]
 
 # Key of the store under which the first process leaves the folder of its trace.
 _FOLDER = "folder"
+_COUNT_TAG = "step_count/"
 
 
 def batch_of_step(trainer: pl.Trainer) -> tuple[int, bool]:
@@ -112,6 +113,7 @@ class RunTimes:
         window_steps = LayerTimings.window_steps if choice is None else choice.window_steps
         self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps)
         self.eager = ReadingWindow(window_steps)
+        self._counted = (0, 0)
         loop = trainer.fit_loop.epoch_loop
         others = other_loggers_writer(trainer.loggers, window_steps, lambda: loop._batches_that_stepped)
         model = type(module).__qualname__
@@ -207,6 +209,14 @@ class RunTimes:
         table, self._ranks_shown = self._ranks_shown, None
         if table is not None and self._tensorboard.is_shown:
             self._tensorboard.add_text("cudagraph/ranks", ranks_text(table), table.rows[0].last_step)
+
+    def count(self, replayed: int, eager: int, step_number: int) -> None:
+        """Show how many steps were replayed so far, and how many ran eagerly, with the warm-up."""
+        if (replayed, eager) != self._counted:
+            self._counted = (replayed, eager)
+            self._tensorboard.add_scalars(
+                {f"{_COUNT_TAG}replayed": replayed, f"{_COUNT_TAG}eager": eager}, step_number
+            )
 
     def happened(self, text: str, step_number: int) -> None:
         """Show an event of the graphs' life (a capture, an invalidation), as a sentence."""
