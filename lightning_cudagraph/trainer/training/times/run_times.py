@@ -211,8 +211,11 @@ class RunTimes:
             self._tensorboard.add_text("cudagraph/ranks", ranks_text(table), table.rows[0].last_step)
 
     def count(self, replayed: int, eager: int, step_number: int) -> None:
-        """Show how many steps were replayed so far, and how many ran eagerly, with the warm-up."""
-        if (replayed, eager) != self._counted:
+        """Show how many steps were replayed so far, and how many ran eagerly, with the warm-up.
+
+        Nothing is shown without timings: the event files are then those of a run without the callback.
+        """
+        if self._every_n_steps and (replayed, eager) != self._counted:
             self._counted = (replayed, eager)
             self._tensorboard.add_scalars(
                 {f"{_COUNT_TAG}replayed": replayed, f"{_COUNT_TAG}eager": eager}, step_number
