@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
+from pathlib import PureWindowsPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_cudagraph import BatchError, CaptureError, GraphedStep
 from lightning_cudagraph.tensors.batch import Signature, flatten_batch
+from lightning_cudagraph.tensors.host_values import HostReads
 from lightning_cudagraph.tensors.static import StaticBatch
 
 CPU = torch.device("cpu")
@@ -219,6 +221,14 @@ def test_a_zero_has_a_sign() -> None:
         assert Signature([slice(one)], CPU) != Signature([slice(other)], CPU)
         assert StaticBatch([torch.ones(1), one]).leaves_of([torch.ones(1), other], "cpu") is None
         assert StaticBatch([torch.ones(1), one]).leaves_of([torch.ones(1), one], "cpu") is not None
+    for kind in (np.float16, np.float32, np.complex64):
+        one, other = kind(0.0), kind(-0.0)
+        assert Signature([one], CPU) != Signature([other], CPU)
+        reads = HostReads(lambda: None)
+        reads.kinds = (np.generic,)
+        static = StaticBatch([torch.ones(1), one], reads)
+        assert static.leaves_of([torch.ones(1), one], "cpu") is not None
+        assert static.leaves_of([torch.ones(1), other], "cpu") is None
     assert "expected 0.0, found -0.0" in Signature([0.0], CPU).difference(Signature([-0.0], CPU))
     assert Signature([math.nan], CPU) == Signature([float("nan")], CPU)
 
@@ -319,3 +329,35 @@ def test_training_on_batches_with_a_number_beside_them() -> None:
         return net.weight.detach()
 
     assert torch.equal(trained(backend="off"), trained())
+
+
+class Weighted(str):
+    """A string with state and an equality of its own."""
+
+    weight: float
+
+    def __eq__(self, other: object) -> bool:
+        return str.lower(self) == str.lower(str(other))
+
+    def __hash__(self) -> int:
+        return hash(self.lower())
+
+
+def test_subclasses_of_values_are_compared_by_all_they_hold() -> None:
+    def weighted(text: str, weight: float) -> Weighted:
+        made = Weighted(text)
+        made.weight = weight
+        return made
+
+    same = Signature([weighted("a", 1.0)], CPU)
+    assert same == Signature([weighted("a", 1.0)], CPU)
+    assert same != Signature([weighted("A", 1.0)], CPU)
+    assert same != Signature([weighted("a", 2.0)], CPU)
+
+
+def test_keys_are_compared_by_type_and_sign() -> None:
+    for one, other in ((1, 1.0), (1, True), (0.0, -0.0)):
+        x = torch.zeros(1)
+        assert Signature({one: x}, CPU) != Signature({other: x}, CPU)
+        assert StaticBatch({one: x}).leaves_of({other: x}, "cpu") is None
+    assert Signature([PureWindowsPath("A")], CPU) != Signature([PureWindowsPath("a")], CPU)

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
+from lightning_cudagraph import CUDAGraphCallback, GraphedStep, UnsupportedError
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue
 from tests.harness import Net, Trace, assert_same, differences, make, train
 
@@ -38,6 +39,7 @@ def data(two_tasks: bool = True) -> Any:
                 "path": PurePosixPath(f"/data/{index}"),
                 "id": index,
                 "weight": 1.5 + index,
+                "two": 2,
                 "task": "ab"[index % (1 + two_tasks)],
             }
             for index in range(BATCHES)
@@ -99,6 +101,17 @@ def fills_at_once(loss: Tensor, batch: Any) -> Tensor:
     return loss + torch.full((), batch["id"], device=loss.device)
 
 
+def scales_in_place(loss: Tensor, batch: Any) -> Tensor:
+    part = batch["x"].new_ones(4)
+    view = part[:2]
+    view *= batch["two"]
+    return loss * part.sum()
+
+
+def returns_a_key(loss: Tensor, batch: Any) -> Any:
+    return {"loss": loss, "by": {batch["task"]: loss.detach()}}
+
+
 def asks_for_the_type(loss: Tensor, batch: Any) -> Tensor:
     return loss * 2 if type(batch["task"]) is str else loss
 
@@ -114,9 +127,9 @@ def returns(loss: Tensor, batch: Any) -> Any:
     return {"loss": loss, "id": batch["id"]}
 
 
-class Filling(Reads):
+class Joining(Reads):
     def __init__(self) -> None:
-        super().__init__(fills_at_once)
+        super().__init__(joins)
 
 
 class Branching(Reads):
@@ -145,7 +158,16 @@ def test_values_that_the_step_does_not_read(tmp_path: Path, accelerator: str) ->
 
 
 @pytest.mark.filterwarnings(SIZE)
-@pytest.mark.parametrize("use", [branches, looks_up], ids=lambda use: use.__name__)
+def test_the_graph_is_one_of_a_step_with_the_values_themselves(tmp_path: Path, accelerator: str) -> None:
+    """In place, `tensor *= number` is another op than with an object of an unknown class."""
+    plain, graph = both(tmp_path, accelerator, scales_in_place)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 1
+    assert graph.counts.replayed == 2 * BATCHES - WARMUP
+
+
+@pytest.mark.filterwarnings(SIZE)
+@pytest.mark.parametrize("use", [branches, looks_up, returns_a_key], ids=lambda use: use.__name__)
 def test_a_value_that_is_read_has_a_graph_for_each(
     tmp_path: Path, accelerator: str, use: Callable[[Tensor, Any], Any]
 ) -> None:
@@ -198,22 +220,22 @@ def test_the_report_names_the_value_and_the_line(tmp_path: Path, accelerator: st
 
 @pytest.mark.filterwarnings(SIZE)
 def test_c_code_gets_the_value_itself(tmp_path: Path, accelerator: str) -> None:
-    """Numbers count then; names that nothing reads still do not."""
+    """All strings count then."""
     kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 3}
 
     def constant() -> Any:
-        batches = [{**batch, "id": 3, "weight": 2.0} for batch in data(two_tasks=False)]
-        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+        same = {"names": ["a", "bc"], "path": PurePosixPath("/"), "id": 3, "weight": 2.0}
+        return DataLoader([{**batch, **same} for batch in data(two_tasks=False)], batch_size=None)  # type: ignore[arg-type]
 
     plain, graph = (
-        train(make(Filling), tmp_path / name, ours, train_loader=constant(), **kwargs)
+        train(make(Joining), tmp_path / name, ours, train_loader=constant(), **kwargs)
         for name, ours in (("plain", None), ("graph", CUDAGraphCallback()))
     )
     assert_same(plain, graph)
     assert graph.counts.captures == 1
     assert graph.counts.replayed == 3 * BATCHES - WARMUP
     assert graph.callback is not None
-    assert "all numbers of a batch are part of its signature" in str(graph.callback.summary)
+    assert "all strings and numbers of a batch are part of its signature" in str(graph.callback.summary)
 
 
 @pytest.mark.filterwarnings(SIZE)
@@ -276,3 +298,69 @@ def test_operators_of_tensors_with_host_values() -> None:
         lambda v: x.view(HostValue(2, lambda: None), -1) * v,
     ):
         assert torch.equal(use(three), use(3))
+
+
+class InTheLastPhase(Net):
+    """Reads the task in the last micro-batch of a window alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step((batch["x"], batch["y"]), batch_idx)["loss"]
+        if not self.trainer.fit_loop.epoch_loop._should_accumulate():
+            loss = loss * {"a": 1.0, "b": 3.0}[batch["task"]]
+        return loss
+
+
+@pytest.mark.filterwarnings(SIZE)
+def test_a_value_that_one_accumulation_phase_reads(tmp_path: Path, accelerator: str) -> None:
+    """The phases of a window share a static batch, with the value of another batch."""
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "accumulate_grad_batches": 2, "max_epochs": 3}
+    plain, graph = (
+        train(make(InTheLastPhase), tmp_path / name, ours, train_loader=data(), **kwargs)
+        for name, ours in (("plain", None), ("graph", CUDAGraphCallback(verify=None)))
+    )
+    assert_same(plain, graph)
+    assert graph.counts.replayed > BATCHES
+
+
+@pytest.mark.filterwarnings(SIZE)
+def test_an_optimizer_that_moves_leaves_the_graph_beside_names(tmp_path: Path, accelerator: str) -> None:
+    """A refusal that has nothing to do with the batch is the same on each attempt."""
+
+    class Moves(Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            trainer.optimizers[0].param_groups[0]["own"] = trainer.global_step
+
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 3}
+    plain, graph = (
+        train(
+            make(lambda: Reads(ignores)),
+            tmp_path / name,
+            ours,
+            train_loader=data(),
+            callbacks=[Moves()],
+            **kwargs,
+        )
+        for name, ours in (("plain", None), ("graph", CUDAGraphCallback()))
+    )
+    assert_same(plain, graph)
+    assert graph.counts.replayed > BATCHES
+    assert graph.callback is not None
+    assert "part of its signature" not in str(graph.callback.summary)
+
+
+def test_values_that_a_step_returns(accelerator: str) -> None:
+    """All arguments of a `GraphedStep` count, and it returns the values themselves."""
+    net = torch.nn.Linear(4, 1, device="cuda" if accelerator == "gpu" else "cpu")
+
+    def step(x: Tensor, name: str, k: int) -> Any:
+        loss = net(x).square().mean()
+        loss.backward()
+        return {"loss": loss, "name": name, "k": k}
+
+    with GraphedStep(step, [net]) as graphed:
+        for _ in range(8):
+            x = torch.randn(3, 4, device=net.weight.device)
+            returned = graphed(x, "train", 3)
+            assert type(returned["name"]) is str
+            assert type(returned["k"]) is int
+        assert graphed.summary.calls.replayed > 0

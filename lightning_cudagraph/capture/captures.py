@@ -34,6 +34,7 @@ __all__ = ["Captures"]
 
 T = TypeVar("T")
 
+_READS_ANOTHER = "the first step of its accumulation phase to read a value of the batch"
 _REPORT_IT = "This is a bug in `lightning_cudagraph`: please report it."
 
 
@@ -74,6 +75,9 @@ class _Tried(Generic[T]):
         is_of_this_process: user code raised in this process.
         has_failed: an error has ended the capture in a process.
         has_host_values: the batch of a process held a `HostValue`.
+        has_new_reads: the capture was the first to read a `HostValue`, in a process.
+        reads_another: it is the first phase to read a value, which is another than that of the phases
+            with a graph.
     """
 
     captured: CapturedStep[T] | None
@@ -83,6 +87,8 @@ class _Tried(Generic[T]):
     is_of_this_process: bool
     has_failed: bool
     has_host_values: bool
+    has_new_reads: bool
+    reads_another: bool
 
 
 class Captures(Generic[T]):
@@ -107,6 +113,7 @@ class Captures(Generic[T]):
         self._copies = copies
         self._streams = streams
         self._compiled = compiled
+        self._moving: str | None = None  # what changes between any two steps
         self._diagnosis: Diagnosis | None = None
         if run.agreement is None:  # else the others are not in the same place, and nothing more is found
             self._diagnosis = Diagnosis(
@@ -126,18 +133,28 @@ class Captures(Generic[T]):
         if self._diagnosis is not None and (error := self._diagnosis.error) is not None:
             self._examine(step, error)
             raise error
+        self._guards.watch()
+        self._run.carried.watch()
+        self._moving = self._guards.moving()
         reads = self._graphs.reads
-        before = reads.kinds
+        before = reads.kinds, reads.why
         tried = self._tried(step, signature)
-        while tried.has_failed and tried.has_host_values:
-            # C code may insist on the type of a value, and compiled code is compiled for it: the batch
-            # holds the values themselves, and they are part of the signature, if that helps.
+        while tried.has_new_reads or (tried.has_failed and tried.has_host_values):
+            # A `HostValue` only finds out what is read: the graph is one of a step that gets the values
+            # themselves. C code may insist on their type, and compiled code is compiled for it: then all
+            # of a kind are part of the signature, if that helps.
             if tried.failure is not None:
                 clear_frames(tried.failure)
-            reads.widen(tried.raised or (tried.failure.reason if tried.failure is not None else ""))
+            if tried.captured is not None:
+                tried.captured.release()
+                self._run.counts.captures -= 1
+            if not tried.has_new_reads:
+                reads.widen(tried.raised or (tried.failure.reason if tried.failure is not None else ""))
             tried = self._tried(step, signature)
         if tried.has_failed:
-            reads.kinds = before
+            reads.kinds, reads.why = before
+        if tried.reads_another and not tried.has_failed:
+            return None, _READS_ANOTHER, False
         if (failure := tried.failure) is not None:
             tried.failure = None
             try:
@@ -160,15 +177,17 @@ class Captures(Generic[T]):
     def _tried(self, step: Step[T], signature: Signature) -> _Tried[T]:
         """Try to capture a step, and tell all processes how it went."""
         reads = self._graphs.reads
-        has_values = any(
-            is_host_value(leaf) and not reads.is_needed(type(held(leaf)))
-            for _, leaf in flatten_batch(step.batch)
+        has_values = signature.reads is not None and any(
+            is_host_value(leaf) and not reads.counts(path, type(held(leaf)))
+            for path, leaf in flatten_batch(step.batch)
         )
+        version = reads.version
         captured: CapturedStep[T] | None = None
         failure: UnsupportedError | None = None
         raised = sent_back = ""
+        is_shared = signature in self._graphs
         try:
-            with ExternalReferences.of_captures_apart():
+            with ExternalReferences.of_captures_apart(), reads.noted():
                 captured = self._capture(step, signature)
         except SentBackError as error:
             sent_back = str(error)
@@ -180,14 +199,20 @@ class Captures(Generic[T]):
             raised = f"{type(error).__name__} in the capture: {error}"
             clear_frames(error)
         mine = bool(raised)
+        has_new_reads = has_values and reads.version != version
+        # The phases of a window share a static batch. If this one is the first to read a value, it may
+        # be another than that of the batch which the others were captured with.
+        reads_another = captured is not None and is_shared and not self._is_kept(step, signature)
         has_failed = mine or failure is not None
         is_broken = step.is_broken()
         if (agreement := self._run.agreement) is not None:
             has_breaks = captured is not None and captured.has_breaks
             found = failure and failure.findings[0]
             outcome = (found, raised, is_broken, sent_back, has_breaks, has_values)
-            reasons, texts, broken, back, breaks, values = zip(*agreement.gather(outcome), strict=True)
-            is_broken, has_values = any(broken), any(values)
+            gathered = agreement.gather((*outcome, has_new_reads, reads_another))
+            reasons, texts, broken, back, breaks, values, new, others = zip(*gathered, strict=True)
+            is_broken, has_values, reads_another = any(broken), any(values), any(others)
+            has_new_reads = any(new)
             has_failed = any(reasons) or any(texts)
             if captured is not None:
                 captured.has_breaks_anywhere = any(breaks)
@@ -199,9 +224,29 @@ class Captures(Generic[T]):
                 failure = _failure_of_ranks(reasons)
                 raised = "" if failure else of_ranks(texts)
                 mine = False
+        if reads_another and captured is not None and not has_new_reads:
+            captured.release()
+            captured = None
+            self._run.counts.captures -= 1
         if is_broken:
             step.mend()
-        return _Tried(captured, failure, raised, sent_back, mine, has_failed, has_values)
+        return _Tried(
+            captured,
+            failure,
+            raised,
+            sent_back,
+            mine,
+            has_failed,
+            has_values,
+            has_new_reads,
+            reads_another,
+        )
+
+    def _is_kept(self, step: Step[T], signature: Signature) -> bool:
+        """True if the batch has a signature with graphs, given what captures have read by now."""
+        device = self._run.backend.device
+        now = Signature(step.batch, device, step.specialization, signature.reads)
+        return signature.reads is None or now in self._graphs
 
     def _examine(self, step: Step[T], error: UnsupportedError) -> bool:
         """Add to an error what else is found in the step; return True if it is complete."""
@@ -225,12 +270,10 @@ class Captures(Generic[T]):
 
     def _capture_once(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._graphs.clear_plain()  # each replays once through `step` before its next fast path
-        self._guards.watch()
         self._guards.effects.kind = signature, step.accumulation
-        self._run.carried.watch()
-        if moving := self._guards.moving():
+        if self._moving:
             raise UnsupportedError(
-                f"Between any two steps, {moving}: a graph would be invalid at the next step.",
+                f"Between any two steps, {self._moving}: a graph would be invalid at the next step.",
                 'Keep it constant, or pass `scope="forward_backward"`.',
                 in_optimizer=True,
             )
@@ -267,7 +310,7 @@ class Captures(Generic[T]):
 
     def _captured(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._run.carried.place()
-        static = self._graphs.static_of(signature) or StaticBatch(step.batch, self._graphs.reads)
+        static = self._graphs.static_of(signature) or StaticBatch(step.batch, signature.reads)
         static.copy_from(step.batch)
 
         def capture(timed: tuple[bool, ...]) -> CapturedStep[T]:

@@ -144,7 +144,7 @@ def structure_of(value: Any) -> Any:
         return None
     keys: Any = len(children)
     if isinstance(value, Mapping):
-        keys = tuple(value)
+        keys = tuple((type(key), comparable(key)) for key in value)
     return (type(value), keys, tuple(structure_of(child) for _, child in children))
 
 
@@ -172,10 +172,18 @@ def copied_leaf(leaf: Any) -> Any:
 
 
 def comparable(value: Any) -> Any:
-    """A form of a plain Python value for comparisons: it tells 0.0 from -0.0, and equates NaNs."""
+    """A form of a value for comparisons: it tells 0.0 from -0.0, and has no `__eq__` of the user's."""
+    if isinstance(value, np.generic):
+        return (value.dtype.str, value.tobytes())
     if isinstance(value, float):
         return float.__repr__(value)
-    return complex.__repr__(value) if isinstance(value, complex) else value
+    if isinstance(value, complex):
+        return complex.__repr__(value)
+    if type(value) is not str and isinstance(value, str):
+        return str.__str__(value)
+    if type(value) not in (int, bool) and isinstance(value, int):
+        return int.__int__(value)
+    return value
 
 
 def refuse_hidden_tensors(tree: Any, what: str) -> None:
@@ -397,8 +405,15 @@ class Signature:
 
     @staticmethod
     def _value_of(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, PLAIN):
-            return comparable(leaf)
+        if isinstance(leaf, PLAIN) and not isinstance(leaf, Enum):
+            if not (beside := getattr(leaf, "__dict__", None)):
+                return comparable(leaf)
+            state = [
+                (name, type(v), Signature._value_of(f"{path}.{name}", v)) for name, v in beside.items()
+            ]
+            return (comparable(leaf), *state)
+        if isinstance(leaf, PurePath):
+            return str(leaf)
         if isinstance(leaf, (np.ndarray, np.generic)):
             # Arrays compare element by element; their bytes compare as one value.
             return (str(leaf.dtype), leaf.shape, leaf.tobytes())
@@ -407,13 +422,18 @@ class Signature:
         if isinstance(leaf, slice):
             ends = (leaf.start, leaf.stop, leaf.step)
             return tuple((type(end), Signature._value_of(path, end)) for end in ends)
-        if isinstance(leaf, (Enum, PurePath, range)):
+        if isinstance(leaf, (Enum, range)):
             return leaf
         raise BatchError(
             f"`{path}` is a `{type(leaf).__qualname__}`, whose value cannot be compared from batch to"
             " batch; a graph would keep the one of the captured batch.",
             "Pass what the step needs of it as tensors or plain Python values.",
         )
+
+    @property
+    def reads(self) -> HostReads | None:
+        """The host values that captured steps read; None if all are part of the signature."""
+        return self._reads
 
     def __eq__(self, other: object) -> bool:
         return (

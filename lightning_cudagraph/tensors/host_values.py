@@ -8,7 +8,8 @@ holds a `HostValue` for each of them, which notes reads.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from functools import cache
 from pathlib import PurePath
@@ -142,6 +143,7 @@ class HostReads:
     def __init__(self, located: Callable[[], Location | None]) -> None:
         self._located = located
         self._lines: dict[str, Location | None] = {}
+        self._is_noting = False
         self.kinds: tuple[type, ...] = ()
         self.why = ""
 
@@ -171,11 +173,20 @@ class HostReads:
         what = "numbers" if self.kinds == _NUMBERS else "strings and numbers"
         return f"all {what} of a batch are part of its signature: without one of them, {self.why}"
 
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Context of a capture: reads count there. Others are those of hooks with a static batch."""
+        self._is_noting = True
+        try:
+            yield
+        finally:
+            self._is_noting = False
+
     def noting(self, path: str, value: Any) -> HostValue:
         """A `HostValue` that notes a read here."""
 
         def note() -> None:
-            if path not in self._lines:
+            if self._is_noting and path not in self._lines:
                 self._lines[path] = self._located()
 
         return HostValue(value, note)

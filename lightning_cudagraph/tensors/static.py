@@ -40,6 +40,7 @@ class _Pattern:
         self._root = self._described(batch)
 
     def _described(self, value: Any) -> tuple[Any, ...]:
+        value = held(value)
         kind = type(value)
         if kind is Tensor:
             next(self._paths)
@@ -50,6 +51,7 @@ class _Pattern:
         if kind is list or kind is tuple:
             return (kind, [self._described(member) for member in value])
         if kind is dict:
+            self._known &= all(type(key) is str for key in value)  # 1 == 1.0 == True
             return (kind, list(value), [self._described(member) for member in value.values()])
         path = next(self._paths, "")  # of a container in place of a leaf, the pattern is unknown
         if self._reads is not None and is_host_value(value):
@@ -179,6 +181,7 @@ class StaticBatch:
         paths = iter([path for path, _ in flatten_batch(example)])
         self._reads = reads
         self._values: list[HostValue] = []
+        self._paths: dict[int, str] = {}
 
         def static(leaf: Any) -> Any:
             path = next(paths)
@@ -186,6 +189,7 @@ class StaticBatch:
                 if reads is None or not is_host_value(leaf):
                     return leaf
                 self._values.append(reads.noting(path, held(leaf)))
+                self._paths[id(self._values[-1])] = path
                 return self._values[-1]
             if id(leaf) not in buffers:
                 buffers[id(leaf)] = self._empty_like(leaf)
@@ -219,7 +223,7 @@ class StaticBatch:
         if reads is None or not isinstance(leaf, HostValue):
             return leaf
         value = held(leaf)
-        return value if reads.is_needed(type(value)) else leaf
+        return value if reads.counts(self._paths[id(leaf)], type(value)) else leaf
 
     def leaves_of(self, batch: Any, device_type: str) -> tuple[list[Tensor], list[Any]] | None:
         """The tensors and the host values of a batch of the same signature, in the order of the buffers.

@@ -93,9 +93,10 @@ def delay_notes(trainer: pl.Trainer) -> list[str]:
 
 
 def draws_late(callback: Callback) -> bool:
-    """True for a bar of Lightning's own: no code of the user's reads the values that it draws."""
+    """True for a bar of Lightning's own that is drawn often: no user code reads its values."""
     return (
         isinstance(callback, ProgressBar)
+        and getattr(callback, "refresh_rate", 1) < _OFTEN  # else one wait for an exact value is cheap
         and is_known(callback.on_train_batch_end)
         and is_known(callback.get_metrics)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,7 +80,13 @@ def _measured(trainer: pl.Trainer, module: pl.LightningModule, batches: Any, kep
     if not module.automatic_optimization:
         return meter  # its steps may have graphs of their own, which refuse the meter's hook
     loggers, trainer.loggers = trainer.loggers, []
-    plain, trainer.loggers = deepcopy(trainer), loggers
+    try:
+        plain = deepcopy(trainer)
+    except (TypeError, NotImplementedError, pickle.PicklingError) as error:
+        kept.notes = (*kept.notes, f"no estimate: the trainer cannot be copied: {error}")
+        return meter
+    finally:
+        trainer.loggers = loggers
     plain.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
     plain.loggers = [DummyLogger() for _ in loggers]  # they cannot be copied
     with isolate_rng():

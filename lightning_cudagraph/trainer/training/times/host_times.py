@@ -97,8 +97,12 @@ class HostTimes(AbstractContextManager[None]):
 
     def _lap(self, part: str) -> None:
         """Count the time since the last call for a part."""
-        now_s = perf_counter()
-        self._step_s[part] += now_s - self._last_s
+        now_s, waited_before_s = perf_counter(), self._waited_before_s
+        self._waited_before_s = self._waited_s()
+        waited_s = self._waited_before_s - waited_before_s
+        self._step_s[part] += now_s - self._last_s - waited_s
+        if waited_s:
+            self._step_s[DEVICE] += waited_s
         self._last_s = now_s
 
     def look(self) -> None:
@@ -115,10 +119,6 @@ class HostTimes(AbstractContextManager[None]):
 
     def _end(self) -> None:
         self._lap(_OWN)
-        waited_s = self._waited_s() - self._waited_before_s
-        if waited_s:
-            self._step_s[_OWN] -= waited_s
-            self._step_s[DEVICE] += waited_s
         for part, time_s in self._step_s.items():
             self._total_s[part] += time_s
         self.steps += 1
