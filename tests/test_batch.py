@@ -353,6 +353,7 @@ def test_subclasses_of_values_are_compared_by_all_they_hold() -> None:
     assert same == Signature([weighted("a", 1.0)], CPU)
     assert same != Signature([weighted("A", 1.0)], CPU)
     assert same != Signature([weighted("a", 2.0)], CPU)
+    assert StaticBatch([weighted("a", 1.0)]).leaves_of([weighted("a", 1.0)], "cpu") is None
 
 
 def test_keys_are_compared_by_type_and_sign() -> None:
@@ -360,4 +361,10 @@ def test_keys_are_compared_by_type_and_sign() -> None:
         x = torch.zeros(1)
         assert Signature({one: x}, CPU) != Signature({other: x}, CPU)
         assert StaticBatch({one: x}).leaves_of({other: x}, "cpu") is None
-    assert Signature([PureWindowsPath("A")], CPU) != Signature([PureWindowsPath("a")], CPU)
+    one, other = PureWindowsPath("A"), PureWindowsPath("a")
+    assert Signature([one], CPU) != Signature([other], CPU)
+    reads = HostReads(lambda: None)
+    reads.widen("")
+    reads.widen("")
+    assert StaticBatch([one], reads).leaves_of([one], "cpu") is not None
+    assert StaticBatch([one], reads).leaves_of([other], "cpu") is None

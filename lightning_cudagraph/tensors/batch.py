@@ -175,6 +175,8 @@ def comparable(value: Any) -> Any:
     """A form of a value for comparisons: it tells 0.0 from -0.0, and has no `__eq__` of the user's."""
     if isinstance(value, np.generic):
         return (value.dtype.str, value.tobytes())
+    if isinstance(value, PurePath):
+        return str(value)  # those of Windows ignore the case
     if isinstance(value, float):
         return float.__repr__(value)
     if isinstance(value, complex):
@@ -413,7 +415,7 @@ class Signature:
             ]
             return (comparable(leaf), *state)
         if isinstance(leaf, PurePath):
-            return str(leaf)
+            return comparable(leaf)
         if isinstance(leaf, (np.ndarray, np.generic)):
             # Arrays compare element by element; their bytes compare as one value.
             return (str(leaf.dtype), leaf.shape, leaf.tobytes())

@@ -54,6 +54,7 @@ class _Pattern:
             self._known &= all(type(key) is str for key in value)  # 1 == 1.0 == True
             return (kind, list(value), [self._described(member) for member in value.values()])
         path = next(self._paths, "")  # of a container in place of a leaf, the pattern is unknown
+        self._known &= not hasattr(value, "__dict__")  # a subclass with state of its own
         if self._reads is not None and is_host_value(value):
             return (kind, comparable(value), path, self._reads)
         self._known &= kind in PLAIN
