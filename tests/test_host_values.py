@@ -267,7 +267,9 @@ def test_a_host_value_behaves_as_its_value(value: Any) -> None:
         assert read, use
     for name in ("__len__", "__iter__", "__index__", "__fspath__", "__float__"):
         assert (getattr(type(held), name, None) is None) == (not hasattr(value, name))
-    conversions = (len, iter, list, abs, float, int, complex, round, pickle.dumps)
+    conversions: list[Any] = [len, iter, list, abs, float, int, round, pickle.dumps]
+    if hasattr(value, "__complex__") or not isinstance(value, complex):  # Python 3.10 reads it in C
+        conversions.append(complex)
     for use in (*conversions, lambda v: v + v, lambda v: 3 * v):
         try:
             expected = use(value)
