@@ -1,10 +1,10 @@
 """Logged values for a progress bar, read without a wait for the device.
 
 Lightning's bars read what is logged with ``prog_bar=True`` after a step, and so wait for the step that
-has just been launched. Between replays they get the values of the last drawn step that has ended instead:
-behind each step that is drawn, a copy to pinned memory and an event are queued. All other code that
-reads the trainer's metrics, a bar at the end of an epoch, and one that is drawn seldom wait and get those
-of the last step.
+has just been launched. Between replays they get the values of the last drawn step that has ended
+instead: behind each step that is drawn, a copy to pinned memory and an event are queued. All other code
+that reads the trainer's metrics, a bar at the end of an epoch, and one that is drawn seldom wait and get
+those of the last step.
 """
 
 from __future__ import annotations
