@@ -157,7 +157,7 @@ class ReadsLoss(Callback):
 
 @dataclass(frozen=True)
 class Surrounding:
-    """What surrounds the steps of a fit.
+    """Surroundings of the steps of a fit: callbacks, hooks, metrics.
 
     Attributes:
         build: makes the module.

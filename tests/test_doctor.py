@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
@@ -447,6 +449,18 @@ def test_a_step_that_is_not_captured_has_an_estimate(accelerator: str) -> None:
     assert report.estimate is not None
     assert report.estimate.ops > 20
     assert report.estimate.replay_ms is report.estimate.graph_bytes is None
+
+
+def test_a_trainer_that_cannot_be_copied_has_no_estimate(accelerator: str) -> None:
+    class Locked(Callback):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    trainer = _trainer(accelerator, callbacks=[Locked()])
+    report = CUDAGraphCallback().check(make(Net), loader(ragged=False), trainer)
+    assert report.is_captured
+    assert report.estimate is None
+    assert any("no estimate: the trainer cannot be copied" in note for note in report.notes)
 
 
 def test_manual_optimization_is_a_finding(accelerator: str) -> None:

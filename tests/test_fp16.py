@@ -161,7 +161,7 @@ def _unwatched(
     )
 
 
-def _states_possible(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def states_possible(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of states that each replay of an optimizer's step may begin with."""
     own, numbers = Outcomes.possible, list[int]()
 
@@ -180,7 +180,7 @@ def test_counters_are_right_without_a_wait(
     tmp_path: Path, accelerator: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next replay is launched before the host knows if this one was skipped."""
-    numbers = _states_possible(monkeypatch)
+    numbers = states_possible(monkeypatch)
     plain = _unwatched(tmp_path / "plain", accelerator, form, None)
     graph = _unwatched(tmp_path / "graph", accelerator, form, CUDAGraphCallback(timings=None))
     assert len(graph.checkpoints) > 8
@@ -207,7 +207,7 @@ class Reads(Callback):
 def test_user_code_finds_the_counters_of_its_step(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers = _states_possible(monkeypatch)
+    numbers = states_possible(monkeypatch)
     one, other = Reads(), Reads()
     plain = _unwatched(tmp_path / "plain", accelerator, "AdamW", None, callbacks=(one,))
     callback = CUDAGraphCallback(timings=None)
@@ -238,7 +238,7 @@ class Breaks(TensorDataset):
 def test_counters_are_right_after_an_exception(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers = _states_possible(monkeypatch)
+    numbers = states_possible(monkeypatch)
     batches = DataLoader(Breaks(*loader(batches=20).dataset.tensors), batch_size=BATCH_SIZE)
     found = []
     for name, callback in (("plain", None), ("graph", CUDAGraphCallback(timings=None))):

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.device.emulator import EmulatorBackend
 from lightning_cudagraph.optim.outcomes import Flag
+from lightning_cudagraph.trainer.profilers import draws_late
 from lightning_cudagraph.trainer.training.times import host_times
 from lightning_cudagraph.trainer.training.times.host_times import (
     DEVICE,
@@ -193,3 +194,27 @@ def test_what_the_report_says() -> None:
         "  host      ahead of the device, which was busy at 96% of 100 launches that were looked at"
     ]
     assert host_lines(HostTimes(EmulatorBackend()), []) == []
+
+
+def test_a_wait_is_no_time_of_the_part_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loggers read counters, for example, and these wait for the device."""
+    now_s = waited_s = 0.0
+    monkeypatch.setattr(host_times, "has_speed", lambda backend: True)
+    monkeypatch.setattr(host_times, "_EVERY_N_STEPS", 1)
+    monkeypatch.setattr(host_times, "perf_counter", lambda: now_s)
+    times = HostTimes(EmulatorBackend())
+    times.waits.append(lambda: waited_s)
+    for _ in range(4):
+        times.begin()
+        now_s += 1
+        with times.of(LOGGERS):
+            now_s, waited_s = now_s + 5, waited_s + 3
+    times.begin()
+    assert {part: us / 1e6 for part, us in times.parts_us.items()} == pytest.approx(
+        {DEVICE: 3, LOGGERS: 2, "this package and Lightning's loop": 1}
+    )
+
+
+@pytest.mark.parametrize(("refresh_rate", "is_late"), [(1, True), (50, False)])
+def test_a_bar_that_is_drawn_seldom_waits_for_the_value(refresh_rate: int, is_late: bool) -> None:
+    assert draws_late(TQDMProgressBar(refresh_rate=refresh_rate)) == is_late

@@ -136,23 +136,7 @@ class Captures(Generic[T]):
         self._guards.watch()
         self._run.carried.watch()
         self._moving = self._guards.moving()
-        reads = self._graphs.reads
-        before = reads.kinds, reads.why
-        tried = self._tried(step, signature)
-        while tried.has_new_reads or (tried.has_failed and tried.has_host_values):
-            # A `HostValue` only finds out what is read: the graph is one of a step that gets the values
-            # themselves. C code may insist on their type, and compiled code is compiled for it: then all
-            # of a kind are part of the signature, if that helps.
-            if tried.failure is not None:
-                clear_frames(tried.failure)
-            if tried.captured is not None:
-                tried.captured.release()
-                self._run.counts.captures -= 1
-            if not tried.has_new_reads:
-                reads.widen(tried.raised or (tried.failure.reason if tried.failure is not None else ""))
-            tried = self._tried(step, signature)
-        if tried.has_failed:
-            reads.kinds, reads.why = before
+        tried = self._tried_with_values(step, signature)
         if tried.reads_another and not tried.has_failed:
             return None, _READS_ANOTHER, False
         if (failure := tried.failure) is not None:
@@ -173,6 +157,27 @@ class Captures(Generic[T]):
         if tried.sent_back:  # this step is eager, a later one is captured
             self._streams.send_back(tried.sent_back)
         return tried.captured, tried.raised or tried.sent_back, tried.is_of_this_process
+
+    def _tried_with_values(self, step: Step[T], signature: Signature) -> _Tried[T]:
+        """Try to capture a step that gets all host values themselves that it reads."""
+        reads = self._graphs.reads
+        before = reads.kinds, reads.why
+        tried = self._tried(step, signature)
+        while tried.has_new_reads or (tried.has_failed and tried.has_host_values):
+            # A `HostValue` only finds out what is read: the graph is one of a step that gets the values
+            # themselves. C code may insist on their type, and compiled code is compiled for it: then all
+            # of a kind are part of the signature, if that helps.
+            if tried.failure is not None:
+                clear_frames(tried.failure)
+            if tried.captured is not None:
+                tried.captured.release()
+                self._run.counts.captures -= 1
+            if not tried.has_new_reads:
+                reads.widen(tried.raised or (tried.failure.reason if tried.failure is not None else ""))
+            tried = self._tried(step, signature)
+        if tried.has_failed:
+            reads.kinds, reads.why = before
+        return tried
 
     def _tried(self, step: Step[T], signature: Signature) -> _Tried[T]:
         """Try to capture a step, and tell all processes how it went."""
@@ -244,9 +249,10 @@ class Captures(Generic[T]):
 
     def _is_kept(self, step: Step[T], signature: Signature) -> bool:
         """True if the batch has a signature with graphs, given what captures have read by now."""
+        if signature.reads is None:
+            return True
         device = self._run.backend.device
-        now = Signature(step.batch, device, step.specialization, signature.reads)
-        return signature.reads is None or now in self._graphs
+        return Signature(step.batch, device, step.specialization, signature.reads) in self._graphs
 
     def _examine(self, step: Step[T], error: UnsupportedError) -> bool:
         """Add to an error what else is found in the step; return True if it is complete."""

@@ -320,14 +320,15 @@ class Signature:
         batch: the batch to describe.
         device: the device of the training step; a tensor elsewhere would be read by the host.
         specialization: further values that are part of the signature, by names for the user.
-        reads: the host values that captured steps read; None if all are part of the signature.
+        reads: the host values that captured steps read; None if all are part of the signature. An
+            attribute too.
 
     Raises:
         BatchError: for an object that hides tensors, a tensor on another device, and one that requires
             a gradient.
     """
 
-    __slots__ = ("_counted", "_hash", "_key", "_paths", "_reads", "_values")
+    __slots__ = ("_counted", "_hash", "_key", "_paths", "_values", "reads")
 
     def __init__(
         self,
@@ -369,7 +370,7 @@ class Signature:
             described.append((type(value), value))
         self._key = (structure_of(batch), tuple(described))
         self._paths = tuple(paths)
-        self._reads, self._values = reads, values
+        self.reads, self._values = reads, values
         self._counted: tuple[Any, tuple[Any, ...]] = (None, ())
         try:
             self._hash = hash(self._key)
@@ -432,11 +433,6 @@ class Signature:
             "Pass what the step needs of it as tensors or plain Python values.",
         )
 
-    @property
-    def reads(self) -> HostReads | None:
-        """The host values that captured steps read; None if all are part of the signature."""
-        return self._reads
-
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Signature)
@@ -450,18 +446,18 @@ class Signature:
 
     def _values_read(self) -> tuple[Any, ...]:
         """The host values that count now."""
-        if self._reads is None or not self._values:
+        if self.reads is None or not self._values:
             return ()
         version, counted = self._counted
-        if version != self._reads.version:
-            counts = self._reads.counts
+        if version != self.reads.version:
+            counts = self.reads.counts
             counted = tuple(value for path, value in self._values.items() if counts(path, value[0]))
-            self._counted = self._reads.version, counted
+            self._counted = self.reads.version, counted
         return counted
 
     def _described(self) -> list[tuple[str, tuple[Any, ...]]]:
         """The paths and properties of all leaves, with the host values that count now."""
-        reads = self._reads
+        reads = self.reads
         return [
             (path, self._values[path])
             if len(leaf) == 1 and reads is not None and reads.counts(path, leaf[0])
@@ -471,7 +467,7 @@ class Signature:
 
     def sizes(self) -> dict[tuple[str, int | None], Any]:
         """The sizes of tensors by path and dimension, and host values that count by path and None."""
-        reads, found = self._reads, dict[tuple[str, int | None], Any]()
+        reads, found = self.reads, dict[tuple[str, int | None], Any]()
         for path, leaf in zip(self._paths, self._key[1], strict=True):
             if len(leaf) > 2:
                 found |= {(path, dimension): size for dimension, size in enumerate(leaf[0])}
@@ -488,7 +484,7 @@ class Signature:
                 if len(mine) > 2 and mine[:-1] == theirs[:-1]:
                     one, other_one = self._same_as(mine, path), self._same_as(theirs, path)
                     return f"`{path}` changed: expected {one}, found {other_one}"
-                where = "" if self._reads is None else self._reads.described(path)
+                where = "" if self.reads is None else self.reads.described(path)
                 return f"`{path}`{where} changed: expected {_in_words(mine)}, found {_in_words(theirs)}"
         return "nothing changed"
 

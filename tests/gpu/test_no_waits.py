@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.optim.outcomes import Outcomes
 from tests.harness import Net, loader, make, train
+from tests.test_fp16 import states_possible
 
 _FIRST, _LAST, _STEPS = 8, 40, 44
 
@@ -99,14 +99,7 @@ def test_the_host_does_not_wait_to_count_steps_in_fp16(
     tmp_path: Path, hook: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It launches the next replay before it knows if this one was skipped; not if user code may ask."""
-    own, numbers = Outcomes.possible, list[int]()
-
-    def possible(outcomes: Outcomes) -> list[Any]:
-        states = own(outcomes)
-        numbers.append(len(states))
-        return states
-
-    monkeypatch.setattr(Outcomes, "possible", possible)
+    numbers = states_possible(monkeypatch)
     callback = CUDAGraphCallback(timings=None)
     train(
         make(lambda: _Busy(lambda p: torch.optim.AdamW(p, lr=1e-3))),
