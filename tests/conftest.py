@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +89,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _what_a_module_leaves_is_not_looked_through() -> Iterator[None]:
     yield
     _freeze()
+
+
+@pytest.fixture(autouse=True)
+def _messages_of_lightning_are_on_again() -> Iterator[None]:
+    """Tests of benchmarks and of many small runs silence them."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
