@@ -133,6 +133,16 @@ def test_the_least_recently_used_is_released(tmp_path: Path, accelerator: str) -
     assert "released for others 3 time(s)" in str(run.summary)
 
 
+@pytest.mark.filterwarnings(SIZE)
+def test_a_released_graph_adds_to_gradients_of_another(tmp_path: Path, accelerator: str) -> None:
+    """Those stay where the other graph writes them: on a GPU, a graph's own move out of its pool."""
+    lengths = [4, 5] * 24 + [4, 6] * 24
+    callback = CUDAGraphCallback(max_graphs=2, verify=None)
+    run = both(tmp_path, accelerator, lengths, callback, max_epochs=1, accumulate_grad_batches=2)
+    assert (run.counts.captures, run.counts.evictions) == (3, 1)
+    assert run.counts.replayed > 60
+
+
 def test_graphs_that_serve_few_replays_are_exchanged_no_more(
     tmp_path: Path, accelerator: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -215,8 +215,8 @@ class CapturedStep(Generic[T]):
         self._runs_between = between
         made = [pair for each in self._instances for at in each.breaks for pair in at.made]
         every = [pair for each in self._instances for pair in each.gradients]
-        found = gradients_of(parameter for parameter, _ in self._accumulated)
-        self._holds = ExternalReferences([*every, *made, *found])
+        added = gradients_of(parameter for parameter, _ in self._accumulated)
+        self._holds = ExternalReferences([*every, *made], added)
 
     @property
     def has_breaks(self) -> bool:

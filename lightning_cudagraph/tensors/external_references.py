@@ -55,10 +55,18 @@ _all: WeakSet[ExternalReferences] = WeakSet()
 
 
 class ExternalReferences:
-    """References to the gradients of a graph: to the tensors, and to their storages (views, arrays)."""
+    """References to the gradients of a graph: to the tensors, and to their storages (views, arrays).
 
-    def __init__(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        self._gradients = [*{id(gradient): (p, gradient) for p, gradient in gradients}.values()]
+    Args:
+        own: gradients in the memory pool of the graph, with their parameters.
+        added: gradients that the graph adds to, which may be in that of another.
+    """
+
+    def __init__(self, own: Gradients, added: Gradients | None = None) -> None:
+        by_id = {id(gradient): (p, gradient) for p, gradient in own}
+        self._n_own = len(by_id)
+        by_id |= {id(gradient): (p, gradient) for p, gradient in added or () if id(gradient) not in by_id}
+        self._gradients = [*by_id.values()]
         self._storages = [local(gradient).untyped_storage() for _, gradient in self._gradients]
         self._numbers = [int(storage._cdata) for storage in self._storages]
         self._references: list[int] = []
@@ -109,13 +117,14 @@ class ExternalReferences:
         return False
 
     def move_out(self) -> None:
-        """Move the gradients to memory that no graph writes; the graph cannot be replayed after it.
+        """Move the graph's own gradients to memory that no graph writes; it cannot be replayed after it.
 
         A gradient with external views stays, because views cannot move with it. So do gradients on a
         CPU, where graphs share no memory, and where an array refers to the tensor itself.
         """
         # A capture that was refused has no counts: no code has seen its gradients.
-        for now, alone, (_, gradient) in zip(self._using(), self._users, self._gradients, strict=False):
+        own = self._gradients[: self._n_own]
+        for now, alone, (_, gradient) in zip(self._using(), self._users, own, strict=False):
             if now <= alone and gradient.device.type != "cpu":
                 gradient.data = gradient.clone()
 
