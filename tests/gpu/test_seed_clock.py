@@ -86,7 +86,7 @@ def test_a_registry_for_many_timers() -> None:
         contexts = []
         for context, elapsed in registry.elapsed_times():
             print(f"[Iter {context}] {elapsed:.2} ms")
-            assert 0 < elapsed < 1
+            assert 0 < elapsed < 100  # other processes may share the GPU
             contexts.append(context)
         assert contexts == list(range(10))
 
