@@ -136,7 +136,10 @@ class Captures(Generic[T]):
         self._guards.watch()
         self._run.carried.watch()
         self._moving = self._guards.moving()
+        started_s = perf_counter()
         tried = self._tried_with_values(step, signature)
+        if tried.captured is not None:
+            self._count(step, (perf_counter() - started_s) * 1e3)
         if tried.reads_another and not tried.has_failed:
             return None, _READS_ANOTHER, False
         if (failure := tried.failure) is not None:
@@ -158,6 +161,13 @@ class Captures(Generic[T]):
             self._streams.send_back(tried.sent_back)
         return tried.captured, tried.raised or tried.sent_back, tried.is_of_this_process
 
+    def _count(self, step: Step[T], capture_ms: float) -> None:
+        counts = self._run.counts
+        counts.captures += 1
+        counts.capture_ms += capture_ms
+        counts.memory_bytes = self._run.backend.graph_bytes()
+        self._run.on_capture(step, capture_ms)
+
     def _tried_with_values(self, step: Step[T], signature: Signature) -> _Tried[T]:
         """Try to capture a step that gets all host values themselves that it reads."""
         reads = self._graphs.reads
@@ -171,7 +181,6 @@ class Captures(Generic[T]):
                 clear_frames(tried.failure)
             if tried.captured is not None:
                 tried.captured.release()
-                self._run.counts.captures -= 1
             if not tried.has_new_reads:
                 reads.widen(tried.raised or (tried.failure.reason if tried.failure is not None else ""))
             tried = self._tried(step, signature)
@@ -225,14 +234,12 @@ class Captures(Generic[T]):
             if captured is not None and (any(reasons) or any(texts) or sent_back):
                 captured.release()
                 captured = None
-                self._run.counts.captures -= 1
                 failure = _failure_of_ranks(reasons)
                 raised = "" if failure else of_ranks(texts)
                 mine = False
         if reads_another and captured is not None and not has_new_reads:
             captured.release()
             captured = None
-            self._run.counts.captures -= 1
         if is_broken:
             step.mend()
         return _Tried(
@@ -288,7 +295,6 @@ class Captures(Generic[T]):
             maker.put_back_gradients()
         else:
             self._copies.move_apart(*step.parameters(), step.kept)
-        started_s = perf_counter()
         made: list[CapturedStep[T]] = []
         try:
             with ExitStack() as stack:
@@ -306,12 +312,6 @@ class Captures(Generic[T]):
         captured = made[0]
         self._run.carried.keep(self._guards.readable())
         self._guards.take()
-        capture_ms = (perf_counter() - started_s) * 1e3
-        counts = self._run.counts
-        counts.captures += 1
-        counts.capture_ms += capture_ms
-        counts.memory_bytes = self._run.backend.graph_bytes()
-        self._run.on_capture(step, capture_ms)
         return captured
 
     def _captured(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
