@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph import BatchError, CaptureError, GraphedStep
-from lightning_cudagraph.tensors.batch import Signature, flatten_batch
+from lightning_cudagraph.tensors.batch import flatten_batch
+from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import HostReads
 from lightning_cudagraph.tensors.static import StaticBatch
 

@@ -11,7 +11,7 @@ import torch
 import lightning_cudagraph
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.graphed_step.wording import WORDING
-from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.trainer.evaluation import wording_of
 
 ROOT = Path(lightning_cudagraph.__file__).parent

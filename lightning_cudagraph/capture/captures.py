@@ -24,7 +24,8 @@ from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError, Finding, UnsupportedError
 from lightning_cudagraph.processes.agreement import of_ranks
-from lightning_cudagraph.tensors.batch import Signature, flatten_batch
+from lightning_cudagraph.tensors.batch import flatten_batch
+from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.external_references import ExternalReferences, GradientCopies
 from lightning_cudagraph.tensors.host_values import held, is_host_value
 from lightning_cudagraph.tensors.static import StaticBatch

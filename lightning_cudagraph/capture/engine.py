@@ -24,7 +24,7 @@ from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.sentry.inductor import without_its_graphs
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Intent
-from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.external_references import GradientCopies
 from lightning_cudagraph.tensors.static import StaticBatch
 

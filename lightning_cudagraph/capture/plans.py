@@ -14,7 +14,7 @@ from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
-from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.external_references import GradientCopies
 
 __all__ = ["Plan", "Plans"]

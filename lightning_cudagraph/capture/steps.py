@@ -12,7 +12,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.graph import BreakGraph
-from lightning_cudagraph.tensors.batch import Signature, flatten_batch
+from lightning_cudagraph.tensors.batch import flatten_batch
+from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.writes import storage_id, whole
 

@@ -48,7 +48,8 @@ from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.processes.agreement import Intent
-from lightning_cudagraph.tensors.batch import Signature, flatten_batch
+from lightning_cudagraph.tensors.batch import flatten_batch
+from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary

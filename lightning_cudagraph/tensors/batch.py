@@ -1,9 +1,6 @@
-"""Batches: the walk over their leaves, and their signatures.
+"""The walk over the leaves of a batch, or of the outputs of a step.
 
-A batch that differs from the captured one in anything but tensor values has another signature, and is
-never copied into its static buffers (`static.py`): `copy_` would silently broadcast it.
-
-The walk covers what Lightning can move to a device: tensors in lists, tuples, named tuples, mappings and
+It covers what Lightning can move to a device: tensors in lists, tuples, named tuples, mappings and
 dataclasses. An object that hides tensors from the walk is refused, with its path.
 """
 
@@ -11,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -21,17 +18,16 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.errors import BatchError
-from lightning_cudagraph.tensors.host_values import HostReads, held, is_host_value
 
 __all__ = [
     "OF_THE_HOST",
     "PLAIN",
-    "Signature",
     "comparable",
     "compared_outputs",
     "copied_leaf",
     "flatten_batch",
     "map_leaves",
+    "members_of",
     "refuse_hidden_tensors",
     "refuse_odd_outputs",
     "structure_of",
@@ -57,7 +53,7 @@ def _is_namedtuple(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
-def _children(value: Any, path: str) -> list[tuple[str, Any]] | None:
+def members_of(value: Any, path: str) -> list[tuple[str, Any]] | None:
     """Path and value of each member of a container, or None for a leaf."""
     if isinstance(value, Tensor):
         return None
@@ -129,7 +125,7 @@ def flatten_batch(batch: Any) -> _Leaves:
 # Not a nested function: a recursive closure is a reference cycle, and would hold the leaves, and with
 # them the autograd graph of a step, until the next garbage collection.
 def _add_leaves(value: Any, path: str, leaves: _Leaves) -> None:
-    children = _children(value, path)
+    children = members_of(value, path)
     if children is None:
         leaves.append((path, value))
         return
@@ -139,7 +135,7 @@ def _add_leaves(value: Any, path: str, leaves: _Leaves) -> None:
 
 def structure_of(value: Any) -> Any:
     """The types and keys of the containers of a batch, as one comparable value."""
-    children = _children(value, "")
+    children = members_of(value, "")
     if children is None:
         return None
     keys: Any = len(children)
@@ -150,7 +146,7 @@ def structure_of(value: Any) -> Any:
 
 def map_leaves(value: Any, new_leaf: Callable[[Any], Any]) -> Any:
     """Copy containers, with `new_leaf(leaf)` for each leaf."""
-    children = _children(value, "")
+    children = members_of(value, "")
     if children is None:
         return new_leaf(value)
     return _rebuild(value, [map_leaves(child, new_leaf) for _, child in children])
@@ -196,7 +192,7 @@ def refuse_hidden_tensors(tree: Any, what: str) -> None:
     """
 
     def walk(value: Any, path: str) -> None:
-        children = _children(value, path)
+        children = members_of(value, path)
         if isinstance(value, PLAIN):
             return
         is_plain = type(value) in (list, tuple, dict) or (isinstance(value, Tensor) and not vars(value))
@@ -283,224 +279,3 @@ def _hides_tensor(value: Any, depth: int = 3, walked: bool = False) -> str | Non
             elif not isinstance(leaf, PLAIN) and (below := _hides_tensor(leaf, depth - 1)):
                 return f".{name}{inner}{below}"
     return None
-
-
-def _values_beside(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The plain values in attributes of containers and tensors, which are neither items nor fields.
-
-    Attributes that cannot be compared, such as the encodings of a tokenizer, are left out: a replay uses
-    those of the captured batch.
-    """
-    children = _children(value, path)
-    if children is None and not isinstance(value, Tensor):
-        return
-    if isinstance(value, (list, tuple)):  # subclasses are refused
-        for child_path, child in children or ():
-            yield from _values_beside(child, child_path)
-        return
-    walked = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
-    for name, member in getattr(value, "__dict__", {}).items():
-        if name not in walked:
-            for inner, leaf in flatten_batch(member):
-                if isinstance(leaf, (*PLAIN, np.ndarray, np.generic, Enum, PurePath, range)):
-                    yield f"{path}.{name}{inner.removeprefix('batch')}", leaf
-    for child_path, child in children or ():
-        yield from _values_beside(child, child_path)
-
-
-class Signature:
-    """The properties of a batch that a graph is specialised on, as one comparable, hashable value.
-
-    Containers by type, keys and plain values of their attributes; tensors by shape, stride, dtype,
-    device, plain values of their attributes, and identity with each other; other leaves by value,
-    because a capture freezes them. Of two signatures, host values are compared that captured steps have
-    read by then: equality gets stricter with each read, and the hash stays the same.
-
-    Args:
-        batch: the batch to describe.
-        device: the device of the training step; a tensor elsewhere would be read by the host.
-        specialization: further values that are part of the signature, by names for the user.
-        reads: the host values that captured steps read; None if all are part of the signature. An
-            attribute too.
-
-    Raises:
-        BatchError: for an object that hides tensors, a tensor on another device, and one that requires
-            a gradient.
-    """
-
-    __slots__ = ("_counted", "_hash", "_key", "_paths", "_values", "reads")
-
-    def __init__(
-        self,
-        batch: Any,
-        device: torch.device,
-        specialization: Mapping[str, Hashable] | None = None,
-        reads: HostReads | None = None,
-    ) -> None:
-        described: list[Any] = []
-        values: dict[str, Any] = {}
-        paths: list[str] = []
-        first_seen: dict[int, int] = {}
-        refuse_hidden_tensors(batch, "batch")
-        for position, (path, leaf) in enumerate(flatten_batch(batch)):
-            paths.append(path)
-            leaf = held(leaf)  # of a static batch
-            if isinstance(leaf, Tensor):
-                self._check_tensor(path, leaf, device)
-                same_as = first_seen.setdefault(id(leaf), position)
-                described.append(
-                    (
-                        tuple(leaf.shape),
-                        leaf.stride(),
-                        leaf.dtype,
-                        leaf.device.type,
-                        same_as,
-                    )
-                )
-            elif reads is not None and is_host_value(leaf):
-                described.append((type(leaf),))
-                values[path] = (type(leaf), self._value_of(path, leaf))
-            else:
-                described.append((type(leaf), self._value_of(path, leaf)))
-        for path, leaf in _values_beside(batch, "batch"):
-            paths.append(path)
-            described.append((type(leaf), self._value_of(path, leaf)))
-        for name, value in (specialization or {}).items():
-            paths.append(name)
-            described.append((type(value), value))
-        self._key = (structure_of(batch), tuple(described))
-        self._paths = tuple(paths)
-        self.reads, self._values = reads, values
-        self._counted: tuple[Any, tuple[Any, ...]] = (None, ())
-        try:
-            self._hash = hash(self._key)
-        except TypeError:
-            # A leaf that can be compared and not hashed.
-            self._hash = hash(self._key[0])
-
-    @staticmethod
-    def _check_tensor(path: str, leaf: Tensor, device: torch.device) -> None:
-        if leaf.device.type != device.type:
-            raise BatchError(
-                f"`{path}` is on {leaf.device} and the training step on {device}: its values would be"
-                " read by the host, once, at capture.",
-                f"Move it to {device.type} with the batch.",
-            )
-        if type(leaf) not in (Tensor, torch.nn.Parameter):
-            raise BatchError(
-                f"`{path}` is a `{type(leaf).__qualname__}`, a subclass of `torch.Tensor`; expected a"
-                " plain tensor, since its static buffer would be one.",
-                "Pass `tensor.as_subclass(torch.Tensor)`.",
-            )
-        if leaf.layout is not torch.strided or leaf.is_quantized:
-            raise BatchError(
-                f"`{path}` is a tensor of layout {leaf.layout}, and only strided tensors have static"
-                " buffers.",
-                "Pass its indices and values as strided tensors.",
-            )
-        if leaf.requires_grad:
-            raise BatchError(
-                f"`{path}` requires a gradient; a graph reads a copy of it, and the gradient would end"
-                " there.",
-                "Pass `tensor.detach()`, and call `requires_grad_()` in the step, or compute it in"
-                " the step.",
-            )
-
-    @staticmethod
-    def _value_of(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, PLAIN) and not isinstance(leaf, Enum):
-            if not (beside := getattr(leaf, "__dict__", None)):
-                return comparable(leaf)
-            state = [
-                (name, type(v), Signature._value_of(f"{path}.{name}", v)) for name, v in beside.items()
-            ]
-            return (comparable(leaf), *state)
-        if isinstance(leaf, PurePath):
-            return comparable(leaf)
-        if isinstance(leaf, (np.ndarray, np.generic)):
-            # Arrays compare element by element; their bytes compare as one value.
-            return (str(leaf.dtype), leaf.shape, leaf.tobytes())
-        if isinstance(leaf, (set, frozenset)) and all(isinstance(x, PLAIN) for x in leaf):
-            return frozenset((type(x), comparable(x)) for x in leaf)
-        if isinstance(leaf, slice):
-            ends = (leaf.start, leaf.stop, leaf.step)
-            return tuple((type(end), Signature._value_of(path, end)) for end in ends)
-        if isinstance(leaf, (Enum, range)):
-            return leaf
-        raise BatchError(
-            f"`{path}` is a `{type(leaf).__qualname__}`, whose value cannot be compared from batch to"
-            " batch; a graph would keep the one of the captured batch.",
-            "Pass what the step needs of it as tensors or plain Python values.",
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Signature)
-            and self._hash == other._hash
-            and self._values_read() == other._values_read()
-            and self._key == other._key
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def _values_read(self) -> tuple[Any, ...]:
-        """The host values that count now."""
-        if self.reads is None or not self._values:
-            return ()
-        version, counted = self._counted
-        if version != self.reads.version:
-            counts = self.reads.counts
-            counted = tuple(value for path, value in self._values.items() if counts(path, value[0]))
-            self._counted = self.reads.version, counted
-        return counted
-
-    def _described(self) -> list[tuple[str, tuple[Any, ...]]]:
-        """The paths and properties of all leaves, with the host values that count now."""
-        reads = self.reads
-        return [
-            (path, self._values[path])
-            if len(leaf) == 1 and reads is not None and reads.counts(path, leaf[0])
-            else (path, leaf)
-            for path, leaf in zip(self._paths, self._key[1], strict=True)
-        ]
-
-    def sizes(self) -> dict[tuple[str, int | None], Any]:
-        """The sizes of tensors by path and dimension, and host values that count by path and None."""
-        reads, found = self.reads, dict[tuple[str, int | None], Any]()
-        for path, leaf in zip(self._paths, self._key[1], strict=True):
-            if len(leaf) > 2:
-                found |= {(path, dimension): size for dimension, size in enumerate(leaf[0])}
-            elif len(leaf) == 1 and reads is not None and reads.counts(path, leaf[0]):
-                found[path, None] = self._values[path]
-        return found
-
-    def difference(self, other: Signature) -> str:
-        """Describe the first difference of `other` from this one: the leaf, expected and found."""
-        if self._key[0] != other._key[0]:
-            return f"containers changed: expected {len(self._paths)} leaves of the captured structure"
-        for (path, mine), (_, theirs) in zip(self._described(), other._described(), strict=True):
-            if mine != theirs:
-                if len(mine) > 2 and mine[:-1] == theirs[:-1]:
-                    one, other_one = self._same_as(mine, path), self._same_as(theirs, path)
-                    return f"`{path}` changed: expected {one}, found {other_one}"
-                where = "" if self.reads is None else self.reads.described(path)
-                return f"`{path}`{where} changed: expected {_in_words(mine)}, found {_in_words(theirs)}"
-        return "nothing changed"
-
-    def _same_as(self, described: tuple[Any, ...], path: str) -> str:
-        first = self._paths[described[-1]]
-        return "a tensor of its own" if first == path else f"the same tensor as `{first}`"
-
-    def __str__(self) -> str:
-        return ", ".join(f"{path} {_in_words(leaf)}" for path, leaf in self._described())
-
-
-def _in_words(described: tuple[Any, ...]) -> str:
-    if len(described) == 1:
-        return f"a {described[0].__qualname__} that the step does not read"
-    if len(described) == 2:
-        kind, value = described
-        return str(value) if issubclass(kind, (float, complex)) else repr(value)
-    shape, stride, dtype, device, _ = described
-    return f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}"

@@ -65,7 +65,9 @@ class ExternalReferences:
     def __init__(self, own: Gradients, added: Gradients | None = None) -> None:
         by_id = {id(gradient): (p, gradient) for p, gradient in own}
         self._n_own = len(by_id)
-        by_id |= {id(gradient): (p, gradient) for p, gradient in added or () if id(gradient) not in by_id}
+        by_id |= {
+            id(gradient): (p, gradient) for p, gradient in added or () if id(gradient) not in by_id
+        }
         self._gradients = [*by_id.values()]
         self._storages = [local(gradient).untyped_storage() for _, gradient in self._gradients]
         self._numbers = [int(storage._cdata) for storage in self._storages]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from lightning_cudagraph.errors import Wording
-from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.batch_signature import Signature
 
 __all__ = ["Signatures", "make_room"]
 

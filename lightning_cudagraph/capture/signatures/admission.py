@@ -17,7 +17,7 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import AccumulationPhase
-from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.batch_signature import Signature
 
 __all__ = ["Admission"]
 

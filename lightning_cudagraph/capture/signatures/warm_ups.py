@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_cudagraph.capture.steps import AccumulationPhase
-from lightning_cudagraph.tensors.batch import Signature
+from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.signatures import make_room
 
 __all__ = ["WarmUps"]
