@@ -10,7 +10,7 @@ verification, the counts, and the limit on graphs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +112,7 @@ class StepRun:
         backend: the device, or its emulator.
         settings: the user's settings.
         processes: the votes with other processes; None if this process calls the function alone.
+        announce: shows a sentence to the user.
 
     Raises:
         UnsupportedError: if a module or an optimizer cannot be captured.
@@ -123,6 +124,7 @@ class StepRun:
         backend: Backend,
         settings: StepSettings,
         processes: StepProcesses | None,
+        announce: Callable[[str], None] = _log.warning,
     ) -> None:
         self.backend = backend
         self._model = of.model
@@ -153,7 +155,7 @@ class StepRun:
             backend,
             settings,
             no_attributes,
-            _log.warning,
+            announce,
             WORDING,
             processes,
             settings.max_graphs,

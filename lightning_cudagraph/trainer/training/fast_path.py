@@ -38,6 +38,7 @@ from lightning_cudagraph.trainer.config.support import (
     is_overridden,
 )
 from lightning_cudagraph.trainer.training.conditions import AROUND, PATCHED, Conditions
+from lightning_cudagraph.trainer.training.hooks.averages import Averages
 from lightning_cudagraph.trainer.training.hooks.batch_hooks import BatchHooks
 from lightning_cudagraph.trainer.training.hooks.user_hooks import (
     gradients_unseen,
@@ -107,6 +108,7 @@ class FastPath:
         self._looked = False
         self._can = False
         self._hooks = BatchHooks(run, steps)
+        self.averages = Averages(run, lambda: steps.is_in_step)
         self._host = run.times.host
         self._disturbed = self._starts = self._ends = self._prepares = False
         self._validates = self._accumulates = False
@@ -128,6 +130,7 @@ class FastPath:
             self._looked = False
         elif not self._looked:
             self._looked = True
+            self.averages.find()
             self._can = self._look(data_fetcher)
         if not (self._looked and self._can) or self._loop.restarting:
             if self._looked and self._reason:

@@ -141,6 +141,7 @@ class GraphedTraining:
         loop = self._trainer.fit_loop.epoch_loop
         self._advance = FastPath(run, self._steps)
         patch_method(loop, "advance", self._advance, patches)
+        patches.callback(self._advance.averages.close)
         metrics = loop._results.metrics
 
         def settled_metrics(on_step: bool) -> Any:
@@ -257,6 +258,7 @@ class GraphedTraining:
                 " finished to when it has, too"
             )
         notes += progress_bar_notes(self._trainer)
+        notes += self._advance.averages.notes
         notes += [
             f"Lightning's own loop ran around {count} step(s), which takes the host longer, because"
             f" {reason}"
