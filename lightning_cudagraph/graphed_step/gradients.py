@@ -23,7 +23,7 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["GradientHabits"]
+__all__ = ["GradientHabits", "NoGradients"]
 
 
 class GradientHabits:
@@ -119,6 +119,17 @@ class GradientHabits:
                 " the modules and optimizers that it was given; its gradient would be lost.",
                 "Pass all modules that the step trains: `GraphedStep(step, modules=[...])`.",
             )
+
+
+class NoGradients(GradientHabits):
+    """The habits of a step that neither reads nor makes gradients."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(dict, device_type)
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        yield
 
 
 def _has_memory(leaf: Any) -> bool:

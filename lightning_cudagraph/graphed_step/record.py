@@ -22,7 +22,7 @@ from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
 from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.errors import CaptureError
-from lightning_cudagraph.graphed_step.gradients import GradientHabits
+from lightning_cudagraph.graphed_step.gradients import GradientHabits, NoGradients
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.surroundings import PlainLoop
@@ -66,6 +66,7 @@ class StepFunction:
         optimizers: the optimizers that it steps, by name.
         surroundings: the loop around it.
         replicas: the `DistributedDataParallel`s among the modules.
+        has_gradients: False if it neither reads nor makes gradients of parameters.
     """
 
     function: Callable[..., Any]
@@ -74,6 +75,7 @@ class StepFunction:
     scaler: GradScaler | None
     surroundings: PlainLoop
     replicas: StepReplicas
+    has_gradients: bool = True
 
 
 @dataclass
@@ -114,6 +116,7 @@ class StepRecorder:
         self._surroundings = of.surroundings
         self._replicas = of.replicas
         self._optimizers = optimizers
+        self._has_gradients = of.has_gradients
         self._rules = rules
         self._device = device
         self._are_agreed = are_agreed
@@ -142,6 +145,11 @@ class StepRecorder:
         ):
             found.setdefault(id(parameter), (name, parameter))
         return dict(found.values())
+
+    def habits(self) -> GradientHabits:
+        """Return a new record of the function's effects on gradients."""
+        kind = self._device.type
+        return GradientHabits(self.parameters, kind) if self._has_gradients else NoGradients(kind)
 
     def state(self, habits: GradientHabits) -> dict[str, Tensor]:
         """Return all tensors that the step changes, by name, in the order of a step."""

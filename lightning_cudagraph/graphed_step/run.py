@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.steps import AccumulationPhase, Step
+from lightning_cudagraph.capture.steps import AccumulationPhase, Replay, Step
 from lightning_cudagraph.capture.stream_choice import Streams
 from lightning_cudagraph.checks.guards.guards import (
     GuardedValues,
@@ -201,17 +201,28 @@ class StepRun:
             self._processes.begin(kind.digest)
         if kind.calls % _SUSPECT_EVERY_N_CALLS == 0:
             kind.guards.suspect()
-        returned: list[Any] = []
-        step = self._step(kind, arguments, returned)
-        _, result = kind.engine.step(step, lambda result: self._optimizers.refresh(), kind.signature)
+        # One instance for each phase: its gradients have one address anyway.
+        accumulation = AccumulationPhase(True, kind.habits.finds_gradients())
+        result = kind.engine.again(Replay(arguments.batch, accumulation), self._refresh)
         if result is None:
-            return copied(returned[0])
+            returned: list[Any] = []
+            step = self._step(kind, arguments, accumulation, returned)
+            _, result = kind.engine.step(step, self._refresh, kind.signature)
+            if result is None:
+                return copied(returned[0])
         for note in result.host_notes:
             note()
         return copied(result.returned)
 
+    def _refresh(self, result: StepResult | None) -> None:
+        self._optimizers.refresh()
+
     def _step(
-        self, kind: _Specialization, arguments: Arguments, returned: list[Any]
+        self,
+        kind: _Specialization,
+        arguments: Arguments,
+        accumulation: AccumulationPhase,
+        returned: list[Any],
     ) -> Step[StepResult]:
         """Make the engine's `Step` of a call; an eager run adds its result to `returned`."""
         recorder, habits = self._recorder, kind.habits
@@ -232,8 +243,7 @@ class StepRun:
             state=lambda: recorder.state(habits),
             transaction=recorder.undone,
             parameters=habits.parameters,
-            # One instance for each phase: its gradients have one address anyway.
-            accumulation=AccumulationPhase(True, habits.finds_gradients()),
+            accumulation=accumulation,
             kept=lambda: not self._owns_gradients,
             is_broken=self._replicas.is_broken,
             mend=self._replicas.reset,
@@ -285,7 +295,7 @@ class StepRun:
 
     def _specialized(self, signature: Signature, mode: _Mode, batch: dict[str, Any]) -> _Specialization:
         optimizers = self._optimizers
-        habits = GradientHabits(self._recorder.parameters, self.backend.device.type)
+        habits = self._recorder.habits()
         surroundings = self._surroundings
         guards = Guards(
             self._model,

@@ -63,12 +63,8 @@ class Averages:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report: averages without a graph."""
-        return [
-            f"the average of weights in `{average.holder}` is updated eagerly: {average.refused}"
-            for average in self._found
-            if average.refused
-        ]
+        """Notes for the report."""
+        return [note for average in self._found if (note := average.note)]
 
     def close(self) -> None:
         """Release the graphs, and restore the methods."""
@@ -116,6 +112,16 @@ class _Average:
                 self._refuse(error.reason)
         self._original(model)
 
+    @property
+    def note(self) -> str:
+        """A note for the report; empty if nothing was captured or refused."""
+        average = f"the average of weights in `{self.holder}`"
+        if self.refused:
+            return f"{average} is updated eagerly: {self.refused}"
+        if self._update is None:
+            return ""
+        return f"{average} has a graph of its own, replayed for {self._update.counts.replayed} updates"
+
     def close(self) -> None:
         """Release the graph."""
         update, self._update = self._update, None
@@ -158,7 +164,13 @@ class _Average:
 
         return StepRun(
             StepFunction(
-                update, _Pair(average, model), {}, None, _BetweenSteps(), StepReplicas(nn.Module())
+                update,
+                _Pair(average, model),
+                optimizers={},
+                scaler=None,
+                surroundings=_BetweenSteps(),
+                replicas=StepReplicas(nn.Module()),
+                has_gradients=False,
             ),
             backend_for(self._run.backend.device),
             StepSettings(
