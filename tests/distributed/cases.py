@@ -351,6 +351,7 @@ def same_numbers_with_averaged_weights(here: Here) -> None:
     """Evaluation in the middle of epochs, with averaged weights swapped in."""
     graph = _same_beside(here, lambda: EMAWeightAveraging(decay=0.9), max_epochs=4, val_check_interval=3)
     assert graph.counts.replayed >= 10, graph.counts
+    assert "`EMAWeightAveraging` has a graph of its own" in str(graph.summary)
 
 
 def same_numbers_with_learning_rates_logged(here: Here) -> None:
