@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,7 +16,7 @@ from lightning_cudagraph import CUDAGraphCallback
 from tests.harness import Net, loader, make, train
 from tests.test_fp16 import states_possible
 
-_FIRST, _LAST, _STEPS = 8, 40, 44
+_FIRST, _LAST, _STEPS = 14, 46, 50
 
 
 class _Quiet(Net):
@@ -53,9 +54,10 @@ class _Watch(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("averages", [False, True])
 @pytest.mark.parametrize("logs", [False, True])
 def test_the_device_is_not_waited_for(
-    tmp_path: Path, logs: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, logs: bool, averages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     n = 8 * (_STEPS + 2)
@@ -69,7 +71,7 @@ def test_the_device_is_not_waited_for(
         max_steps=_STEPS,
         logger=TensorBoardLogger(tmp_path) if logs else False,
         log_every_n_steps=10**6,  # to write a value that was logged is to wait for it
-        callbacks=[callback, watch],
+        callbacks=[callback, watch, *([EMAWeightAveraging(decay=0.9)] if averages else [])],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
