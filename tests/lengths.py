@@ -13,6 +13,9 @@ import pytest
 import torch
 
 GPU = Path(__file__).parent / "gpu"
+# The default run takes every second of the representatives: it shall end in minutes on two cores. All of
+# them run with `--long`, and on a GPU.
+_EVERY = 2
 
 
 def lacks_gpu(config: pytest.Config, folder: Path) -> bool:
@@ -42,7 +45,7 @@ def long_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     for cases in spread.values():
         mark = cases[0].get_closest_marker("spread")
         assert mark is not None
-        kept = representatives(_indices(cases), *mark.args, **mark.kwargs)
+        kept = _kept(_indices(cases), *mark.args, **mark.kwargs)
         found += [item for index, item in enumerate(cases) if index not in kept]
     return found
 
@@ -57,6 +60,10 @@ def _indices(cases: Sequence[pytest.Item]) -> list[dict[str, int]]:
         }
         for case in cases
     ]
+
+
+def _kept(cases: Sequence[Mapping[str, int]], every: int = 1, first: int = 0) -> list[int]:
+    return representatives(cases, every, first)[::_EVERY]
 
 
 def representatives(cases: Sequence[Mapping[str, int]], every: int = 1, first: int = 0) -> list[int]:

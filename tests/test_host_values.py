@@ -167,6 +167,7 @@ def test_the_graph_is_one_of_a_step_with_the_values_themselves(tmp_path: Path, a
 
 
 @pytest.mark.filterwarnings(SIZE)
+@pytest.mark.spread
 @pytest.mark.parametrize("use", [branches, looks_up, returns_a_key], ids=lambda use: use.__name__)
 def test_a_value_that_is_read_has_a_graph_for_each(
     tmp_path: Path, accelerator: str, use: Callable[[Tensor, Any], Any]
@@ -178,6 +179,7 @@ def test_a_value_that_is_read_has_a_graph_for_each(
 
 
 @pytest.mark.filterwarnings(SIZE)
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("use", "path"),
     [

@@ -256,6 +256,7 @@ class Boost(Callback):
 
 # A first step that overflows is skipped, without graphs too.
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", [GAN, InOne])
 def test_fp16(tmp_path: Path, accelerator: str, cls: type[GAN]) -> None:
     device = "cuda" if accelerator == "gpu" else "cpu"
@@ -365,6 +366,7 @@ REFUSED: dict[str, tuple[type[GAN], str]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(tmp_path: Path, accelerator: str, case: str) -> None:
     cls, message = REFUSED[case]
@@ -446,6 +448,7 @@ class Distills(Net):
         return (self(batch[0]) - wanted).square().mean()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("warmup_steps", [2, 6])
 def test_inside_a_step_of_the_callback(tmp_path: Path, accelerator: str, warmup_steps: int) -> None:
     """In its capture, the inner step is a plain part of it; around that, it has its own graph."""

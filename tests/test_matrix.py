@@ -42,6 +42,7 @@ def _needs(case: Case) -> None:
         pytest.importorskip(package)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("case", few(), ids=str)
 def test_never_wrong(case: Case, accelerator: str) -> None:
     _needs(case)
