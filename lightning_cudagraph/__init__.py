@@ -21,6 +21,7 @@ from lightning_cudagraph.errors import TimerError as TimerError
 from lightning_cudagraph.errors import UnsupportedError as UnsupportedError
 from lightning_cudagraph.errors import VerificationError as VerificationError
 from lightning_cudagraph.graphed_step.step import GraphedStep as GraphedStep
+from lightning_cudagraph.tensors.buckets import Buckets as Buckets
 from lightning_cudagraph.timing.events.profiler import Profiler as Profiler
 from lightning_cudagraph.timing.events.timers import EventTimer as EventTimer
 from lightning_cudagraph.timing.events.timers import TimerRegistry as TimerRegistry

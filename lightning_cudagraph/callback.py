@@ -26,11 +26,13 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.processes.nccl import check_nccl
+from lightning_cudagraph.tensors.buckets import Buckets
 from lightning_cudagraph.timing.layers.layers import LayerTimings
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.doctor import examine
 from lightning_cudagraph.trainer.config.arguments import check_arguments, check_company
+from lightning_cudagraph.trainer.config.padding import are_padded, pad_batches
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
 from lightning_cudagraph.trainer.config.support import (
     DEFAULT_WARMUP_STEPS,
@@ -93,6 +95,9 @@ class CUDAGraphCallback(Callback):
         max_graphs: the most batch signatures (shapes, for example) with graphs, in training and in each
             kind of evaluation; other batches run eagerly. In training, each after the first is warmed up
             and captured when it has come eight times, and can replace the least recently used.
+        pad_to: the buckets to which batches of different lengths are padded, or a list of buckets for
+            several dimensions: in training, and with ``evaluation=True`` also there. The run pads with
+            every backend, even ``"off"``.
         compile: compile the training step with `torch.compile` in its default mode during `fit` (on the
             emulator, with ``backend="aot_eager"``). Replays are compared with compiled steps, and their
             numbers differ from those of steps that are not compiled. Layers are not timed.
@@ -128,6 +133,7 @@ class CUDAGraphCallback(Callback):
         verify: Verification | None = _DEFAULT_CHECKS,
         evaluation: bool = False,
         max_graphs: int = 8,
+        pad_to: Buckets | Sequence[Buckets] | None = None,
         compile: bool = False,
         harmless: Sequence[str] = (),
         backend: BackendName = "auto",
@@ -141,6 +147,7 @@ class CUDAGraphCallback(Callback):
             verify=verify,
             evaluation=evaluation,
             max_graphs=max_graphs,
+            pad_to=pad_to,
             compile=compile,
             harmless=harmless,
             backend=backend,
@@ -153,6 +160,7 @@ class CUDAGraphCallback(Callback):
         self.verify = verify
         self.evaluation = evaluation
         self.max_graphs = max_graphs
+        self.pad_to = (pad_to,) if isinstance(pad_to, Buckets) else tuple(pad_to or ())
         self.compile = compile
         self.harmless = tuple(harmless)
         self.backend = backend
@@ -163,6 +171,8 @@ class CUDAGraphCallback(Callback):
         self._evaluation: GraphedEvaluation | None = None
         self._processes: Distributed | None = None
         self._wrapping: ExitStack | None = None
+        self._padding: ExitStack | None = None
+        self._padded_stages = 0  # two in a `fit` that has called another method of the trainer
         self._no_evaluation: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._description = ""
@@ -171,8 +181,8 @@ class CUDAGraphCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out objects bound to a trainer, so that copies and pickles always work."""
-        bound = ("_training", "_evaluation", "_processes", "_wrapping", "_no_evaluation", "_backend")
-        return {**self.__dict__, **dict.fromkeys(bound), "_summary": self.summary}
+        bound = ("_training", "_evaluation", "_processes", "_wrapping", "_padding", "_no_evaluation")
+        return {**self.__dict__, **dict.fromkeys((*bound, "_backend")), "_summary": self.summary}
 
     @property
     def summary(self) -> RunSummary:
@@ -219,6 +229,7 @@ class CUDAGraphCallback(Callback):
             self._interrupt(training, stage)
         self._close()  # a run that ended in an exception of another callback, before our hooks
         check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
+        self._begin_padding(trainer, stage)
         if stage == TrainerFn.FITTING:
             self._begin()  # now, because the run may end before its first step
         if stage != TrainerFn.FITTING or self.backend == "off":
@@ -312,6 +323,7 @@ class CUDAGraphCallback(Callback):
             self._print_report(after_progress_bar=True)
         finally:
             self._close()
+            self._end_padding()
             leave_users_frames(exception)  # Lightning raises it again
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -319,6 +331,9 @@ class CUDAGraphCallback(Callback):
             self._summary, self._is_printed = self._evaluated(self._evaluation), False
             self._print_report()
         self._close()
+        self._padded_stages -= 1
+        if self._padded_stages == 0:
+            self._end_padding()
 
     def _write_report(self, exception: BaseException | None = None) -> None:
         """Make the report at the end of a run, which may be due to `exception`."""
@@ -464,6 +479,20 @@ class CUDAGraphCallback(Callback):
             self.warmup_steps is None and not self._is_examined,
             self._is_examined,
         )
+
+    def _begin_padding(self, trainer: pl.Trainer, stage: str) -> None:
+        if stage == TrainerFn.FITTING:
+            self._end_padding()  # of a run that ended without a teardown
+        if self.pad_to and not are_padded(trainer):
+            self._end_padding()
+            self._padding = ExitStack()
+            pad_batches(trainer, self.pad_to, self.evaluation, self._padding)
+        self._padded_stages += 1
+
+    def _end_padding(self) -> None:
+        padding, self._padding, self._padded_stages = self._padding, None, 0
+        if padding is not None:
+            padding.close()
 
     def _leave_others(self) -> None:
         """Go on without graphs and without votes."""

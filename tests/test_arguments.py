@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_cudagraph import (
     AutoStreams,
+    Buckets,
     ConfigurationError,
     CUDAGraphCallback,
     GraphedStep,
@@ -100,6 +101,12 @@ trainer:
         timings: {depth: 1}
     - class_path: lightning_cudagraph.CUDAGraphCallback
       init_args: {streams: auto, verify: {budget: 0.5}}
+    - class_path: lightning_cudagraph.CUDAGraphCallback
+      init_args:
+        pad_to: {lengths: [32, 64], values: {input_ids: 0, labels: -100}, length_key: length}
+    - class_path: lightning_cudagraph.CUDAGraphCallback
+      init_args:
+        pad_to: [{lengths: [32], values: {0: 0.5}, dim: 2}, {lengths: [8], values: {1: 0}}]
 """
 
 
@@ -110,10 +117,12 @@ def test_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG)
     cli = LightningCLI(Net, run=False, args=["--config", str(file)], seed_everything_default=3)
-    plain, none, some, auto = cli.trainer.callbacks[:4]  # type: ignore[attr-defined]
+    plain, none, some, auto, pads, pads_two = cli.trainer.callbacks[:6]  # type: ignore[attr-defined]
     assert (plain.verify, plain.timings, plain.max_graphs) == (Verification(), LayerTimings(), 8)
     assert (none.verify, none.streams, none.max_graphs, none.timings) == (None, 4, 2, None)
     assert some.verify == Verification(replays=3, every_n_steps=100)
     assert some.streams == AutoStreams(memory_bytes=1000)
     assert some.timings == LayerTimings(depth=1)
     assert (auto.streams, auto.verify) == ("auto", Verification(budget=0.5))
+    assert pads.pad_to == (Buckets([32, 64], {"input_ids": 0, "labels": -100}, length_key="length"),)
+    assert pads_two.pad_to == (Buckets([32], {0: 0.5}, dim=2), Buckets([8], {1: 0}))

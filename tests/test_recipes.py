@@ -94,7 +94,7 @@ def _batches() -> DataLoader[Any]:
 
 def _fit(trainer: pl.Trainer, module: Any, train_loader: Any, _: Any, **kwargs: Any) -> None:
     """Without validation, and with the batches of the module where it has some."""
-    has_own = "train_dataloader" in vars(type(module))
+    has_own = type(module).train_dataloader is not pl.LightningModule.train_dataloader
     trainer.fit(module, None if has_own else train_loader, **kwargs)
 
 
@@ -127,6 +127,8 @@ def run(
         options.update(own)
     (callback,) = options.pop("callbacks")
     has_callback = graphs and (refused or "GraphedStep" not in found)
+    if callback.pad_to and not graphs:
+        callback.backend, has_callback = "off", True
     trace = train(
         make(found[name]),
         folder,

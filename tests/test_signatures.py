@@ -120,7 +120,7 @@ def test_more_lengths_than_graphs(tmp_path: Path, accelerator: str) -> None:
     assert run.counts.replayed >= 3 * 4
     first = str(run.summary).splitlines()[0]
     assert "% of your steps ran eagerly: dimension 1 of `batch[0]` has 12 lengths;" in first
-    assert "pad it to at most 4 lengths" in first
+    assert "pad it to 5, 8, 11 or 14 (docs/recipes/buckets.md)" in first
 
 
 def test_the_least_recently_used_is_released(tmp_path: Path, accelerator: str) -> None:

@@ -9,7 +9,7 @@ not take each other's place.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +18,7 @@ from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignatur
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.tensors.batch_signature import Signature
+from lightning_cudagraph.tensors.buckets import best_lengths
 
 __all__ = ["Admission"]
 
@@ -38,10 +39,12 @@ class _Candidate:
     """A signature without a graph.
 
     Attributes:
+        batches: the number of its batches but for replays of graphs that it has now.
         came: the numbers of its latest batches.
         refused: the reason why it gets no graph; empty if it can get one.
     """
 
+    batches: int = 0
     came: deque[int] = field(default_factory=lambda: deque(maxlen=_BATCHES_TO_EARN))
     refused: str = ""
 
@@ -57,7 +60,7 @@ class Admission(Generic[T]):
         self._short_lives = 0  # in a row
         self._first: Signature | None = None  # that had a graph
         self._have_several = False
-        self._sizes: dict[tuple[str, int | None], set[Any]] = {}
+        self._sizes: dict[tuple[str, int | None], Counter[Any]] = {}  # of forgotten candidates
 
     def refusal(self, signature: Signature, accumulation: AccumulationPhase) -> str:
         """Return the reason why a batch must run eagerly; empty if its signature has or gets a graph."""
@@ -93,14 +96,16 @@ class Admission(Generic[T]):
     def _came(self, signature: Signature) -> _Candidate:
         if (candidate := self._candidates.pop(signature, None)) is None:
             candidate = _Candidate()
-            for place, size in signature.sizes().items():
-                sizes = self._sizes.setdefault(place, set())
-                if len(sizes) < _MAX_COUNTED:
-                    sizes.add(size)
+        candidate.batches += 1
         self._candidates[signature] = candidate  # the latest last
         if len(self._candidates) > _MAX_COUNTED:
-            del self._candidates[next(iter(self._candidates))]
+            self._forget(next(iter(self._candidates)))
         return candidate
+
+    def _forget(self, signature: Signature, replays: int = 0) -> None:
+        """Forget a candidate, but not the sizes of its batches."""
+        if (candidate := self._candidates.pop(signature, None)) is not None:
+            _count(self._sizes, signature, candidate.batches + replays)
 
     def _another(self, signature: Signature) -> str:
         wording, first = self._run.wording, self._first
@@ -132,7 +137,7 @@ class Admission(Generic[T]):
             return
         replays = oldest.replays
         graphs.discard(oldest.signature)
-        self._candidates.pop(oldest.signature, None)
+        self._forget(oldest.signature, replays)
         run.counts.evictions += 1
         self._short_lives = self._short_lives + 1 if replays < _FEW_REPLAYS else 0
         if self._short_lives == _MAX_SHORT_LIVES:
@@ -169,14 +174,34 @@ class Admission(Generic[T]):
     @property
     def remedy(self) -> str:
         """The part of batches that varies most, and what to do about it; empty if none does."""
-        sizes = {place: len(found) for place, found in self._sizes.items() if len(found) > 1}
-        if not sizes:
+        counts = {place: counter.copy() for place, counter in self._sizes.items()}
+        for signature, candidate in self._candidates.items():
+            graphs = self._graphs.of(signature)
+            _count(counts, signature, candidate.batches + (0 if graphs is None else graphs.replays))
+        varied = {place: counter for place, counter in counts.items() if len(counter) > 1}
+        if not varied:
             return ""
-        (path, dimension), number = max(sizes.items(), key=lambda item: item[1])
-        most = self._run.max_signatures
+        (path, dimension), found = max(varied.items(), key=lambda item: len(item[1]))
+        number = len(found)
         least = "more than " if number >= _MAX_COUNTED else ""
         if dimension is None:
             where = self._graphs.reads.described(path)
             return f"`{path}`{where} has {least}{number} values; pass it as a tensor"
-        up_to = f"at most {most} lengths" if most > 1 else "one length"
-        return f"dimension {dimension} of `{path}` has {least}{number} lengths; pad it to {up_to}"
+        most = self._run.max_signatures
+        # Fewer lengths than graphs can be too many too, if they come seldom or something else varies.
+        *chosen, longest = best_lengths(found, most if number > most else number // 2)
+        lengths = f"{', '.join(map(str, chosen))} or {longest}" if chosen else str(longest)
+        return (
+            f"dimension {dimension} of `{path}` has {least}{number} lengths; pad it to {lengths}"
+            " (docs/recipes/buckets.md)"
+        )
+
+
+def _count(
+    sizes: dict[tuple[str, int | None], Counter[Any]], signature: Signature, batches: int
+) -> None:
+    """Count the sizes of batches of a signature, of not too many different ones."""
+    for place, size in signature.sizes().items():
+        counter = sizes.setdefault(place, Counter())
+        if size in counter or len(counter) < _MAX_COUNTED:
+            counter[size] += batches

@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_cudagraph.errors import ConfigurationError
 from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, wrong_argument
+from lightning_cudagraph.tensors.buckets import Buckets
 from lightning_cudagraph.timing.layers.layers import LayerTimings
 from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, callbacks_of
 from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
@@ -22,6 +23,7 @@ def check_arguments(
     warmup_steps: object,
     timings: object,
     evaluation: object,
+    pad_to: object,
     compile: object,
     **shared: object,
 ) -> None:
@@ -34,6 +36,10 @@ def check_arguments(
     if not isinstance(evaluation, bool):
         expected = "True, to capture the steps of validation, test and prediction too, or False"
         raise _wrong("evaluation", evaluation, expected)
+    several = pad_to if isinstance(pad_to, (list, tuple)) else [pad_to]
+    if not (pad_to is None or all(isinstance(each, Buckets) for each in several)):
+        expected = 'a `Buckets`, such as `Buckets([32, 64], {"input_ids": 0})`, a list of them, or None'
+        raise _wrong("pad_to", pad_to, expected)
     if not isinstance(compile, bool):
         expected = "True, to compile the training step, or False"
         raise _wrong("compile", compile, expected)

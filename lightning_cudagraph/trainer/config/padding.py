@@ -1,0 +1,52 @@
+"""Padding of a trainer's batches to buckets, as they come from its loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import RunningStage
+
+from lightning_cudagraph.compat.method_patches import MethodPatch, patch_method
+from lightning_cudagraph.tensors.buckets import Buckets
+
+__all__ = ["are_padded", "pad_batches"]
+
+_CONVERT = "convert_input"
+
+
+def pad_batches(
+    trainer: pl.Trainer, buckets: Sequence[Buckets], evaluation: bool, patches: ExitStack
+) -> None:
+    """Pad the batches of a trainer, before its hooks see them.
+
+    Lightning's loops hand each batch of a loader to the precision plugin first. This happens with graphs
+    and without them, so that all runs with the same buckets have the same numbers.
+
+    Args:
+        trainer: the trainer.
+        buckets: the buckets, applied one after the other.
+        evaluation: pad in validation, test and prediction too, but not in the sanity check.
+        patches: ends the padding when it is closed.
+    """
+    plugin = trainer.precision_plugin
+    convert = plugin.convert_input
+
+    def convert_padded(batch: Any) -> Any:
+        stage = trainer.state.stage
+        is_padded = stage is RunningStage.TRAINING or (
+            evaluation and stage is not RunningStage.SANITY_CHECKING
+        )
+        if is_padded and batch is not None:  # a batch that Lightning leaves out
+            for each in buckets:
+                batch = each.pad(batch)
+        return convert(batch)
+
+    patch_method(plugin, _CONVERT, convert_padded, patches)
+
+
+def are_padded(trainer: pl.Trainer) -> bool:
+    """True if batches of this trainer are padded already."""
+    return type(vars(trainer.precision_plugin).get(_CONVERT)) is MethodPatch
