@@ -1,0 +1,3 @@
+"""Models of Hugging Face on CUDA."""
+
+from tests.test_hugging_face import *  # noqa: F403
