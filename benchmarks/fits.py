@@ -232,6 +232,7 @@ def fits_in_turn(
     make_batch: Callable[[], Any],
     blocks: Blocks,
     in_main_thread: str | None = None,
+    ready_batches: int = _READY_BATCHES,
 ) -> dict[str, Measured]:
     """Run several fits, block by block in turn.
 
@@ -240,13 +241,14 @@ def fits_in_turn(
         make_batch: makes one batch.
         blocks: the division of the steps into blocks.
         in_main_thread: the name of the one fit, if any, that must run in the main thread.
+        ready_batches: number of distinct batches.
 
     Returns:
         The times or the failure of each. A failure does not affect the others.
     """
     turns = _Turns(list(fits), blocks.rounds)
     torch.manual_seed(_SEED)
-    ready = [make_batch() for _ in range(_READY_BATCHES)]
+    ready = [make_batch() for _ in range(ready_batches)]
     measured = {name: Measured() for name in fits}
 
     def run(name: str, fit: Callable[[BlockedBatches], None]) -> None:
@@ -276,7 +278,10 @@ def fits_in_turn(
 
 
 def silent_fits_in_turn(
-    fits: dict[str, Callable[[BlockedBatches], None]], make_batch: Callable[[], Any], blocks: Blocks
+    fits: dict[str, Callable[[BlockedBatches], None]],
+    make_batch: Callable[[], Any],
+    blocks: Blocks,
+    ready_batches: int = _READY_BATCHES,
 ) -> dict[str, Measured]:
     """Run several fits in turn, as `fits_in_turn`; what they draw goes to no terminal.
 
@@ -284,7 +289,7 @@ def silent_fits_in_turn(
         BaseException: if one failed.
     """
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        measured = fits_in_turn(fits, make_batch, blocks)
+        measured = fits_in_turn(fits, make_batch, blocks, ready_batches=ready_batches)
     for each in measured.values():
         if each.failure is not None:
             raise each.failure

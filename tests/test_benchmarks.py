@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import optimizers, surroundings
+from benchmarks import optimizers, shapes, surroundings
 from benchmarks.fits import BlockedBatches, Blocks, fits_in_turn
 from benchmarks.host_floor import CALLBACKS, HANDING_OVER, line, rows
 from benchmarks.kineto import CAPTURE, MARK, Trace
@@ -344,3 +344,15 @@ def test_the_forms_of_an_optimizer() -> None:
     found = [line.split(" | ") for line in optimizers.rows("MLP", None, blocks)]
     assert [line[2] for line in found] == list(optimizers.FORMS)
     assert found[0][-1] == "1.000 |"
+
+
+# The example validates, which takes no part in this.
+@pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no")
+def test_batches_of_many_lengths() -> None:
+    blocks = Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2)
+    measured = shapes.measure(blocks)
+    assert [plain.replayed_share for plain, _ in measured.values()] == [0, 0]
+    assert measured[shapes.IN_BUCKETS][1].replayed_share > 0.4
+    found = [line.split(" | ") for line in shapes.table(measured)[2:]]
+    assert [cells[0] for cells in found] == [f"| {row}" for row in shapes.ROWS]
+    assert [cells[-1] for cells in found] == ["equal |", "equal |"]
