@@ -19,6 +19,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.output.tensorboard.curves import curves_of
 from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords
 from lightning_cudagraph.timing.readings.spans import FORWARD_TAG, STEP_TAG, Reading, Span, SpanLayout
 
@@ -72,7 +73,7 @@ def compare_writers(n_spans: int, n_readings: int = 512) -> dict[str, float]:
         writer.flush()
         tensorboard_s = time.process_time() - started_s
         writer.close()
-    records = ReadingRecords()
+    records = ReadingRecords(curves_of())
     records.of(readings[:1])  # the template
     started_s = time.process_time()
     for begin in range(0, n_readings, 128):

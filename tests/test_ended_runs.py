@@ -77,7 +77,7 @@ def test_every_end_has_a_report(
     raised = "KeyboardInterrupt" if error is SystemExit else error and error.__name__
     behind = f"  ended     by {raised} after step {trainer.global_step};"
     assert second.startswith(behind) is (error is not None)
-    text = events(tmp_path).Tensors("cudagraph/report/text_summary")[-1].tensor_proto.string_val[0]
+    text = events(tmp_path).Tensors("~cudagraph/report/text_summary")[-1].tensor_proto.string_val[0]
     assert str(callback.summary) in text.decode()
     if ending in ("after replays", "Ctrl-C"):
         assert counts.replayed >= 5

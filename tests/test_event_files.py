@@ -6,6 +6,7 @@ import gc
 import re
 import struct
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import grpc_util
 
 from lightning_cudagraph.timing.output.metrics import MetricNames, MetricsWriter
-from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter, other_loggers_writer
+from lightning_cudagraph.timing.output.tensorboard.curves import behind, curves_of
 from lightning_cudagraph.timing.output.tensorboard.logger_writer import LoggerWriter
 from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords, ScalarRecords, n_bytes
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
@@ -131,7 +133,7 @@ def test_all_values_among_those_of_others(tmp_path: Path) -> None:
     assert len(list(Path(logger.log_dir).glob("events*"))) == 1
     accumulator = accumulated(logger.log_dir)
     for tag in whole.tags:
-        assert points(accumulator, tag) == said(readings, tag), tag
+        assert points(accumulator, f"~{tag}") == said(readings, tag), tag
     assert [step for step, _, _ in points(accumulator, "loss")] == [r.step for r in readings]
 
 
@@ -170,7 +172,7 @@ def test_the_owner_closes_the_writer_in_the_middle(tmp_path: Path) -> None:
     assert len(files) == 3
     parts = [accumulated(file) for file in files]
     for tag in readings[0].layout.tags:
-        assert [point for part in parts for point in points(part, tag)] == said(readings, tag), tag
+        assert [point for part in parts for point in points(part, f"~{tag}")] == said(readings, tag), tag
 
 
 def test_a_writer_that_is_built_differently(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_a_writer_that_is_built_differently(tmp_path: Path) -> None:
         writer.add(reading)
     writer.close()
     for tag in readings[0].layout.tags:
-        found = [(step, walltime, value) for t, value, step, walltime in plain.scalars if t == tag]
+        found = [(step, walltime, value) for t, value, step, walltime in plain.scalars if t == f"~{tag}"]
         assert found == [
             (r.step, r.walltime_s, float(r.durations_ms[r.layout.tags.index(tag)])) for r in readings
         ]
@@ -230,7 +232,7 @@ def test_a_logger_that_cannot_be_written_to_is_said_once(tmp_path: Path, kind: A
         feed(writer, readings)
     assert len(caught) == 1
     working.finalize("success")
-    assert len(points(accumulated(working.log_dir), "step_ms/total")) == 200
+    assert len(points(accumulated(working.log_dir), "~step_ms/total")) == 200
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_times_alone(tmp_path: Path) -> None:
@@ -247,8 +249,8 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_times_alone(tmp_path: Path) -
     feed(writer, readings[10:])
     logger.finalize("success")
     accumulator = accumulated(logger.log_dir)
-    assert points(accumulator, "step_ms/total") == said(readings, "step_ms/total")
-    (image,) = accumulator.Images("cudagraph/timeline")
+    assert points(accumulator, "~step_ms/total") == said(readings, "step_ms/total")
+    (image,) = accumulator.Images("~cudagraph/timeline")
     assert (image.step, image.width) == (9, 200)
 
 
@@ -290,7 +292,7 @@ def test_a_long_run_has_fewer_points_later(tmp_path: Path, monkeypatch: pytest.M
     feed(writer, readings)
     logger.finalize("success")
     accumulator = accumulated(logger.log_dir)
-    told = accumulator.Tensors("cudagraph/events/text_summary")
+    told = accumulator.Tensors("~cudagraph/events/text_summary")
     begins = [event.step for event in told]
     assert len(begins) >= 3
     # They are written one, and then 64 at a time; what comes behind is thinned out.
@@ -301,13 +303,20 @@ def test_a_long_run_has_fewer_points_later(tmp_path: Path, monkeypatch: pytest.M
         for index, reading in enumerate(readings)
         if (reading.step + 1) % 2 ** sum(index > cut for cut in cuts) == 0
     ]
-    assert n_bytes(expected) == sum(map(len, ReadingRecords().of(expected))) >= 40_000 * len(begins)
-    assert points(accumulator, "layer_forward_ms/a") == said(expected, "layer_forward_ms/a")
+    curves = curves_of()
+    records = ReadingRecords(curves).of(expected)
+    assert n_bytes(expected, curves) == sum(map(len, records)) >= 40_000 * len(begins)
+    assert points(accumulator, "~layer_forward_ms/a") == said(expected, "layer_forward_ms/a")
     for nth, event in enumerate(told):
         text = " ".join(event.tensor_proto.string_val[0].decode().split())
         assert f"at most one step in {2 ** (nth + 1)};" in text
     # The bands are those of all steps.
-    assert [step for step, _, _ in points(accumulator, "step_band_ms/p50")] == [499, 999, 1499, 1999]
+    assert [step for step, _, _ in points(accumulator, "~step_band_ms/total/p50")] == [
+        499,
+        999,
+        1499,
+        1999,
+    ]
 
 
 # It closes neither its process nor its folder.
@@ -337,7 +346,7 @@ def test_the_data_server_reads_them_too(tmp_path: Path) -> None:
         )
         found = next(iter(runs.values()), {})
     for tag in readings[0].layout.tags:
-        server = [(datum.step, datum.wall_time, datum.value) for datum in found[tag]]
+        server = [(datum.step, datum.wall_time, datum.value) for datum in found[f"~{tag}"]]
         assert server == said(readings, tag)
     ingester._stdin_handle.close()  # ends it
     del ingester
@@ -369,7 +378,7 @@ def test_an_error_of_ours_does_not_end_the_thread_of_tensorboard(
     logger.log_metrics({"loss": 1.0}, 7)
     logger.finalize("success")
     accumulator = accumulated(logger.log_dir)
-    assert points(accumulator, "step_ms/total") == said(readings[:64], "step_ms/total")
+    assert points(accumulator, "~step_ms/total") == said(readings[:64], "step_ms/total")
     assert len(points(accumulator, "loss")) == 1
 
 
@@ -380,7 +389,7 @@ def test_an_error_of_the_last_rows_is_said(tmp_path: Path, monkeypatch: pytest.M
         raise ValueError("something of ours")
 
     logger = TensorBoardLogger(tmp_path)
-    writer = LoggerWriter(logger)
+    writer = LoggerWriter(logger, curves_of())
     readings = readings_of(layout_of("a"), range(3))
     writer.write(readings)
     logger.experiment.flush()
@@ -390,7 +399,7 @@ def test_an_error_of_the_last_rows_is_said(tmp_path: Path, monkeypatch: pytest.M
         writer.close()
     writer.close()
     logger.finalize("success")
-    assert points(accumulated(logger.log_dir), "step_ms/total") == said(readings, "step_ms/total")
+    assert points(accumulated(logger.log_dir), "~step_ms/total") == said(readings, "step_ms/total")
 
 
 # Charts.
@@ -400,12 +409,13 @@ def test_charts(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     # The user's own charts stay; those of a fit before, in the same file, do not come again.
     logger.experiment.add_custom_scalars({"mine": {"loss": ["Multiline", ["loss", "val_loss"]]}})
-    layers = ["stem", *(f"blocks.{i}" for i in range(12)), "blocks.3.inner", "head"]
-    layout = layout_of(*layers)
+    layout = layout_of("stem", "head")
     for fit in range(2):
         writer = TensorBoardWriter([logger], window_steps=50)
         for reading in readings_of(layout, range(fit * 120, fit * 120 + 120), fit):
             writer.add(reading)
+        writer.add_scalars({"step_time_ms/replayed": 1.0, "step_time_ms/eager": 9.0}, fit * 120)
+        writer.add_scalars({"step_count/replayed": 110.0}, fit * 120)  # has no chart there
         writer.close()
     logger.finalize("success")
     accumulator = accumulated(logger.log_dir)
@@ -413,22 +423,18 @@ def test_charts(tmp_path: Path) -> None:
     mine, ours = chart_layout(accumulator).category
     assert (mine.title, ours.title) == ("mine", "CUDA graph")
     assert list(mine.chart[0].multiline.tag) == ["loss", "val_loss"]
-    band, parts, forward, backward = ours.chart
-    (series,) = band.margin.series
-    assert (series.lower, series.value, series.upper) == tuple(
-        f"step_band_ms/{p}" for p in ("p05", "p50", "p95")
-    )
-    assert {series.lower, series.value, series.upper} <= set(tags)
-    matched = {tag for tag in tags if re.match(parts.multiline.tag[0], tag)}
-    assert matched == {f"step_ms/{part}" for part in PARTS}
-    for chart, prefix in ((forward, "layer_forward_ms/"), (backward, "layer_backward_ms/")):
-        lines = [[tag for tag in tags if re.match(regex, tag)] for regex in chart.multiline.tag]
-        assert [len(line) for line in lines] == [1, 1, 1, 1], "each line is one layer"
-        assert all(line[0].startswith(prefix) for line in lines)
-        assert [f"{prefix}blocks.3"] not in lines, "a container would hide its members"
+    step, *bands = ours.chart
+    (lines,) = step.multiline.tag
+    matched = {tag for tag in tags if re.match(lines, tag)}
+    assert matched == {"~step_time_ms/replayed", "~step_time_ms/eager"}
+    for band, part in zip(bands, ("optimizer", "clipping", "backward", "forward", "total"), strict=True):
+        (series,) = band.margin.series
+        shown = [series.lower, series.value, series.upper]
+        assert shown == [f"~step_band_ms/{part}/{p}" for p in ("p05", "p50", "p95")]
+        assert set(shown) <= set(tags)
 
 
-def test_the_band_is_that_of_the_steps(tmp_path: Path) -> None:
+def test_bands_are_those_of_the_steps(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     writer = TensorBoardWriter([logger], window_steps=40)
     whole, part = layout_of("a"), layout_of("a", optimizer=False)
@@ -439,73 +445,52 @@ def test_the_band_is_that_of_the_steps(tmp_path: Path) -> None:
     writer.close()
     logger.finalize("success")
     accumulator = accumulated(logger.log_dir)
-    totals_ms = [value for _, _, value in said(readings, "step_ms/total")]
-    windows = [totals_ms[:40], totals_ms[40:80], totals_ms[80:]]
-    for name, percent in (("p05", 5), ("p50", 50), ("p95", 95)):
-        found = points(accumulator, f"step_band_ms/{name}")
-        assert [step for step, _, _ in found] == [39, 79, 99]
-        expected = [np.percentile(window, percent) for window in windows]
-        assert [value for _, _, value in found] == pytest.approx(expected, rel=1e-6)
+    for stage in ("total", "backward"):
+        times_ms = [value for _, _, value in said(readings, f"step_ms/{stage}")]
+        windows = [times_ms[:40], times_ms[40:80], times_ms[80:]]
+        for name, percent in (("p05", 5), ("p50", 50), ("p95", 95)):
+            found = points(accumulator, f"~step_band_ms/{stage}/{name}")
+            assert [step for step, _, _ in found] == [39, 79, 99]
+            expected = [np.percentile(window, percent) for window in windows]
+            assert [value for _, _, value in found] == pytest.approx(expected, rel=1e-6)
 
 
-def of_times(times_ms: dict[str, float]) -> list[Reading]:
-    """Readings in which layers take these times."""
-    spans = tuple(
-        Span(f"layer_forward_ms/{name}", "forward", ((0, i + 1),)) for i, name in enumerate(times_ms)
-    )
-    layout = SpanLayout(spans, len(times_ms) + 1)
-    return [Reading(layout, step, time.time(), [0.0, *times_ms.values()]) for step in range(20)]
-
-
-def lines_of(folder: Path, readings: list[Reading], version: str) -> list[str]:
-    """The lines of the chart of slow layers after a run."""
-    logger = TensorBoardLogger(folder, version=version)
-    feed(TensorBoardWriter([logger]), readings)
+def test_layers_without_curves(tmp_path: Path) -> None:
+    logger, tracker = TensorBoardLogger(tmp_path), Tracker()
+    without = frozenset({"layer_forward_ms/a.0", "layer_backward_ms/a.0"})
+    readings = readings_of(layout_of("a", "a.0"), range(30))
+    feed(TensorBoardWriter([logger], without_curve=without), readings)
+    feed(other_loggers_writer([tracker], 10, lambda: 29, without), readings)
     logger.finalize("success")
-    (ours,) = chart_layout(accumulated(logger.log_dir)).category
-    (chart,) = (chart for chart in ours.chart if "slowest layers, forward" in chart.title)
-    return [re.sub(r"\\", "", line).removeprefix("layer_forward_ms/") for line in chart.multiline.tag]
+    accumulator = accumulated(logger.log_dir)
+    assert points(accumulator, "~layer_backward_ms/a") == said(readings, "layer_backward_ms/a")
+    ((values, _),) = tracker.seen
+    for tags in (accumulator.Tags()["scalars"], values):
+        assert [tag.lstrip("~") for tag in tags if "layer_" in tag] == [
+            "layer_forward_ms/a",
+            "layer_backward_ms/a",
+        ]
 
 
-def test_slowest_layers_are_those(tmp_path: Path) -> None:
-    times_ms = {str(i): i + 1.0 for i in range(9)}
-    assert lines_of(tmp_path, of_times(times_ms), "flat") == ["5$", "6$", "7$", "8$"]
+def _in_order(tags: Iterable[str]) -> list[str]:
+    """The tags as TensorBoard sorts them: by character, but `/`, `_` and digits first."""
+    return sorted(tags, key=lambda tag: [(c not in "/_0123456789", c) for c in tag])
 
 
-def test_layers_of_one_kind_have_one_line(tmp_path: Path) -> None:
-    times_ms = {"stem": 0.4, "head": 1.5}
-    for block in range(12):
-        times_ms |= {f"blocks.{block}": 0.9, f"blocks.{block}.norm": 0.01}
-        times_ms |= {f"blocks.{block}.mlp.{i}": 0.2 + 0.1 * i for i in range(2)}
-    expected = ["head$", "blocks.0.norm$", "blocks.0.mlp.0$", "blocks.0.mlp.1$"]
-    assert lines_of(tmp_path, of_times({**times_ms, "stem": 0.05}), "a") == expected
-
-
-def test_a_run_shows_its_own_layers(tmp_path: Path) -> None:
-    """Files of other runs beside it are not read."""
-    names = [f"layers.{i}" for i in range(9)]
-    rising = of_times({name: 1.0 + i for i, name in enumerate(names)})
-    falling = of_times({name: 9.0 - i for i, name in enumerate(names)})
-    first = lines_of(tmp_path, rising, "first")
-    assert first == [f"layers.{i}$" for i in (5, 6, 7, 8)]
-    assert lines_of(tmp_path, falling, "second") == [f"layers.{i}$" for i in range(4)]
-
-
-def test_the_first_replays_do_not_choose_the_layers(tmp_path: Path) -> None:
-    """What is made lazily is slow at first; so the charts are written once more."""
-    names = [str(i) for i in range(9)]
-    first = of_times({name: 20.0 - i for i, name in enumerate(names)}) * 6
-    later = of_times({name: 1.0 + i for i, name in enumerate(names)}) * 8
-    assert lines_of(tmp_path / "a", [*first, *later], "long") == ["5$", "6$", "7$", "8$"]
-    assert lines_of(tmp_path / "b", first, "short") == ["0$", "1$", "2$", "3$"]
-    logger = TensorBoardLogger(tmp_path / "c")
-    logger.experiment.add_custom_scalars({"mine": {"loss": ["Multiline", ["loss"]]}})
-    writer = TensorBoardWriter([logger])
-    feed(writer, [*first, *later])
-    logger.finalize("success")
-    found = accumulated(logger.log_dir)
-    assert len(found.Tensors("custom_scalars__config__")) == 3
-    assert [category.title for category in chart_layout(found).category] == ["mine", "CUDA graph"]
+def test_tags_are_behind_those_of_users() -> None:
+    users = [
+        "train_loss",
+        "loss",
+        "val/acc",
+        "epoch",
+        "step_count",
+        "Zebra",
+        "zz",
+        "lr-AdamW",
+        "hp_metric",
+    ]
+    ours = [behind(tag) for tag in ("step_ms/total", "cudagraph/layers", "layer_forward_ms/a")]
+    assert set(_in_order([*ours, *users])[: len(users)]) == set(users)
 
 
 # Other loggers.

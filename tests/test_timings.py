@@ -45,14 +45,14 @@ def run(tmp_path: Path, accelerator: str, callback: CUDAGraphCallback, cls: Any 
 
 
 def test_a_value_per_replay_for_each_layer(tmp_path: Path, accelerator: str) -> None:
-    callback = CUDAGraphCallback()
+    callback = CUDAGraphCallback(timings=LayerTimings(modules=["*"]))
     trace = run(tmp_path, accelerator, callback)
     accumulator = events(tmp_path)
-    tags = set(accumulator.Tags()["scalars"]) - {"step_ms/gap", "step_ms/copy"}
-    expected = {f"step_ms/{part}" for part in ("forward", "backward", "optimizer", "total")}
+    tags = set(accumulator.Tags()["scalars"]) - {"~step_ms/gap", "~step_ms/copy"}
+    expected = {f"~step_ms/{part}" for part in ("forward", "backward", "optimizer", "total")}
     for layer in LAYERS:
-        expected |= {f"layer_forward_ms/{layer}", f"layer_backward_ms/{layer}"}
-    assert {tag for tag in tags if tag.startswith(("layer_", "step_ms"))} == expected
+        expected |= {f"~layer_forward_ms/{layer}", f"~layer_backward_ms/{layer}"}
+    assert {tag for tag in tags if tag.startswith(("~layer_", "~step_ms"))} == expected
     # Three epochs of eight steps; warm-up takes the first three, the ragged last ones are eager.
     replayed = [step for step in range(24) if step > 2 and step % 8 != 7]
     assert len(replayed) == trace.counts.replayed
@@ -62,17 +62,17 @@ def test_a_value_per_replay_for_each_layer(tmp_path: Path, accelerator: str) -> 
         assert all(0 <= scalar.value < 10_000 for scalar in scalars)
     for parts in zip(
         *(
-            accumulator.Scalars(f"step_ms/{part}")
+            accumulator.Scalars(f"~step_ms/{part}")
             for part in ("forward", "backward", "optimizer", "total")
         ),
         strict=True,
     ):
         forward, backward, optimizer, total = (scalar.value for scalar in parts)
         assert forward + backward + optimizer == pytest.approx(total, rel=0.02, abs=0.01)
-    whole = accumulator.Scalars("layer_forward_ms/features")[-1].value
-    members = [accumulator.Scalars(f"layer_forward_ms/features.{i}")[-1].value for i in range(4)]
+    whole = accumulator.Scalars("~layer_forward_ms/features")[-1].value
+    members = [accumulator.Scalars(f"~layer_forward_ms/features.{i}")[-1].value for i in range(4)]
     assert sum(members) <= whole * 1.05 + 0.01
-    text = accumulator.Tensors("cudagraph/report/text_summary")[0].tensor_proto.string_val[0].decode()
+    text = accumulator.Tensors("~cudagraph/report/text_summary")[0].tensor_proto.string_val[0].decode()
     assert str(callback.summary) in text
 
 
@@ -94,7 +94,7 @@ def test_patterns(tmp_path: Path, accelerator: str) -> None:
     callback = CUDAGraphCallback(timings=LayerTimings(modules=["features.[03]", "head"]))
     run(tmp_path, accelerator, callback)
     tags = events(tmp_path).Tags()["scalars"]
-    timed = {tag.split("/")[1] for tag in tags if tag.startswith("layer_forward_ms")}
+    timed = {tag.split("/")[1] for tag in tags if tag.startswith("~layer_forward_ms")}
     assert timed == {"features.0", "features.3", "head"}
 
 
@@ -119,9 +119,9 @@ def test_a_layer_called_twice_and_one_never_called(tmp_path: Path, accelerator: 
     assert trace.counts.captures == 1
     accumulator = events(tmp_path)
     tags = accumulator.Tags()["scalars"]
-    assert "layer_backward_ms/square" in tags
-    assert "layer_forward_ms/frozen" in tags
-    assert "layer_backward_ms/frozen" not in tags
+    assert "~layer_backward_ms/square" in tags
+    assert "~layer_forward_ms/frozen" in tags
+    assert "~layer_backward_ms/frozen" not in tags
     assert not any("unused" in tag for tag in tags)
 
 

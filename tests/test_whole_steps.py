@@ -148,7 +148,7 @@ def test_a_run_that_accumulates(accelerator: str, tmp_path: Path, eager: bool) -
     # The table of the last window: its parts add up to its steps, of four batches each.
     folder = next(tmp_path.rglob("events.out.tfevents*")).parent
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-    text = found.Tensors("cudagraph/layers/text_summary")[-1].tensor_proto.string_val[0].decode()
+    text = found.Tensors("~cudagraph/layers/text_summary")[-1].tensor_proto.string_val[0].decode()
     rows: dict[str, list[str]] = {}
     for line in filter(str.strip, text.splitlines()):
         rows.setdefault(line.split()[0], line.split())
@@ -157,12 +157,12 @@ def test_a_run_that_accumulates(accelerator: str, tmp_path: Path, eager: bool) -
         assert share == pytest.approx(float(rows[part][2]) / float(rows["whole"][2]), abs=0.02)
     assert "4 timed steps, 11 to 14" in text
     # Each batch has a point; the last four make one step of the trace.
-    forwards = found.Scalars("layer_forward_ms/head")
+    forwards = found.Scalars("~layer_forward_ms/head")
     assert [scalar.step for scalar in forwards[-4:]] == [14] * 4
     written = import_trace(next(tmp_path.rglob("layer_trace.json")).read_text())
     calls = [one for one in written.named("head") if one.args["step"] == 14]
     assert len(calls) == 8
     assert len(written.named("step 14")) == 1
     in_trace_ms = sum(one.end_ns - one.begin_ns for one in calls) / 1e6
-    points = [*forwards[-4:], *found.Scalars("layer_backward_ms/head")[-4:]]
+    points = [*forwards[-4:], *found.Scalars("~layer_backward_ms/head")[-4:]]
     assert in_trace_ms == pytest.approx(sum(scalar.value for scalar in points), rel=0.05, abs=0.01)

@@ -16,17 +16,18 @@ from lightning_cudagraph import CUDAGraphCallback, LayerTimings, LayerTimingsMon
 from tests.browser.tabs import show_filtered, show_time_series, tensorboard_on
 from tests.harness import Net, loader
 
-GROUPS = ("layer_backward_ms", "layer_forward_ms", "step_ms")
-TEXTS = ("cudagraph/events", "cudagraph/layers", "cudagraph/report", "layer_timings/report")
-IMAGES = ("cudagraph/slowest_layers", "cudagraph/timeline")
+GROUPS = ("~layer_backward_ms", "~layer_forward_ms", "~step_band_ms", "~step_count", "~step_ms")
+TEXTS = ("~cudagraph/events", "~cudagraph/layers", "~cudagraph/report", "~layer_timings/report")
+IMAGES = ("~cudagraph/slowest_layers", "~cudagraph/timeline")
+CHARTS = "tf-custom-scalar-multi-line-chart-card, tf-custom-scalar-margin-chart-card"
 # So few that all of them are in sight: others are not drawn.
 FILTER = "(head|features)$|step_ms/(optimizer|total)"
 TAGS = (
-    "layer_backward_ms/head",
-    "layer_forward_ms/head",
-    "layer_forward_ms/features",
-    "step_ms/optimizer",
-    "step_ms/total",
+    "~layer_backward_ms/head",
+    "~layer_forward_ms/head",
+    "~layer_forward_ms/features",
+    "~step_ms/optimizer",
+    "~step_ms/total",
 )
 
 
@@ -70,12 +71,19 @@ def test_time_series(tab: Any, run: Run, keep: Callable[[str], None]) -> None:
     tab.goto(f"{run.address}#timeseries")
     for group in GROUPS:
         tab.get_by_text(group, exact=True).first.wait_for()
+    groups = tab.locator("metrics-card-group-toolbar .group-title").all_inner_texts()
+    first = next(place for place, group in enumerate(groups) if group.startswith("~"))
+    assert {"loss_step", "loss_epoch", "val_loss"} <= set(groups[:first]), "the user's come first"
+    assert all(group.startswith("~") for group in groups[first:])
     show_time_series(tab, run.address, FILTER)
     cards = tab.locator("metrics-filtered-view card-view")
     for tag in TAGS:
         cards.filter(has_text=tag).wait_for()
     assert cards.filter(has_text="features.0").count() == 0
     keep("time_series")
+    tab.get_by_role("combobox", name="Filter tags").fill("layer_")
+    cards.filter(has_text="~step_ms/total").wait_for(state="detached")
+    assert cards.count() == 4, "of containers and outer layers alone"
 
 
 def test_scalars(tab: Any, run: Run, keep: Callable[[str], None]) -> None:
@@ -88,15 +96,14 @@ def test_scalars(tab: Any, run: Run, keep: Callable[[str], None]) -> None:
 
 def test_custom_scalars(tab: Any, run: Run, keep: Callable[[str], None]) -> None:
     show_filtered(tab, run.address, "custom_scalars", "", ["CUDA graph"])
-    for chart, title in (
-        ("margin", "step: p05, p50, p95 [ms]"),
-        ("multi-line", "parts of the step [ms]"),
-        ("multi-line", "slowest layers, forward [ms]"),
-        ("multi-line", "slowest layers, backward [ms]"),
-    ):
+    titles = ["step, replayed and eager", "step on the device", "forward", "backward", "optimizer"]
+    titles = [f"{title} [ms]" for title in (*titles, "gap before the step")]
+    for title in titles:
         # One for both runs: so they overlay.
-        card = tab.locator(f"tf-custom-scalar-{chart}-chart-card", has_text=title)
+        card = tab.locator(CHARTS, has_text=title).first
         card.get_by_text(re.compile(r"Matches \([1-9]")).wait_for()
+    headings = tab.locator("tf-card-heading")
+    assert headings.evaluate_all("all => all.map(one => one.displayName)") == titles
     keep("custom_scalars")
 
 

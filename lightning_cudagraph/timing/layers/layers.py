@@ -21,6 +21,7 @@ __all__ = [
     "never_timed",
     "select_layers",
     "untimed_notes",
+    "without_curves",
 ]
 
 Placement = Literal["forked", "serial"]
@@ -28,6 +29,8 @@ Placement = Literal["forked", "serial"]
 # A layer has up to four events, and as many scalars per timed step.
 _MOST_LAYERS = 1000
 _NAMES_SHOWN = 12
+# More curves than these would bury the user's own.
+_MOST_CURVES = 12
 # Layers that get no room are named in the report if the choice fills less than this share of the room.
 _FEW = 1 / 4
 
@@ -42,7 +45,9 @@ class LayerTimings:
     `modules`, `types` and `depth` choose together: a layer is timed if it satisfies each that is given.
     Without any of them the layers are chosen automatically, level by level from the outside in, as deep
     as `max_layers` allows: the model is covered, and containers stay beside their members. If the
-    outermost level alone is more than that, the first so many of it are timed.
+    outermost level alone is more than that, the first so many of it are timed. Tables and pictures show
+    all of them; of the automatic choice only the outermost twelve at most, containers first of all, have
+    curves. ``modules=["*"]`` gives each layer its curves.
 
     Args:
         modules: glob patterns of module names as `named_modules` gives them, such as
@@ -284,6 +289,27 @@ def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Modul
             " `timings=None` times nothing."
         )
     return {name: named[name] for name in by_module.values()}
+
+
+def without_curves(model: nn.Module, timings: LayerTimings) -> set[str]:
+    """The timed layers that only tables and pictures show: the inner ones of the automatic choice.
+
+    Curves show its containers, and the layers of the model itself, level by level from the outside in.
+    """
+    named = select_layers(model, timings)
+    if timings.modules or timings.types or timings.depth is not None:
+        return set()
+    shown: list[str] = []
+    for level in _levels(model):
+        outer = [name for name in level if name in named and _is_outer(name, named[name])]
+        if shown and len(shown) + len(outer) > _MOST_CURVES:
+            break
+        shown += outer
+    return set(named) - set(shown[:_MOST_CURVES])
+
+
+def _is_outer(name: str, module: nn.Module) -> bool:
+    return "." not in name or bool(_children(name, module))
 
 
 def layers_at(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:

@@ -32,10 +32,15 @@ _COLOURS: dict[Track, str] = {
 }
 _TRACK_NAMES: dict[Track, str] = {"host": "host gap"}
 _INK = "#333333"
-_WIDTH_INCHES = 6.6
-_DPI = 150  # so a thousand pixels wide
-_FONT_POINTS = 8.0
-_NAME_WIDTH = 34
+# TensorBoard shows a picture 350 pixels wide, a point of it a little more than a pixel. It has more
+# pixels than these for those who enlarge it.
+_WIDTH_INCHES = 4.4
+_DPI = 200
+_FONT_POINTS = 9.0
+_NAME_WIDTH = 22
+_MODEL_WIDTH = 20
+# Share of the width.
+_LEFT = 0.015
 _LONGEST_WHISKER = 2.5  # of the longest bar
 # Share of white by nesting level: members are lighter than their containers; deeper ones are not drawn.
 _WHITE_BY_DEPTH = (0.0, 0.3, 0.5, 0.65, 0.75)
@@ -62,21 +67,30 @@ def _figure(height_inches: float) -> tuple[Figure, Axes]:
 
 
 def _entitle(axes: Axes, title: str, subtitle: str) -> None:
-    text = f"{title}\n"
+    """Write a title and a subtitle from the left edge of the picture on, where there is room."""
+    from matplotlib.transforms import blended_transform_factory
+
     size = _FONT_POINTS + 2
-    axes.set_title(text, loc="left", fontsize=size, color=_INK, fontweight="bold", parse_math=False)
-    axes.annotate(
+    text = axes.set_title(
+        f"{title}\n", loc="left", fontsize=size, color=_INK, fontweight="bold", parse_math=False
+    )
+    figure: Any = axes.figure
+    from_left = blended_transform_factory(figure.transFigure, axes.transAxes)
+    text.set_transform(from_left + axes.titleOffsetTrans)  # type: ignore[attr-defined]
+    text.set_x(_LEFT)
+    below = axes.annotate(
         subtitle,
-        (0, 1),
+        (_LEFT, 1),
         (0, 7),
-        xycoords="axes fraction",
+        xycoords=("figure fraction", "axes fraction"),
         textcoords="offset points",
         fontsize=_FONT_POINTS,
         color="#666666",
     )
+    below.set_in_layout(False)
 
 
-def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int = 12) -> Figure | None:
+def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int = 8) -> Figure | None:
     """The slowest layers, with a bar for each pass; None if no layer was timed.
 
     A container is left out if timed members take most of its time.
@@ -85,14 +99,14 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
     if not layers:
         return None
     slowest = sorted(layers, key=lambda layer: -layer.median_ms)[:max_layers]
-    figure, axes = _figure(1.45 + 0.36 * len(slowest))
+    figure, axes = _figure(1.45 + 0.4 * len(slowest))
     shown = [
         times for layer in slowest for times in (layer.forward, layer.backward) if times is not None
     ]
     # Whiskers far beyond all bars are cut off, so that the bars stay comparable.
     highest_ms = max(times.p95_ms for times in shown)
     farthest_ms = min(highest_ms, _LONGEST_WHISKER * max(times.p50_ms for times in shown))
-    # The title says so: the ends of such whiskers look like others.
+    # Said below: the ends of such whiskers look like others.
     cut = f", cut off at {farthest_ms:.3f} ms" if farthest_ms < highest_ms else ""
     for track, shift in (("forward", -0.19), ("backward", 0.19)):
         places: list[float] = []
@@ -133,12 +147,16 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
     axes.set_yticks(range(len(slowest)), names, parse_math=False)  # a `$` is a letter
     axes.set_ylim(len(slowest) - 0.45, -0.55)
     axes.set_xlim(0, farthest_ms * 1.1 or 1.0)
-    axes.set_xlabel("ms per step, all calls of a layer together", fontsize=_FONT_POINTS, color=_INK)
+    axes.set_xlabel(
+        f"ms per step, all calls of a layer together\nwhiskers p05 to p95{cut}",
+        fontsize=_FONT_POINTS,
+        color=_INK,
+    )
     if len(slowest) < len(layers):
         what = f"the {len(slowest)} slowest of {len(layers)} layers"
     else:
         what = "slowest layers"
-    _entitle(axes, f"{model}: {what}", f"{_about(summary, device)}, whiskers p05 to p95{cut}")
+    _entitle(axes, f"{shortened(model, _MODEL_WIDTH)}: {what}", _about(summary, device))
     figure.legend(
         loc="outside lower center", ncols=2, fontsize=_FONT_POINTS, frameon=False, labelcolor=_INK
     )
@@ -183,7 +201,7 @@ def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | N
     )
     whole = summary.step
     about = _about(summary, device) + (f", {whole.p50_ms:.3f} ms each" if whole is not None else "")
-    _entitle(axes, f"{model}: one step", about)
+    _entitle(axes, f"{shortened(model, _MODEL_WIDTH)}: one step", about)
     _draw(figure, axes, slices, places)
     return figure
 

@@ -62,11 +62,13 @@ class MetricsWriter(Sink):
         loggers: Sequence[TakesMetrics],
         window_steps: int,
         step_now: Callable[[], int],
+        without_curve: frozenset[str] = frozenset(),
         now_s: Callable[[], float] = monotonic,
     ) -> None:
         self._loggers = list(loggers)
         self._window_steps = window_steps
         self._step_now = step_now
+        self._without_curve = without_curve
         self._now_s = now_s
         self._names = MetricNames()
         self._readings: deque[Reading] = deque(maxlen=window_steps)
@@ -104,7 +106,11 @@ class MetricsWriter(Sink):
         if not self._loggers:
             return
         summary = WindowSummary(list(self._readings)[len(self._readings) - n_new :])
-        values_ms = {self._names.of(tag): times.p50_ms for tag, times in summary.times.items()}
+        values_ms = {
+            self._names.of(tag): times.p50_ms
+            for tag, times in summary.times.items()
+            if tag not in self._without_curve
+        }
         values_ms |= {self._names.of(tag): value for tag, value in self._beside.items()}
         self._beside = {}
         step = self._step_now()

@@ -22,6 +22,7 @@ __all__ = [
     "RANKS_TAG",
     "STEP_PARTS",
     "STEP_TAG",
+    "STEP_TIME_TAG",
     "TOTAL_TAG",
     "Reading",
     "Span",
@@ -32,6 +33,8 @@ __all__ = [
 FORWARD_TAG = "layer_forward_ms/"
 BACKWARD_TAG = "layer_backward_ms/"
 STEP_TAG = "step_ms/"
+# On the host, from the end of a step to the end of the next.
+STEP_TIME_TAG = "step_time_ms/"
 RANKS_TAG = "ranks_ms/"
 TOTAL_TAG = f"{STEP_TAG}total"
 # The stages that tile a step, in order.

@@ -31,6 +31,7 @@ class StepTime:
         self._last_phase: Phase | None = None
         self._replay_total_ms = 0.0
         self._replays = 0
+        self._told = (0, 0.0)  # replays, and their milliseconds, at the last `since_last_ms`
         self._plain_total_ms = 0.0
         self._plain_steps = 0
         self._row: Plain | None = Plain.NOT  # where in the row of plain steps; None if it was broken
@@ -58,6 +59,13 @@ class StepTime:
     def replayed_ms(self) -> float | None:
         """Mean milliseconds of a replayed step. The host may run ahead, which evens out in a mean."""
         return self._replay_total_ms / self._replays if self._replays else None
+
+    def since_last_ms(self) -> float | None:
+        """Mean milliseconds of the steps replayed since the last call; None without any."""
+        replays, total_ms = self._told
+        self._told = self._replays, self._replay_total_ms
+        new = self._replays - replays
+        return (self._replay_total_ms - total_ms) / new if new else None
 
     @property
     def plain_steps(self) -> int:

@@ -1,31 +1,33 @@
-"""Charts in TensorBoard's tab Custom Scalars, and the band of step times that one of them shows."""
+"""Charts in TensorBoard's tab Custom Scalars, and the bands of times that they show.
+
+That tab has no settings: it colours lines by run alone, and fits the axis to 95 % of the values. So a
+chart shows one time of each run, whose band ends above the line of its medians.
+"""
 
 from __future__ import annotations
 
-import math
-import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lightning_cudagraph.compat.features import CHARTS
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.timing.output.tables import mostly_members
+from lightning_cudagraph.timing.output.tensorboard.curves import behind
 from lightning_cudagraph.timing.output.tensorboard.logger_writer import innards
 from lightning_cudagraph.timing.readings.spans import (
-    BACKWARD_TAG,
     EXPOSED_TAG,
-    FORWARD_TAG,
     MAX_LAYOUTS,
     RANKS_TAG,
     STEP_PARTS,
     STEP_TAG,
+    STEP_TIME_TAG,
+    TOTAL_TAG,
     Reading,
     SpanLayout,
 )
+from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 
 __all__ = ["BAND_TAG", "CATEGORY", "Band", "Charts", "StepBand"]
@@ -33,11 +35,14 @@ __all__ = ["BAND_TAG", "CATEGORY", "Band", "Charts", "StepBand"]
 BAND_TAG = "step_band_ms/"
 CATEGORY = "CUDA graph"
 
-# All lines of a run have one colour there, and differ only in their markers.
-_LAYERS_PER_CHART = 4
-
-_PARTS = (f"{STEP_TAG}forward", f"{STEP_TAG}backward")
-_IN_CHART = (*STEP_PARTS, "all_reduce", "copy", "gap")
+# The times that have a band, and the titles of their charts, in order.
+_BANDS = {
+    TOTAL_TAG: "step on the device",
+    **{f"{STEP_TAG}{part}": part for part in STEP_PARTS},
+    GAP_TAG: "gap before the step",
+    f"{STEP_TAG}all_reduce": "all-reduces",
+    EXPOSED_TAG: "all-reduces that the step waits for",
+}
 
 _LAYOUT_TAG = b"custom_scalars__config__"
 # Layouts of charts stand near the beginning of a file.
@@ -47,7 +52,7 @@ _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 
 
 class Band(NamedTuple):
-    """Percentiles of the step times of a window.
+    """Percentiles of the times of a window.
 
     Attributes:
         step: the last step of the window.
@@ -59,112 +64,94 @@ class Band(NamedTuple):
 
 
 class StepBand:
-    """Percentiles of the step's time, window by window.
+    """Percentiles of the step's time and of its stages, window by window.
 
     Readings without the optimizer's step count only until the first reading with it.
     """
 
     def __init__(self, window_steps: int) -> None:
         self._window_steps = window_steps
-        self._times: list[tuple[int, float]] = []  # step and milliseconds
+        self._readings: list[Reading] = []
         self._are_whole = False
-        self._calls = lru_cache(MAX_LAYOUTS)(_step_calls)
+        self._stages = lru_cache(MAX_LAYOUTS)(_stages)
 
     def add(self, readings: Iterable[Reading]) -> list[Band]:
         """Add readings; return the bands of the windows that they complete."""
         for reading in readings:
-            is_whole, calls = self._calls(reading.layout)
+            is_whole = TOTAL_TAG in reading.layout.tags
             if is_whole and not self._are_whole:
                 self._are_whole = True
-                self._times.clear()
+                self._readings.clear()
             if is_whole == self._are_whole:
-                offsets_ms = reading.offsets_ms
-                time_ms = sum([offsets_ms[end] - offsets_ms[begin] for begin, end in calls])
-                self._times.append((reading.step, time_ms))
+                self._readings.append(reading)
         bands = []
-        while len(self._times) >= self._window_steps:
-            bands.append(self._band(self._times[: self._window_steps]))
-            del self._times[: self._window_steps]
+        while len(self._readings) >= self._window_steps:
+            bands.append(self._band(self._readings[: self._window_steps]))
+            del self._readings[: self._window_steps]
         return bands
 
     def rest(self) -> list[Band]:
         """The band of the incomplete window, if it has readings."""
-        return [self._band(self._times)] if self._times else []
+        return [self._band(self._readings)] if self._readings else []
 
-    def _band(self, window: list[tuple[int, float]]) -> Band:
-        percentiles_ms = np.percentile([ms for _, ms in window], (5, 50, 95)).tolist()
-        tags = (f"{BAND_TAG}p05", f"{BAND_TAG}p50", f"{BAND_TAG}p95")
-        return Band(max(step for step, _ in window), dict(zip(tags, percentiles_ms, strict=True)))
-
-
-def _step_calls(layout: SpanLayout) -> tuple[bool, list[tuple[int, int]]]:
-    """True if the layout includes the optimizer's step, and the marks between which its time lies."""
-    by_tag = {span.tag: span.calls for span in layout.spans}
-    if (total := by_tag.get(f"{STEP_TAG}total")) is not None:
-        return True, list(total)
-    return False, [call for tag in _PARTS for call in by_tag.get(tag, ())]
+    def _band(self, window: list[Reading]) -> Band:
+        summary = WindowSummary(
+            [replace(reading, layout=self._stages(reading.layout)) for reading in window]
+        )
+        times = summary.times if summary.step is None else {TOTAL_TAG: summary.step} | summary.times
+        values_ms: dict[str, float] = {}
+        for tag, of_tag in times.items():
+            percentiles_ms = (of_tag.p05_ms, of_tag.p50_ms, of_tag.p95_ms)
+            values_ms |= dict(zip(_band_tags(tag), percentiles_ms, strict=True))
+        return Band(max(reading.step for reading in window), values_ms)
 
 
-def _slowest(times_ms: Mapping[str, float], prefix: str) -> list[str]:
-    """One tag of each of the slowest kinds of layers, in the order of the model.
-
-    Repeated layers, such as ``blocks.0.mlp`` and ``blocks.1.mlp``, are of one kind. Containers are left
-    out if members take most of their time.
-    """
-    of_layers_ms = {tag: ms for tag, ms in times_ms.items() if tag.startswith(prefix)}
-    sums = mostly_members(of_layers_ms)
-    innermost = [tag for tag in of_layers_ms if tag not in sums]
-    kinds: dict[str, list[str]] = {}
-    for tag in innermost:
-        kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", tag), []).append(tag)
-    # Rounded to a tenth, so that noise does not choose among layers of equal time.
-    cost = {
-        members[0]: round(10 * math.log(max(sum(times_ms[tag] for tag in members), 1e-6)))
-        for members in kinds.values()
-    }
-    chosen = sorted(cost, key=lambda tag: -cost[tag])[:_LAYERS_PER_CHART]
-    return [tag for tag in innermost if tag in chosen]
+def _stages(layout: SpanLayout) -> SpanLayout:
+    """The spans that have a band."""
+    return SpanLayout(tuple(span for span in layout.spans if span.tag in _BANDS), layout.n_marks)
 
 
-def _charts(summary: WindowSummary) -> dict[str, dict[str, list[str | list[str]]]]:
+def _band_tags(tag: str) -> list[str]:
+    """The tags of the percentiles of a span, from the lowest to the highest."""
+    return [f"{BAND_TAG}{tag.removeprefix(STEP_TAG)}/{name}" for name in ("p05", "p50", "p95")]
+
+
+def _charts(tags: Collection[str]) -> dict[str, dict[str, list[str | list[str]]]]:
     """The layout for `SummaryWriter.add_custom_scalars`.
 
     TensorBoard merges charts of several runs by title, and shows equal ones once.
+
+    Args:
+        tags: of all values that are written, as they are without `behind`.
     """
-    times_ms = {tag: summary[tag].p50_ms for tag in summary.tags}
-    # The tags of lines are regular expressions, matched from the beginning.
-    found: dict[str, list[str | list[str]]] = {
-        "step: p05, p50, p95 [ms]": ["Margin", [f"{BAND_TAG}p50", f"{BAND_TAG}p05", f"{BAND_TAG}p95"]],
-        "parts of the step [ms]": [
-            "Multiline",
-            [rf"{STEP_TAG}({'|'.join(_IN_CHART)})$"],
-        ],
-    }
-    if EXPOSED_TAG in times_ms:  # of several processes
-        found["all-reduces, and what of them the step waits for [ms]"] = [
-            "Multiline",
-            [rf"{STEP_TAG}all_reduce(_exposed)?$"],
-        ]
+    found: dict[str, list[str | list[str]]] = {}
+    if any(tag.startswith(STEP_TIME_TAG) for tag in tags):
+        # The tags of lines are regular expressions, matched from the beginning.
+        lines = rf"{behind(STEP_TIME_TAG)}(replayed|eager)$"
+        found["step, replayed and eager [ms]"] = ["Multiline", [lines]]
+    # That tab shows bands in reverse.
+    for tag, title in reversed(_BANDS.items()):
+        low, middle, high = _band_tags(tag)
+        if middle in tags:
+            band: list[str | list[str]] = ["Margin", [behind(middle), behind(low), behind(high)]]
+            found[f"{title} [ms]"] = band
+    if f"{RANKS_TAG}work_median" in tags:
         found["work of the ranks: fastest, median, slowest [ms]"] = [
             "Margin",
-            [f"{RANKS_TAG}work_{which}" for which in ("median", "fastest", "slowest")],
+            [behind(f"{RANKS_TAG}work_{which}") for which in ("median", "fastest", "slowest")],
         ]
-    for way, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
-        lines: list[str] = [f"{re.escape(tag)}$" for tag in _slowest(times_ms, prefix)]
-        if lines:
-            found[f"slowest layers, {way} [ms]"] = ["Multiline", lines]
     return {CATEGORY: found}
 
 
 class Charts:
-    """The custom scalars of one logger, written early, and again when the slowest layers are known."""
+    """The custom scalars of one logger, written again when there are values for another chart."""
 
     def __init__(self) -> None:
         self._written: Any = None
 
-    def write(self, writer: Any, summary: WindowSummary) -> None:
+    def write(self, writer: Any, tags: Collection[str]) -> None:
         """Write the layout merged with the user's: TensorBoard shows only the last one of a run."""
-        ours = _charts(summary)
+        ours = _charts(tags)
         if ours == self._written:
             return
         self._written = ours

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_cudagraph.compat.features import EVENT_QUEUE
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.compat.tables import available
+from lightning_cudagraph.timing.output.tensorboard.curves import Curves
 from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords
 from lightning_cudagraph.timing.readings.spans import Reading
 
@@ -30,9 +32,10 @@ class LoggerWriter:
     The logger may close its writer at any time; the next write then opens a new file.
     """
 
-    def __init__(self, logger: TensorBoardLogger) -> None:
+    def __init__(self, logger: TensorBoardLogger, curves: Curves) -> None:
         self._logger = logger
-        self._made = ReadingRecords()
+        self._curves = curves
+        self._made = ReadingRecords(curves)
         self._has_queue = available(EVENT_QUEUE)
         self._failed = False
         self._patches = ExitStack()
@@ -83,10 +86,10 @@ class LoggerWriter:
     def _write(self, writer: Any, readings: Sequence[Reading]) -> None:
         if getattr(writer, "file_writer", self) is None:
             # Closed: a write by the public method opens it again.
-            _write_values(writer, readings[:1])
+            self._write_values(writer, readings[:1])
             readings = readings[1:]
         if (put := self._put_of(writer)) is None:
-            _write_values(writer, readings)
+            self._write_values(writer, readings)
         else:
             put(_Queued(readings))
 
@@ -119,12 +122,12 @@ class LoggerWriter:
         put: Callable[[Any], None] = queue.write
         return put
 
-
-def _write_values(writer: Any, readings: Sequence[Reading]) -> None:
-    """Write by the public method, with an event for each value."""
-    for reading in readings:
-        for tag, value_ms in zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True):
-            writer.add_scalar(tag, value_ms, reading.step, walltime=reading.walltime_s)
+    def _write_values(self, writer: Any, readings: Sequence[Reading]) -> None:
+        """Write by the public method, with an event for each value."""
+        for reading in readings:
+            shown = replace(reading, layout=self._curves(reading.layout))
+            for tag, value_ms in zip(shown.layout.tags, shown.durations_ms.tolist(), strict=True):
+                writer.add_scalar(tag, value_ms, reading.step, walltime=reading.walltime_s)
 
 
 def innards(writer: Any) -> list[Any]:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_cudagraph.timing.output.tensorboard.crc32c import AlikeRows, masked_crc32c
+from lightning_cudagraph.timing.output.tensorboard.curves import Curves
 from lightning_cudagraph.timing.readings.spans import MAX_LAYOUTS, Reading, SpanLayout
 
 __all__ = ["ReadingRecords", "ScalarRecords", "n_bytes"]
@@ -108,16 +109,17 @@ class ScalarRecords:
 
 
 class ReadingRecords:
-    """Serialiser of readings, for the thread of a writer."""
+    """Serialiser of the curves of readings, for the thread of a writer."""
 
-    def __init__(self) -> None:
+    def __init__(self, curves: Curves) -> None:
+        self._curves = curves
         self._of_tags = lru_cache(MAX_LAYOUTS)(ScalarRecords)
 
     def of(self, readings: Sequence[Reading]) -> list[bytes]:
-        """The record of each reading; empty for a reading without spans."""
+        """The record of each reading; empty for a reading without curves."""
         by_layout: dict[SpanLayout, list[int]] = {}
         for place, reading in enumerate(readings):
-            by_layout.setdefault(reading.layout, []).append(place)
+            by_layout.setdefault(self._curves(reading.layout), []).append(place)
         found = [b""] * len(readings)
         for layout, places in by_layout.items():
             if not layout.tags:
@@ -132,10 +134,10 @@ class ReadingRecords:
         return found
 
 
-def n_bytes(readings: Sequence[Reading]) -> int:
+def n_bytes(readings: Sequence[Reading], curves: Curves) -> int:
     """The total length of the records of readings."""
     layouts = Counter(reading.layout for reading in readings)
-    return sum(n * _record_bytes(layout.tags) for layout, n in layouts.items())
+    return sum(n * _record_bytes(curves(layout).tags) for layout, n in layouts.items())
 
 
 @lru_cache(MAX_LAYOUTS)

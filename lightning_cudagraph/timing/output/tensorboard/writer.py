@@ -18,12 +18,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_cudagraph.timing.output.metrics import MetricsWriter
 from lightning_cudagraph.timing.output.tensorboard.charts import Band, Charts, StepBand
+from lightning_cudagraph.timing.output.tensorboard.curves import behind, curves_of
 from lightning_cudagraph.timing.output.tensorboard.logger_writer import LoggerWriter
 from lightning_cudagraph.timing.output.tensorboard.records import n_bytes
 from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.readings.whole_steps import StepJoiner
-from lightning_cudagraph.timing.readings.windows import WindowSummary
 
 __all__ = ["TensorBoardWriter", "other_loggers_writer"]
 
@@ -33,10 +33,6 @@ _SECONDS_BETWEEN_FLUSHES = 5.0
 # curve. So each time that this much has been written, the share of steps that are written is halved.
 _BYTES_BEFORE_THINNING = 256 * 2**20
 _TEXT_COLUMNS = 110
-# The first charts are written early, with few readings. The choice of the slowest layers needs more: the
-# first steps may be unlike all others.
-_READINGS_FOR_CHARTS = 16
-_READINGS_FOR_CHOICE = 200
 
 
 class TensorBoardWriter(Sink):
@@ -48,11 +44,20 @@ class TensorBoardWriter(Sink):
 
     Args:
         loggers: the trainer's loggers, of which those for TensorBoard are used.
-        window_steps: readings per window of the band of step times.
+        window_steps: readings per window of the bands of times.
+        without_curve: tags of spans that have no curve.
     """
 
-    def __init__(self, loggers: Sequence[Logger], window_steps: int = 200) -> None:
-        self._writers = [LoggerWriter(x) for x in loggers if isinstance(x, TensorBoardLogger)]
+    def __init__(
+        self,
+        loggers: Sequence[Logger],
+        window_steps: int = 200,
+        without_curve: frozenset[str] = frozenset(),
+    ) -> None:
+        self._curves = curves_of(without_curve)
+        self._writers = [
+            LoggerWriter(x, self._curves) for x in loggers if isinstance(x, TensorBoardLogger)
+        ]
         if getattr(rank_zero_only, "rank", 0) != 0:
             self._writers = []
         self._readings: list[Reading] = []
@@ -62,9 +67,8 @@ class TensorBoardWriter(Sink):
         self._every_n_steps = 1
         self._band = StepBand(window_steps)
         self._joiner = StepJoiner()
-        # The first readings, until the slowest layers are chosen.
-        self._first: list[Reading] | None = []
-        self._charts: list[Charts] = []
+        self._charts = [Charts() for _ in self._writers]
+        self._tags: set[str] = set()  # of values that do not come from readings
 
     @property
     def is_shown(self) -> bool:
@@ -93,15 +97,9 @@ class TensorBoardWriter(Sink):
         for writer in self._writers:
             writer.write(shown)
         self._add_bands(bands)
-        self._n_bytes += n_bytes(shown)
+        self._n_bytes += n_bytes(shown, self._curves)
         if self._n_bytes >= self._thin_at_bytes:
             self._thin(last.step)
-        if self._first is not None:
-            self._first += readings
-            if len(self._first) >= _READINGS_FOR_CHOICE:
-                self._choose_charts()
-            elif len(self._first) >= _READINGS_FOR_CHARTS and not self._charts:
-                self._add_charts(self._first)
 
     def _thin(self, step: int) -> None:
         self._thin_at_bytes += _BYTES_BEFORE_THINNING
@@ -114,15 +112,19 @@ class TensorBoardWriter(Sink):
         )
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write values that do not come from readings."""
+        """Write values that do not come from readings, and the charts of them."""
         for tag, value in values.items():
             for writer in self._writers:
-                writer.attempt(lambda summary: summary.add_scalar(tag, value, step))  # noqa: B023
+                writer.attempt(lambda to: to.add_scalar(behind(tag), value, step))  # noqa: B023
+        if not self._tags.issuperset(values):
+            self._tags.update(values)
+            for writer, charts in zip(self._writers, self._charts, strict=True):
+                writer.attempt(lambda to: charts.write(to, self._tags))  # noqa: B023
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Write a text in a fixed-width font."""
         for writer in self._writers:
-            writer.attempt(lambda summary: summary.add_text(tag, f"```\n{text}\n```", step))
+            writer.attempt(lambda to: to.add_text(behind(tag), f"```\n{text}\n```", step))
 
     def add_event(self, text: str, step: int) -> None:
         """Write a sentence about the graphs, or about the curves."""
@@ -131,7 +133,7 @@ class TensorBoardWriter(Sink):
     def add_figure(self, tag: str, figure: Any, step: int) -> None:
         """Write a picture; its errors are raised."""
         for writer in self._writers:
-            writer.draw(lambda summary: summary.add_figure(tag, figure, step))
+            writer.draw(lambda to: to.add_figure(behind(tag), figure, step))
 
     def close(self) -> None:
         """Write the remaining readings, and restore the loggers' writers."""
@@ -140,27 +142,17 @@ class TensorBoardWriter(Sink):
                 stack.callback(writer.close)
             self.flush()
             self._add_bands(self._band.rest())
-            self._choose_charts()
 
     def _add_bands(self, bands: list[Band]) -> None:
         for step, values_ms in bands:
             self.add_scalars(values_ms, step)
 
-    def _choose_charts(self) -> None:
-        """Choose the slowest layers, and write the final charts."""
-        first, self._first = self._first, None
-        if first:
-            self._add_charts(first)
-
-    def _add_charts(self, readings: Sequence[Reading]) -> None:
-        summary = WindowSummary(readings)
-        self._charts = self._charts or [Charts() for _ in self._writers]
-        for writer, charts in zip(self._writers, self._charts, strict=True):
-            writer.attempt(lambda writer: charts.write(writer, summary))  # noqa: B023
-
 
 def other_loggers_writer(
-    loggers: Sequence[Logger], window_steps: int, step_now: Callable[[], int]
+    loggers: Sequence[Logger],
+    window_steps: int,
+    step_now: Callable[[], int],
+    without_curve: frozenset[str] = frozenset(),
 ) -> MetricsWriter:
     """Writer of medians to the loggers that are not for TensorBoard.
 
@@ -169,4 +161,4 @@ def other_loggers_writer(
     others = [x for x in loggers if not isinstance(x, (TensorBoardLogger, CSVLogger, DummyLogger))]
     if getattr(rank_zero_only, "rank", 0) != 0:
         others = []
-    return MetricsWriter(others, window_steps, step_now)
+    return MetricsWriter(others, window_steps, step_now, without_curve)

@@ -29,15 +29,18 @@ from lightning_cudagraph.timing.layers.layers import (
     left_out,
     select_layers,
     untimed_notes,
+    without_curves,
 )
 from lightning_cudagraph.timing.output.dashboard import Dashboard
 from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_text
 from lightning_cudagraph.timing.output.report import eager_report, layer_lines, time_lines
+from lightning_cudagraph.timing.output.step_line import StepLine
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.output.trace import TraceWriter
 from lightning_cudagraph.timing.readings.rank_times import RankTable, RankTimes, SharedRun
 from lightning_cudagraph.timing.readings.sinks import Sink
+from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.readings.windows import ReadingWindow
@@ -111,15 +114,20 @@ class RunTimes:
         self._every_n_steps = 0 if choice is None else choice.every_n_steps
         self._takes_in_turn = backend.graphs_per_step > 1
         window_steps = LayerTimings.window_steps if choice is None else choice.window_steps
-        self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps)
+        inner = set() if choice is None else without_curves(module, choice)
+        without_curve = frozenset(way + name for name in inner for way in (FORWARD_TAG, BACKWARD_TAG))
+        self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps, without_curve)
         self.eager = ReadingWindow(window_steps)
         self._counted = (0, 0)
         loop = trainer.fit_loop.epoch_loop
-        others = other_loggers_writer(trainer.loggers, window_steps, lambda: loop._batches_that_stepped)
+        others = other_loggers_writer(
+            trainer.loggers, window_steps, lambda: loop._batches_that_stepped, without_curve
+        )
         model = type(module).__qualname__
         self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
         # Closed from the last to the first, so a sink that others write to comes before them.
-        of_steps: list[Sink] = [others, self._dashboard]
+        line = StepLine(self.pace, self._tensorboard.add_scalars)
+        of_steps: list[Sink] = [others, self._dashboard, line]
         run = run if trainer.world_size > 1 and dist.is_initialized() else None
         store = None if run is None else own_store(f"times/{run.name}")
         self._trace: TraceWriter | None = None
