@@ -60,21 +60,23 @@ class CUDAGraphCallback(Callback):
     of a run without this callback; a step that is known to differ is refused with the reason, or runs
     eagerly. On a CPU an emulator replaces the GPU.
 
-    TensorBoard shows for each timed replay, in milliseconds:
+    TensorBoard shows for each timed replay, in milliseconds, behind the tags of other code:
 
-    - ``layer_forward_ms/{module}`` and ``layer_backward_ms/{module}``;
-    - ``step_ms/{forward,backward,clipping,scaler,optimizer,total}``;
-    - ``step_ms/{copy,gap}``: the copy of the batch, and the rest of the time since the replay before,
+    - ``~layer_forward_ms/{module}`` and ``~layer_backward_ms/{module}``;
+    - ``~step_ms/{forward,backward,clipping,scaler,optimizer,total}``;
+    - ``~step_ms/{copy,gap}``: the copy of the batch, and the rest of the time since the replay before,
       which is long if the device waits for the host;
-    - under DDP, ``step_ms/{all_reduce,all_reduce_exposed}``: the time of the all-reduces of gradients,
+    - under DDP, ``~step_ms/{all_reduce,all_reduce_exposed}``: the time of the all-reduces of gradients,
       including the wait for other processes, and the part of it that the step waits for.
 
-    In pauses it shows ``step_count/{replayed,eager}``, the steps so far; those of the warm-up are eager.
-    For each window it shows ``step_band_ms/{p05,p50,p95}``, with charts among the custom scalars, and
-    under DDP ``ranks_ms/work_{fastest,median,slowest,spread}``, the step times of the processes without
-    waits for each other, and ``ranks/slowest``, the rank with the longest. As texts it shows captures
-    and invalidations, ``cudagraph/events``, and at the end of `fit` the ``cudagraph/report``. A
-    `CSVLogger` gets nothing; other loggers get the medians of each window.
+    In pauses it shows ``~step_count/{replayed,eager}``, the steps so far; those of the warm-up are
+    eager. For every fifty steps it shows ``~step_time_ms/{replayed,eager}``, their mean time on the host
+    beside that of the measured plain steps, and for each window ``~step_band_ms/{stage}/{p05,p50,p95}``,
+    both with charts among the custom scalars. Under DDP it shows
+    ``~ranks_ms/work_{fastest,median,slowest,spread}``, the step times of the processes without waits for
+    each other, and ``~ranks/slowest``, the rank with the longest. As texts it shows captures and
+    invalidations, ``~cudagraph/events``, and at the end of `fit` the ``~cudagraph/report``. Other
+    loggers get the medians of each window, without the ``~``, and a `CSVLogger` nothing.
 
     Args:
         scope: the captured part of a step. ``"step"``: everything from forward to the optimizer step.

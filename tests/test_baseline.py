@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_cudagraph import CUDAGraphCallback, RunSummary
 from lightning_cudagraph.capture.steps import Phase, StepCounts
@@ -76,6 +78,20 @@ def test_plain_steps_change_no_number(tmp_path: Path, accelerator: str, precisio
     assert [each.fit.warmed_up for each in stops.summaries[:6]] == [*range(1, 7)]
     assert [each.fit.replayed for each in stops.summaries[-2:]] == [23, 24]
     assert [each.fit.plain_steps for each in stops.summaries[:6]] == [0, 0, 0, 0, 3, 3]
+
+
+@pytest.mark.usefixtures("fast")
+def test_they_are_a_line_beside_the_replays(tmp_path: Path, accelerator: str) -> None:
+    callback, logger = CUDAGraphCallback(), TensorBoardLogger(tmp_path)
+    fit(tmp_path, accelerator, callback, logger=logger, stops=Stops(120))
+    found = EventAccumulator(logger.log_dir).Reload()
+    lines = {name: found.Scalars(f"~step_time_ms/{name}") for name in ("eager", "replayed")}
+    eager, replayed = ([point.step for point in line] for line in lines.values())
+    assert eager == replayed == [6 + 49, 6 + 99, 119]
+    stage = callback.summary.fit
+    assert [point.value for point in lines["eager"]] == pytest.approx([stage.plain_ms] * 3)
+    values_ms = [point.value for point in lines["replayed"]]
+    assert min(values_ms) <= stage.replay_ms <= max(values_ms)  # type: ignore[operator]
 
 
 @pytest.mark.usefixtures("fast")

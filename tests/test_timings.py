@@ -19,7 +19,7 @@ from lightning_cudagraph import (
     RunSummary,
     Verification,
 )
-from lightning_cudagraph.timing.layers.layers import select_layers
+from lightning_cudagraph.timing.layers.layers import select_layers, without_curves
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.trainer.training.times import run_times
 from tests.harness import Net, make, train
@@ -131,6 +131,27 @@ def test_automatic_choice_is_bounded() -> None:
     assert len(select_layers(model, LayerTimings())) == 2 + 10 + 20
     assert len(select_layers(model, LayerTimings(max_layers=12))) == 12
     assert list(select_layers(model, LayerTimings(max_layers=11))) == ["0", "1"]
+
+
+def test_curves_of_the_automatic_choice_are_few() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    model = nn.ModuleDict(
+        {
+            "tables": nn.ModuleList([nn.Embedding(2, 2) for _ in range(4)]),
+            "blocks": nn.Sequential(*(block() for _ in range(6))),
+            "head": nn.Linear(2, 2),
+        }
+    )
+    timings = LayerTimings()
+    names = set(select_layers(model, timings))
+    # Not the items of a list, nor the members of a block.
+    shown = {"blocks", *(f"blocks.{i}" for i in range(6)), "head"}
+    assert names - without_curves(model, timings) == shown
+    assert without_curves(model, LayerTimings(modules=["*"])) == set()
+    wide = nn.Sequential(*(block() for _ in range(20)))
+    assert len(set(select_layers(wide, timings)) - without_curves(wide, timings)) == 12
 
 
 class Features(nn.ModuleDict):

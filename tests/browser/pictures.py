@@ -1,16 +1,12 @@
-"""Take the pictures of the README of finished runs.
+"""Take the pictures of README and docs: the tabs of TensorBoard, of finished runs.
 
-Charts and tables come from the tabs of TensorBoard, and the images of one run as they are.
-
-    python -m tests.browser.pictures runs docs --run graph --time-series "layer_.*/head$|step_ms"
+python -m tests.browser.pictures runs docs --run graph
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.browser.tabs import (
     chromium,
@@ -21,38 +17,34 @@ from tests.browser.tabs import (
     tensorboard_on,
 )
 
-
-def save_images(logdir: Path, run: str, folder: Path) -> None:
-    """Save the last images of a run as they are: in their tab they are small."""
-    events = EventAccumulator(str(logdir / run), size_guidance={"images": 0})
-    events.Reload()
-    for tag in events.Tags()["images"]:
-        image = events.Images(tag)[-1].encoded_image_string
-        (folder / f"{Path(tag).name}.png").write_bytes(image)
+CURVES = r"train_loss_step|~step_ms/(forward|backward|total)|~layer_.*ms/(blocks|head)$|~step_time_ms"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("logdir", type=Path, help="where the runs lie")
     parser.add_argument("folder", type=Path, help="where the pictures go")
-    parser.add_argument("--run", required=True, help="whose tables and images are shown")
-    parser.add_argument("--time-series", default="step_ms", help="the tags shown there")
-    parser.add_argument("--texts", default="layers", help="the tags of texts that are shown")
+    parser.add_argument("--run", required=True, help="whose tags, texts and images are shown")
+    parser.add_argument("--curves", default=CURVES, help="the tags shown in the tab Time Series")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    save_images(args.logdir, args.run, args.folder)
     with chromium() as browser:
         with tensorboard_on(args.logdir) as address:
             tab = new_tab(browser, 1680, 1172)
-            show_time_series(tab, address, args.time_series)
+            show_time_series(tab, address, args.curves)
             picture(tab, args.folder / "dashboard.png")
-            tab = new_tab(browser, 1400, 780)
+            tab = new_tab(browser, 1440, 1080)
             show_filtered(tab, address, "custom_scalars", "", ["CUDA graph"])
             picture(tab, args.folder / "custom_scalars.png")
         with tensorboard_on(args.logdir / args.run) as address:
-            tab = new_tab(browser, 1400, 900)
-            show_filtered(tab, address, "text", args.texts, [])
-            picture(tab, args.folder / "text.png")
+            for plugin, pattern, text, size in (
+                ("scalars", "", "~step_ms", (1400, 900)),
+                ("images", "", "~cudagraph/timeline", (1120, 660)),
+                ("text", "layers", "tag: ~cudagraph/layers/text_summary", (1400, 1000)),
+            ):
+                tab = new_tab(browser, *size)
+                show_filtered(tab, address, plugin, pattern, [text])
+                picture(tab, args.folder / f"{plugin}.png")
 
 
 if __name__ == "__main__":
