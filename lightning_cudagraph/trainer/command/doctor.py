@@ -91,7 +91,7 @@ def _measured(trainer: pl.Trainer, module: pl.LightningModule, batches: Any, kep
     plain.loggers = [DummyLogger() for _ in loggers]  # they cannot be copied
     with isolate_rng():
         try:
-            _fit(plain, [kept, meter], module, batches, meter.steps)
+            _fit(plain, [kept, meter], module, batches, meter.most_steps)
         finally:
             meter.close()
         kept.put_back()

@@ -129,13 +129,14 @@ class Estimate:
 class StepMeter(Callback):
     """Measures the optimizer steps of a plain run, each from the start of a batch to its end.
 
-    Of several micro-batches the sum is taken, without the time and the ops between them.
+    Of several micro-batches the sum is taken, without the time and the ops between them. An accumulation
+    window that the end of an epoch cuts short is not measured.
 
     On a CPU the second step is counted. On a GPU there are three steps of warm-up, five that are timed,
     each from an idle device, one that is counted, and one under torch's profiler, if no other runs.
 
     Attributes:
-        steps: the number of optimizer steps that a run needs for all of it.
+        most_steps: of the optimizer; the run ends earlier, when all is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -143,8 +144,11 @@ class StepMeter(Callback):
         warm_up, self._n_timed = (3, 5) if self._is_cuda else (1, 0)
         self._counted_step = warm_up + self._n_timed
         self._first_timed_step = warm_up
-        self.steps = self._counted_step + 1 + self._is_cuda
-        self._step = 0
+        self._n_steps = self._counted_step + 1 + self._is_cuda
+        self.most_steps = 2 * self._n_steps  # at most every second window is short
+        self._step = 0  # of those in whole windows
+        self._is_whole = False
+        self._global_step = 0
         self._measures = ExitStack()  # of the present micro-batch
         self._count = _OpCount()
         self._ops_before_optimizer = 0
@@ -154,16 +158,25 @@ class StepMeter(Callback):
         self._device_ms: float | None = None
         self._peak_bytes: int | None = None
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._begin()
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        n_batches, in_window = trainer.num_training_batches, trainer.accumulate_grad_batches
+        first = batch_idx - batch_idx % in_window
+        self._is_whole = first + min(in_window, n_batches) <= n_batches
+        if self._is_whole:
+            self._begin()
 
     def on_before_optimizer_step(self, *args: Any) -> None:
-        if self._step == self._counted_step:
+        if self._is_whole and self._step == self._counted_step:
             self._ops_before_optimizer = self._count.ops
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self.close()
-        self._step = trainer.global_step
+        self._step += self._is_whole and trainer.global_step > self._global_step
+        self._global_step = trainer.global_step
+        if self._step == self._n_steps:
+            trainer.should_stop = True
 
     def close(self) -> None:
         """End the measures of the present micro-batch, also of one that an exception has ended."""
