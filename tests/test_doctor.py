@@ -23,7 +23,7 @@ from examples.gan import GAN, circle
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.trainer.command.cli import main
 from tests.harness import Net, differences, loader, make, train
-from tests.test_examples import bert, char_gpt, digits, dlrm, image_classifier
+from tests.test_examples import bert, char_gpt, digits, dlrm, image_classifier, ppo
 
 HERE = Path(__file__)
 
@@ -282,7 +282,7 @@ def test_the_command_shows_its_usage(capsys: pytest.CaptureFixture[str], args: l
     assert "doctor" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("example", [char_gpt, digits, bert, dlrm, image_classifier])
+@pytest.mark.parametrize("example", [char_gpt, digits, bert, dlrm, image_classifier, ppo])
 def test_the_examples_have_no_findings(accelerator: str, example: Callable[[str], Any]) -> None:
     build, data = example(accelerator)
     report = CUDAGraphCallback().check(make(build), data, _trainer(accelerator))

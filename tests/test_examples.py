@@ -22,6 +22,7 @@ from examples.char_gpt import CharData, CharGPT
 from examples.digits import DigitsCNN, DigitsData
 from examples.dlrm import DLRM, ClicksData
 from examples.gan import GAN, circle
+from examples.ppo import PPO, CartPoles
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.trainer.command.cli import main
 from tests.harness import assert_same, differences, make, train
@@ -78,6 +79,13 @@ def image_classifier(
     return lambda: ImageClassifier(name), AugmentedDigits(batch_size=161)
 
 
+def ppo(accelerator: str) -> tuple[Callable[[], pl.LightningModule], None]:
+    size: dict[str, Any] = {"carts": 8, "rollout_steps": 16, "batch_size": 32, "hidden": 16}
+    if accelerator == "gpu":
+        size = {}
+    return lambda: PPO(**size, most_steps=12, rollout_epochs=2), None
+
+
 @pytest.mark.spread
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("example", [char_gpt, digits, bert, dlrm, image_classifier])
@@ -119,6 +127,7 @@ def test_example(
         ("bert", "transformers", ["--data.max_passages=16"]),
         ("digits", "sklearn", ["--data.batch_size=16"]),
         ("dlrm", "torch", ["--data.train_batches=6"]),
+        ("ppo", "torch", ["--model.carts=24"]),
         ("image_classifier", "torchvision", ["--data.batch_size=4", "--model.name=squeezenet1_1"]),
     ],
 )
@@ -156,6 +165,53 @@ def test_a_library_that_is_not_installed(
     monkeypatch.delitem(sys.modules, f"examples.{name}", raising=False)
     with pytest.raises(ModuleNotFoundError, match=rf"^examples/{name}.py needs .* `?pip install \w+`?$"):
         importlib.import_module(f"examples.{name}")
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_ppo(tmp_path: Path, accelerator: str, precision: Any) -> None:
+    """The actor of each rollout is that of the steps before it."""
+
+    def fit(trainer: pl.Trainer, module: Any, *loaders: Any, **kwargs: Any) -> None:
+        trainer.fit(module, **kwargs)  # on batches of its own
+
+    def run(name: str, callback: CUDAGraphCallback | None) -> Any:
+        build, _ = ppo(accelerator)
+        return train(
+            make(build),
+            tmp_path / name,
+            callback,
+            accelerator=accelerator,
+            max_epochs=6,
+            precision=precision,
+            gradient_clip_val=0.5,
+            checkpoint_every=20,
+            fit=fit,
+        )
+
+    plain, graph = run("plain", None), run("graph", CUDAGraphCallback())
+    assert_same(plain, graph)
+    assert plain.csv.count("steps_until_fall") == 1
+    assert graph.counts.captures == 1
+    assert graph.counts.replayed == graph.final["global_step"] - 3 > 20
+
+
+def test_poles_fall_unless_they_are_balanced() -> None:
+    rounds = 300
+    torch.manual_seed(0)
+    for balanced in (False, True):
+        poles = CartPoles(32, most_steps=rounds, device=torch.device("cpu"))
+        n_fallen = n_last = 0
+        for _ in range(rounds):
+            x, v, angle, spin = poles.state.unbind(1)
+            lean = angle + spin + 0.1 * x + 0.1 * v
+            actions = (lean > 0).long() if balanced else torch.ones(32, dtype=torch.int64)
+            _, fallen, last = poles.step(actions)
+            n_fallen, n_last = n_fallen + int(fallen.sum()), n_last + int(last.sum())
+        # Pushed in one direction, a pole falls within eight to eleven steps.
+        expected = (0, 32) if balanced else (n_fallen, 0)
+        assert (n_fallen, n_last) == expected
+        assert balanced or 32 * rounds // 11 <= n_fallen <= 32 * rounds // 8
 
 
 @pytest.mark.spread(2)
