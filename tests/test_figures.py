@@ -46,12 +46,11 @@ def test_bars_of_the_slowest_layers() -> None:
     assert figure is not None
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_yticklabels()]
-    assert sorted(names) == sorted([*(f"blocks.{i}" for i in range(6)), "embedding", "head"])
-    assert names[-2:] == ["head", "embedding"]
+    assert sorted(names) == [f"blocks.{i}" for i in range(6)]
     written = texts(figure)
-    assert "CharGPT: the 8 slowest of 9 layers\n" in written
+    assert "CharGPT: the 6 slowest of 9 layers\n" in written
     assert "NVIDIA H200, median of 40 timed steps" in written
-    assert "ms per step, all calls of a layer together\nwhiskers p05 to p95" in written
+    assert "ms per step, whiskers p05 to p95" in written
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward"]
     forward, backward = axes.containers[1], axes.containers[3]
     for container, prefix in ((forward, "layer_forward_ms/"), (backward, "layer_backward_ms/")):
@@ -68,9 +67,9 @@ def test_of_many_layers_the_slowest_are_drawn() -> None:
     figure = layer_bars(summary, "CharGPT", "NVIDIA H200")
     assert figure is not None
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert len(names) == 8
+    assert len(names) == 6
     assert all(name.endswith(".attention") for name in names)
-    assert "CharGPT: the 8 slowest of 303 layers\n" in texts(figure)
+    assert "CharGPT: the 6 slowest of 303 layers\n" in texts(figure)
 
 
 def test_whiskers_that_reach_far_are_cut_off() -> None:
@@ -82,7 +81,7 @@ def test_whiskers_that_reach_far_are_cut_off() -> None:
     right_ms = figure.axes[0].get_xlim()[1]
     assert right_ms < 3 * widest_ms
     label = figure.axes[0].xaxis.label.get_text()
-    assert label.endswith(f"whiskers p05 to p95, cut off at {2.5 * widest_ms:.3f} ms")
+    assert label.endswith("whiskers p05 to p95, cut off")
     for whiskers in (figure.axes[0].containers[index].errorbar.lines[2][0] for index in (1, 3)):
         # Before the numbers behind them.
         assert all(segment[:, 0].max() < 0.95 * right_ms for segment in whiskers.get_segments())
@@ -112,17 +111,17 @@ def test_a_container_that_works_itself_is_a_layer() -> None:
 
 
 def test_letters_have_the_size_of_those_around_them_in_tensorboard() -> None:
-    """It shows a picture 350 pixels wide."""
+    """It shows a picture 350 pixels wide in one tab, and 210 high in another."""
     summary = WindowSummary(gpt_readings(n=5, with_members=True))
     for draw in (layer_bars, step_timeline):
         figure = draw(summary, "CharGPT", "NVIDIA H100 80GB HBM3")
         assert figure is not None
         figure.canvas.draw()
-        pixels_per_point = 350 / (72 * figure.get_figwidth())
+        pixels_per_point = min(350 / figure.get_figwidth(), 210 / figure.get_figheight()) / 72
         (axes,) = figure.axes
         written = [*axes.get_yticklabels(), *axes.texts, axes._left_title]
         sizes = [text.get_fontsize() for text in (*written, *axes.get_xticklabels(), axes.xaxis.label)]
-        assert min(sizes) * pixels_per_point > 8
+        assert min(sizes) * pixels_per_point > 7
         assert max(text.get_window_extent().x1 for text in written) <= figure.bbox.x1, "cut off"
 
 
@@ -142,9 +141,10 @@ def test_the_step_as_a_timeline() -> None:
     figure = step_timeline(summary, "CharGPT", "NVIDIA H200")
     assert figure is not None
     (axes,) = figure.axes
-    tracks = [label.get_text().split("\n") for label in axes.get_yticklabels()]
-    assert [track[0] for track in tracks] == ["host gap", "copy", "forward", "backward", "optimizer"]
-    assert tracks[2][1] == f"{summary['step_ms/forward'].p50_ms:.3f} ms"
+    tracks = [label.get_text() for label in axes.get_yticklabels()]
+    names = ["host gap", "copy", "forward", "backward", "optimizer"]
+    assert [track.rsplit(" ", 2)[0] for track in tracks] == names
+    assert tracks[2] == f"forward {summary['step_ms/forward'].p50_ms:.3f} ms"
     written = texts(figure)
     assert f"NVIDIA H200, median of 40 timed steps, {summary.step.p50_ms:.3f} ms each" in written  # type: ignore[union-attr]
     assert "ms after the beginning of the step" in written

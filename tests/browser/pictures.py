@@ -33,13 +33,13 @@ def main() -> None:
             tab = new_tab(browser, 1680, 1172)
             show_time_series(tab, address, args.curves)
             picture(tab, args.folder / "dashboard.png")
-            tab = new_tab(browser, 1440, 1080)
+            tab = new_tab(browser, 1640, 1000)
             show_filtered(tab, address, "custom_scalars", "", ["CUDA graph"])
             picture(tab, args.folder / "custom_scalars.png")
         with tensorboard_on(args.logdir / args.run) as address:
             for plugin, pattern, text, size in (
-                ("scalars", "", "~step_ms", (1400, 900)),
-                ("images", "", "~cudagraph/timeline", (1120, 660)),
+                ("scalars", "", "~step_ms", (1400, 1260)),
+                ("images", "", "~cudagraph/timeline", (1120, 540)),
                 ("text", "layers", "tag: ~cudagraph/layers/text_summary", (1400, 1000)),
             ):
                 tab = new_tab(browser, *size)

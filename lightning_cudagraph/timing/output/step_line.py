@@ -10,12 +10,13 @@ from lightning_cudagraph.timing.readings.step_time import StepTime
 
 __all__ = ["StepLine"]
 
-# Fewer points than TensorBoard needs are no line: it leaves out the highest and the lowest.
-_READINGS_PER_POINT = 50
+# TensorBoard fits the axis to less than the highest and the lowest point, and shows nothing of two. So
+# the first points come sooner, for short runs.
+_FIRST_READINGS, _MOST_READINGS = 10, 50
 
 
 class StepLine(Sink):
-    """Sink that shows the mean time of each fifty steps, beside that of the plain steps.
+    """Sink that shows the mean time of up to fifty steps, beside that of the plain steps.
 
     The latter is measured once, in long runs on a GPU, and repeated, so that it is a line in a chart.
     Both are from the end of a step to the end of the next, as in the report.
@@ -25,13 +26,15 @@ class StepLine(Sink):
         self._pace = pace
         self._show = show
         self._n_new = 0
+        self._n_due = _FIRST_READINGS
         self._step = 0
 
     def add(self, reading: Reading) -> None:
         self._step = reading.step
         self._n_new += 1
-        if self._n_new >= _READINGS_PER_POINT:
+        if self._n_new >= self._n_due:
             self._write()
+            self._n_due = min(2 * self._n_due, _MOST_READINGS)
 
     def close(self) -> None:
         """Show the rest."""

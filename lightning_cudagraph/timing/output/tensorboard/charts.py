@@ -7,10 +7,14 @@ chart shows one time of each run, whose band ends above the line of its medians.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_cudagraph.compat.features import CHARTS
 from lightning_cudagraph.compat.tables import available
@@ -25,10 +29,10 @@ from lightning_cudagraph.timing.readings.spans import (
     STEP_TIME_TAG,
     TOTAL_TAG,
     Reading,
+    Span,
     SpanLayout,
 )
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
-from lightning_cudagraph.timing.readings.windows import WindowSummary
 
 __all__ = ["BAND_TAG", "CATEGORY", "Band", "Charts", "StepBand"]
 
@@ -43,6 +47,8 @@ _BANDS = {
     f"{STEP_TAG}all_reduce": "all-reduces",
     EXPOSED_TAG: "all-reduces that the step waits for",
 }
+
+_PARTS = {f"{STEP_TAG}{part}" for part in STEP_PARTS}
 
 _LAYOUT_TAG = b"custom_scalars__config__"
 # Layouts of charts stand near the beginning of a file.
@@ -95,20 +101,43 @@ class StepBand:
         return [self._band(self._readings)] if self._readings else []
 
     def _band(self, window: list[Reading]) -> Band:
-        summary = WindowSummary(
-            [replace(reading, layout=self._stages(reading.layout)) for reading in window]
-        )
-        times = summary.times if summary.step is None else {TOTAL_TAG: summary.step} | summary.times
+        by_stages: dict[_Stages, list[Sequence[float]]] = {}
+        for reading in window:
+            stages = self._stages(reading.layout)
+            by_stages.setdefault(stages, []).append(stages.marks_of(reading.offsets_ms))
+        times_ms: dict[str, list[NDArray[np.float64]]] = {}
+        for stages, offsets_ms in by_stages.items():
+            durations_ms = stages.layout.durations_ms(np.array(offsets_ms))
+            for tag, of_tag in zip(stages.layout.tags, durations_ms.T, strict=True):
+                times_ms.setdefault(tag, []).append(of_tag)
         values_ms: dict[str, float] = {}
-        for tag, of_tag in times.items():
-            percentiles_ms = (of_tag.p05_ms, of_tag.p50_ms, of_tag.p95_ms)
+        for tag, parts in times_ms.items():
+            percentiles_ms = np.percentile(np.concatenate(parts), (5, 50, 95)).tolist()
             values_ms |= dict(zip(_band_tags(tag), percentiles_ms, strict=True))
         return Band(max(reading.step for reading in window), values_ms)
 
 
-def _stages(layout: SpanLayout) -> SpanLayout:
-    """The spans that have a band."""
-    return SpanLayout(tuple(span for span in layout.spans if span.tag in _BANDS), layout.n_marks)
+class _Stages(NamedTuple):
+    """The spans of a layout that have a band, over no more marks than these need."""
+
+    layout: SpanLayout
+    marks_of: Callable[[Sequence[float]], Sequence[float]]
+
+
+def _stages(layout: SpanLayout) -> _Stages:
+    """Reduce a layout; without the optimizer's step, the whole is the sum of the stages."""
+    spans = [span for span in layout.spans if span.tag in _BANDS]
+    if TOTAL_TAG not in layout.tags:
+        calls = [call for span in spans if span.tag in _PARTS for call in span.calls]
+        spans += [Span(TOTAL_TAG, "host", tuple(calls))] if calls else []
+    marks = sorted({mark for span in spans for call in span.calls for mark in call})
+    place = {mark: number for number, mark in enumerate(marks, start=2)}
+    reduced = tuple(
+        replace(span, calls=tuple((place[begin], place[end]) for begin, end in span.calls))
+        for span in spans
+    )
+    # Of fewer than two, `itemgetter` gives no tuple.
+    return _Stages(SpanLayout(reduced, 2 + len(marks)), itemgetter(0, 0, *marks))
 
 
 def _band_tags(tag: str) -> list[str]:
