@@ -1,5 +1,7 @@
 """Take the pictures of README and docs: the tabs of TensorBoard, of finished runs.
 
+Call it from the folder of the runs: TensorBoard shows the path that it is given.
+
 python -m tests.browser.pictures runs docs --run graph
 """
 
@@ -17,7 +19,7 @@ from tests.browser.tabs import (
     tensorboard_on,
 )
 
-CURVES = r"train_loss_step|~step_ms/(forward|backward|total)|~layer_.*ms/(blocks|head)$|~step_time_ms"
+CURVES = r"train_loss_step|~step_ms/(forward|total)|~layer_.*ms/(blocks|head)$|~step_time_ms"
 
 
 def main() -> None:
@@ -40,7 +42,7 @@ def main() -> None:
             for plugin, pattern, text, size in (
                 ("scalars", "", "~step_ms", (1400, 1260)),
                 ("images", "", "~cudagraph/timeline", (1120, 540)),
-                ("text", "layers", "tag: ~cudagraph/layers/text_summary", (1400, 1000)),
+                ("text", "layers", "tag: ~cudagraph/layers/text_summary", (1400, 740)),
             ):
                 tab = new_tab(browser, *size)
                 show_filtered(tab, address, plugin, pattern, [text])
