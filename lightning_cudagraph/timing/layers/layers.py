@@ -46,8 +46,8 @@ class LayerTimings:
     Without any of them the layers are chosen automatically, level by level from the outside in, as deep
     as `max_layers` allows: the model is covered, and containers stay beside their members. If the
     outermost level alone is more than that, the first so many of it are timed. Tables and pictures show
-    all of them; of the automatic choice, layers of the model itself and containers have curves, twelve at
-    most from the outside in. ``modules=["*"]`` gives each layer its curves.
+    all of them; of the automatic choice, layers of the model itself and containers have curves, twelve
+    at most from the outside in. ``modules=["*"]`` gives each layer its curves.
 
     Args:
         modules: glob patterns of module names as `named_modules` gives them, such as
