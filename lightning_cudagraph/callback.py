@@ -44,6 +44,7 @@ from lightning_cudagraph.trainer.config.support import (
 )
 from lightning_cudagraph.trainer.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
+from lightning_cudagraph.trainer.manual.training import ManualTraining
 from lightning_cudagraph.trainer.training.loop import GraphedTraining
 
 __all__ = ["CUDAGraphCallback"]
@@ -169,7 +170,7 @@ class CUDAGraphCallback(Callback):
         self.streams = streams
         self._summary = RunSummary()
         self._is_printed = True
-        self._training: GraphedTraining | None = None
+        self._training: GraphedTraining | ManualTraining | None = None
         self._evaluation: GraphedEvaluation | None = None
         self._processes: Distributed | None = None
         self._wrapping: ExitStack | None = None
@@ -366,7 +367,7 @@ class CUDAGraphCallback(Callback):
         """Begin a run with an empty summary."""
         self._summary, self._is_printed = RunSummary(), True
 
-    def _interrupt(self, training: GraphedTraining, stage: str) -> None:
+    def _interrupt(self, training: GraphedTraining | ManualTraining, stage: str) -> None:
         """End the graphs of a `fit`, because one of its hooks has called another method of the trainer.
 
         Raises:
@@ -386,7 +387,10 @@ class CUDAGraphCallback(Callback):
         rank_zero_warn(f"lightning_cudagraph: {note}. Call it between two fits.")
 
     def _finished(
-        self, training: GraphedTraining, *notes: str, exception: BaseException | None = None
+        self,
+        training: GraphedTraining | ManualTraining,
+        *notes: str,
+        exception: BaseException | None = None,
     ) -> RunSummary:
         """Return the summary of a `fit`, with its evaluations."""
         all_notes = [*notes, *([] if self._evaluation is None else self._evaluation.notes)]
@@ -422,10 +426,10 @@ class CUDAGraphCallback(Callback):
 
     def _graphed(
         self, trainer: pl.Trainer, module: pl.LightningModule, processes: Distributed
-    ) -> GraphedTraining:
+    ) -> GraphedTraining | ManualTraining:
         """Make the captured training of a run, if all its processes can have the same."""
         settings = self._settings(trainer)
-        training: GraphedTraining | None = None
+        training: GraphedTraining | ManualTraining | None = None
         refused: UnsupportedError | None = None
         try:
             check_run(trainer, module)
@@ -434,13 +438,16 @@ class CUDAGraphCallback(Callback):
             if self.evaluation and self.on_unsupported == "raise":
                 check_where_evaluated(trainer)  # raise now, not after the first epoch
             backend = self._backend_for(trainer)
-            agreement, run = processes.agreement, processes.run
-            training = GraphedTraining(trainer, module, backend, settings, agreement, run)
+            if module.automatic_optimization:
+                agreement, run = processes.agreement, processes.run
+                training = GraphedTraining(trainer, module, backend, settings, agreement, run)
+            else:
+                training = ManualTraining(trainer, module, backend, settings)
         except UnsupportedError as error:
             refused = error
         try:
             processes.compare(self._arguments(), refused)
-            if training is not None and processes.agreement is not None:
+            if isinstance(training, GraphedTraining) and processes.agreement is not None:
                 training.agree(processes.agreement)
         except BaseException:
             if training is not None:

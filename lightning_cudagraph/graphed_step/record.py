@@ -47,10 +47,10 @@ class Arguments:
         positional: number of positional arguments, which come first.
     """
 
-    batch: dict[str, Any]
+    batch: Any
     positional: int
 
-    def call(self, function: Callable[..., Any], batch: dict[str, Any] | None = None) -> Any:
+    def call(self, function: Callable[..., Any], batch: Any = None) -> Any:
         """Call a function with these arguments, or with those of `batch` under the same names."""
         items = list((self.batch if batch is None else batch).items())
         values = [value for _, value in items[: self.positional]]
@@ -161,6 +161,9 @@ class StepRecorder:
                 state[f"the gradient of a parameter that the step only adds to ({index})"] = gradient
         state |= self._optimizers.state_tensors()
         return state | {f"parameter `{name}`": value for name, value in self.parameters().items()}
+
+    def warmed_up(self, arguments: Arguments) -> None:
+        """Note that the last eager call was a warm-up step."""
 
     def run(self, arguments: Arguments) -> Any:
         """Call the function itself, with the arithmetic of a captured step."""

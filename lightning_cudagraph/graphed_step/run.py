@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.steps import AccumulationPhase, Replay, Step
+from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
 from lightning_cudagraph.capture.stream_choice import Streams
 from lightning_cudagraph.checks.guards.guards import (
     GuardedValues,
@@ -34,7 +34,7 @@ from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend, CudaBackend
 from lightning_cudagraph.device.emulator import EmulatorBackend
-from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
 from lightning_cudagraph.graphed_step.record import (
@@ -113,6 +113,7 @@ class StepRun:
         settings: the user's settings.
         processes: the votes with other processes; None if this process calls the function alone.
         announce: shows a sentence to the user.
+        wording: the words of the front end.
 
     Raises:
         UnsupportedError: if a module or an optimizer cannot be captured.
@@ -125,6 +126,7 @@ class StepRun:
         settings: StepSettings,
         processes: StepProcesses | None,
         announce: Callable[[str], None] = _log.warning,
+        wording: Wording = WORDING,
     ) -> None:
         self.backend = backend
         self._model = of.model
@@ -132,6 +134,7 @@ class StepRun:
         self._replicas = of.replicas
         self._settings = settings
         self._processes = processes
+        self._wording = wording
         self._specializations: dict[Signature, _Specialization] = {}
         self._last: _Specialization | None = None
         of.surroundings.check()
@@ -139,13 +142,7 @@ class StepRun:
         _refuse_several_devices(of.model, backend.device)
         self._optimizers = OptimizerSteps(of.optimizers, of.scaler, backend.device, self._drop_all)
         self._harmless = settings.harmless | (OWN_ATTRIBUTES if of.replicas else frozenset())
-        self._recorder = StepRecorder(
-            of,
-            self._optimizers,
-            of.surroundings.rules(self._harmless, of.scaler),
-            backend.device,
-            are_agreed=processes is not None or not are_several(),
-        )
+        self._recorder = self._recorder_of(of)
         self._owns_gradients = of.replicas.own_gradients(self._recorder.parameters().values())
         # Without modules: a function that rebinds attributes is refused.
         no_attributes = ReboundAttributes(
@@ -156,12 +153,21 @@ class StepRun:
             settings,
             no_attributes,
             announce,
-            WORDING,
+            wording,
             processes,
             settings.max_graphs,
             self._optimizers.learning_rates,
         )
         self.counts = self._context.counts
+
+    def _recorder_of(self, of: StepFunction) -> StepRecorder:
+        return StepRecorder(
+            of,
+            self._optimizers,
+            of.surroundings.rules(self._harmless, of.scaler),
+            self.backend.device,
+            are_agreed=self._processes is not None or not are_several(),
+        )
 
     @property
     def summary(self) -> RunSummary:
@@ -192,7 +198,7 @@ class StepRun:
         except UnsupportedError as error:
             if self._settings.raise_unsupported:
                 raise
-            return self._eager(arguments, WORDING.of(error.reason))
+            return self._eager(arguments, self._wording.of(error.reason))
         if self._last is not kind and self._last is not None:
             self._last.engine.leave()
         self._last = kind
@@ -207,12 +213,24 @@ class StepRun:
         if result is None:
             returned: list[Any] = []
             step = self._step(kind, arguments, accumulation, returned)
-            _, result = kind.engine.step(step, self._refresh, kind.signature)
+            phase, result = kind.engine.step(step, self._refresh, kind.signature)
+            if phase is Phase.WARMING:
+                self._recorder.warmed_up(arguments)
             if result is None:
                 return copied(returned[0])
         for note in result.host_notes:
             note()
         return copied(result.returned)
+
+    def suspect(self) -> None:
+        """Compare everything before the next replay."""
+        for kind in self._specializations.values():
+            kind.engine.pause()
+
+    def leave(self) -> None:
+        """Prepare for a replay of graphs of others: move gradients out of the memory pool."""
+        if self._last is not None:
+            self._last.engine.leave()
 
     def _refresh(self, result: StepResult | None) -> None:
         self._optimizers.refresh()
@@ -239,7 +257,7 @@ class StepRun:
             run=run,
             record=lambda batch, cut, timed: record(batch, capturing=True),
             rehearse=lambda batch: record(batch, capturing=False),
-            values=StepResult.values,
+            values=lambda result: result.values(),
             state=lambda: recorder.state(habits),
             transaction=recorder.undone,
             parameters=habits.parameters,

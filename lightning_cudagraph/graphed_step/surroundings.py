@@ -1,7 +1,7 @@
 """The interface to the training framework around a captured function; the default is a plain loop.
 
 A framework wraps optimizers, counts their steps, has its own gradient scaler, and offers methods that a
-graph cannot hold. `trainer/manual.py` implements the interface for Lightning and Fabric.
+graph cannot hold. `trainer/manual/surroundings.py` implements the interface for Lightning and Fabric.
 """
 
 from __future__ import annotations

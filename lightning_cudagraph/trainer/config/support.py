@@ -276,22 +276,13 @@ def scaler_of(trainer: pl.Trainer) -> GradScaler | None:
 
 def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     name = type(module).__qualname__
-    if not module.automatic_optimization:
-        raise UnsupportedError(
-            f"`{name}` uses manual optimization: its step calls optimizers by itself, in an order that"
-            " may change. This callback captures the whole step of automatic optimization.",
-            "Capture the parts: in `on_fit_start`, `self.part = GraphedStep(self._part,"
-            " optimizers=self.optimizers())`, where `_part` is a method of yours that does backward pass"
-            " and optimizer step, and in `training_step`, `loss = self.part(batch)`."
-            + see("manual_optimization"),
-        )
     # Lightning uses this class if there is no optimizer.
     if any(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):
         raise UnsupportedError(
             f"`{name}.configure_optimizers` gives no optimizer, so that a step trains nothing.",
             "Return one; or run this without the callback.",
         )
-    if len(trainer.optimizers) != 1:
+    if len(trainer.optimizers) != 1 and module.automatic_optimization:
         raise UnsupportedError(
             f"`{name}.configure_optimizers` gives {len(trainer.optimizers)} optimizers; expected one.",
             "Use one optimizer, with several param groups if need be.",
@@ -301,7 +292,8 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "`Trainer(detect_anomaly=True)` reads values back to the host in every backward pass.",
             "Leave `detect_anomaly` out." + see("nan_checks"),
         )
-    check_closures(trainer, module, trainer.optimizers[0])
+    if module.automatic_optimization:
+        check_closures(trainer, module, trainer.optimizers[0])
     _check_batches(module, "training_step")
 
 

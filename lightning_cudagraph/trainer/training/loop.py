@@ -46,7 +46,19 @@ from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times.fused_gain import fused_notes
 from lightning_cudagraph.trainer.training.times.run_times import RunTimes, ended_by, step_number
 
-__all__ = ["GraphedTraining"]
+__all__ = ["GraphedTraining", "is_in_fit"]
+
+
+def is_in_fit(trainer: pl.Trainer) -> bool:
+    """True if the loop of `fit` is on the call stack."""
+    loop: Any = trainer.fit_loop
+    code = inspect.unwrap(type(loop).run).__code__
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is loop:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class GraphedTraining:
@@ -172,15 +184,8 @@ class GraphedTraining:
 
     @property
     def is_under_way(self) -> bool:
-        """True if the caller runs inside this `fit`: its loop is on the call stack."""
-        loop: Any = self._trainer.fit_loop
-        code = inspect.unwrap(type(loop).run).__code__
-        frame = inspect.currentframe()
-        while frame is not None:
-            if frame.f_code is code and frame.f_locals.get("self") is loop:
-                return True
-            frame = frame.f_back
-        return False
+        """True if the caller runs inside this `fit`."""
+        return is_in_fit(self._trainer)
 
     @property
     def global_step(self) -> int:

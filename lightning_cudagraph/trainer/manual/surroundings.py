@@ -92,15 +92,19 @@ class ManualOptimization(PlainLoop):
                     )
 
     def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
+        # No code logs or updates a metric after a replay.
         logs = {
             vars(pl.LightningModule)[name].__code__: (f"self.{name}", _RETURN_AND_LOG)
             for name in ("log", "log_dict")
         }
+        rules = self.rules_with_logs(harmless, scaler)
+        return replace(rules, refused={**logs, **rules.refused}, stays_on_host=lambda module: False)
+
+    def rules_with_logs(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
+        """Return the rules for a step whose logs and metric calls follow after each replay."""
         return replace(
             host_rules(self._trainer, harmless | _OWN_OF_TOGGLING),
-            refused={**logs, **scheduler_steps(), **scaler_calls(scaler)},
-            # No code updates a metric after a replay, so a metric in the step would lose its update.
-            stays_on_host=lambda module: False,
+            refused={**scheduler_steps(), **scaler_calls(scaler)},
         )
 
     def stays_on_host(self, module: Any) -> bool:

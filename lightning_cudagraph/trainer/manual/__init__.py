@@ -1,0 +1,1 @@
+"""Manual optimization: `GraphedStep` in Lightning and Fabric, and whole steps by the callback."""

@@ -1,0 +1,320 @@
+"""Whole steps of manual optimization in one graph each, by the callback.
+
+The strategy's `training_step` is replaced for the `fit`. It captures the module's whole `training_step`:
+every forward and backward pass, `toggle_optimizer`, clipping by hand, and the steps of all optimizers,
+with the engine of `GraphedStep` (`graphed_step/run.py`). Logged values and calls of metrics follow after
+each replay, as in evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.amp import GradScaler
+
+from lightning_cudagraph.checks.audit.frozen import FrozenIndex
+from lightning_cudagraph.checks.audit.host_calls import HostRules
+from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.compat.method_patches import patch_method
+from lightning_cudagraph.compat.tables import notes_of_captures
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.errors import CaptureError, UnsupportedError, Wording
+from lightning_cudagraph.graphed_step.gradients import GradientHabits
+from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, StepRecorder, StepResult
+from lightning_cudagraph.graphed_step.replicas import StepReplicas
+from lightning_cudagraph.graphed_step.run import StepRun, StepSettings
+from lightning_cudagraph.graphed_step.step import GraphedStep
+from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
+from lightning_cudagraph.timing.output.stages import StageSummary
+from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.trainer.config.settings import Settings
+from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
+from lightning_cudagraph.trainer.logs.recorder import Logs
+from lightning_cudagraph.trainer.manual.surroundings import ManualOptimization
+from lightning_cudagraph.trainer.metrics.calls import Later
+from lightning_cudagraph.trainer.metrics.states import StepMetrics
+from lightning_cudagraph.trainer.profilers import unprofiled
+from lightning_cudagraph.trainer.training.loop import is_in_fit
+from lightning_cudagraph.trainer.training.times.run_times import ended_by
+
+__all__ = ["ManualTraining"]
+
+_OWN_PARTS = "Capture the parts of the step that can be captured with `GraphedStep`"
+_WORDING = Wording(
+    words={
+        'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
+            "capture the parts before it with `GraphedStep`"
+        ),
+        'Pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
+            _OWN_PARTS
+        ),
+        'pass `scope="forward_backward"`': "capture the parts before it with `GraphedStep`",
+        "Call the scheduler after the step, outside of it.": (
+            "Call the scheduler in `on_train_batch_end` or `on_train_epoch_end`."
+        ),
+    }
+)
+
+
+class ManualTraining:
+    """One `fit` in manual optimization, with graphs of whole steps.
+
+    Raises:
+        UnsupportedError: if steps of this configuration cannot be captured.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, module: pl.LightningModule, backend: Backend, settings: Settings
+    ) -> None:
+        _check(module)
+        self._trainer = trainer
+        self._patches = ExitStack()
+        self._is_timed = settings.timings is not None
+        self._step: Callable[..., Any] = trainer.strategy.training_step
+        self.is_in_step = False
+        surroundings = _WholeStep(trainer)
+        rules = surroundings.rules(settings.harmless, surroundings.scaler())
+        surroundings.metrics = StepMetrics(module, trainer, backend, rules)
+        self._logs = Logs(trainer, module, surroundings.metrics, adds=False)
+        optimizers = {f"optimizers[{i}]": each for i, each in enumerate(trainer.strategy.optimizers)}
+        self._run = _ManualRun(
+            StepFunction(
+                _of_strategy(self._step),
+                module,
+                optimizers,
+                surroundings.scaler(),
+                surroundings,
+                StepReplicas(module),
+            ),
+            backend,
+            StepSettings(
+                settings.warmup_steps,
+                settings.raise_unsupported,
+                settings.verify,
+                settings.harmless,
+                settings.max_graphs,
+                settings.streams,
+            ),
+            self._logs,
+            trainer,
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes on features that are off."""
+        return notes_of_captures(self._run.backend.device)
+
+    @property
+    def stage(self) -> StageSummary:
+        """Counts of the steps so far."""
+        return self._run.summary.calls
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if the caller runs inside this `fit`."""
+        return is_in_fit(self._trainer)
+
+    @property
+    def global_step(self) -> int:
+        """The trainer's `global_step`."""
+        return self._trainer.global_step
+
+    def install(self) -> None:
+        """Install the patch."""
+        patch_method(self._trainer.strategy, "training_step", self._training_step, self._patches)
+
+    def close(self) -> None:
+        """Undo the patch, and release the graphs and their memory."""
+        with ExitStack() as stack:  # both, even if one fails
+            stack.callback(self._run.close)
+            stack.callback(self._patches.close)
+
+    def suspect(self) -> None:
+        """Compare everything before the next replay: code other than training steps has run."""
+        self._run.suspect()
+
+    def leave(self) -> None:
+        """Prepare for graphs of evaluation, which may write where those of training keep gradients."""
+        self._run.leave()
+
+    def finish(
+        self, summary: RunSummary, notes: Sequence[str] = (), exception: BaseException | None = None
+    ) -> RunSummary:
+        """Complete the summary of the run.
+
+        Args:
+            summary: of the run so far.
+            notes: further notes for the user.
+            exception: the exception that ended the run, or None.
+        """
+        said = [*self._run.notes, *notes]
+        if self._is_timed:
+            said.append("layers are not timed in manual optimization")
+        ended = ended_by(self._trainer, exception)
+        return replace(summary, fit=self.stage, notes=tuple(said), ended=ended)
+
+    def _training_step(self, batch: Any, *indices: int) -> Any:
+        self.is_in_step = True
+        try:
+            return self._run.call((batch, *indices), {})
+        except UnsupportedError as error:
+            _WORDING.rephrase(error)
+            raise
+        finally:
+            self.is_in_step = False
+
+
+def _check(module: pl.LightningModule) -> None:
+    for name, value in vars(module).items():
+        if isinstance(value, GraphedStep):
+            raise UnsupportedError(
+                f"`{type(module).__qualname__}.{name}` is a `GraphedStep`, which captures a part of the"
+                " step, and the callback captures the whole.",
+                "Leave out the callback or the `GraphedStep`.",
+            )
+
+
+def _of_strategy(step: Callable[..., Any]) -> Callable[..., Any]:
+    # A function of this module: with a bound method, the audit would take the strategy for the user's.
+    def training_step(*args: Any) -> Any:
+        return step(*args)
+
+    return training_step
+
+
+class _WholeStep(ManualOptimization):
+    """The surroundings of a whole step."""
+
+    metrics: StepMetrics
+
+    def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
+        return self.rules_with_logs(harmless, scaler)
+
+    @contextmanager
+    def reads(self, mentioned: MentionedNames) -> Iterator[None]:
+        yield
+        self.metrics.tell_reads(mentioned)
+
+
+@dataclass(frozen=True)
+class _BatchArguments(Arguments):
+    """The arguments of `training_step`: the batch, and the indices behind it."""
+
+    indices: tuple[int, ...] = ()
+
+    def call(self, function: Callable[..., Any], batch: Any = None) -> Any:
+        if batch is None:
+            return function(self.batch, *self.indices)
+        indices: list[Any] = [*self.indices]
+        if indices:
+            indices[0] = FrozenIndex("batch_idx", indices[0])
+        return map_leaves(function(batch, *indices), _checked)
+
+
+def _checked(leaf: Any) -> Any:
+    if isinstance(leaf, FrozenIndex):
+        raise CaptureError(
+            "The output of `training_step` holds `batch_idx`, which would stay what it is in this step.",
+            "Leave it out: `on_train_batch_end` is given it.",
+        )
+    if isinstance(leaf, Later):
+        leaf.refuse()
+    return leaf
+
+
+@dataclass
+class _LoggedResult(StepResult):
+    """The result of a captured step, with the values that it logged."""
+
+    logged: LoggedStep
+
+    def values(self) -> dict[str, Tensor]:
+        return {**self.logged.values(), **super().values()}
+
+
+class _ManualRecorder(StepRecorder):
+    """Runs a `training_step` so that it can be captured, and records what it logs."""
+
+    logs: Logs
+    trainer: pl.Trainer
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        batch, *indices = args
+        return _BatchArguments(batch, 1, tuple(indices))
+
+    def warmed_up(self, arguments: Arguments) -> None:
+        self.logs.warmed_up(_kind(arguments.batch), arguments.batch)
+
+    def run(self, arguments: Arguments) -> Any:
+        with self.logs.noted():
+            return super().run(arguments)
+
+    def record(
+        self,
+        batch: Any,
+        arguments: Arguments,
+        habits: GradientHabits,
+        guards: Guards,
+        capturing: bool,
+    ) -> StepResult:
+        kind = _kind(batch)
+        with unprofiled(self.trainer), self.logs.recorded(kind, batch, capturing) as events:
+            result = super().record(batch, arguments, habits, guards, capturing)
+        logged = self.logs.finished(events, kind, capturing)
+        notes: list[Callable[[], object]] = [*result.host_notes]
+        notes.append(partial(logged.hand_over, self.trainer))
+        return _LoggedResult(result.returned, result.gradients, notes, logged)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        self.logs.begin_transaction()
+        module: Any = self.trainer.lightning_module
+        fx_name = module._current_fx_name
+        with super().undone():
+            try:
+                yield
+            finally:
+                module._current_fx_name = fx_name
+
+
+class _ManualRun(StepRun):
+    """The engines of a `training_step`."""
+
+    def __init__(
+        self,
+        of: StepFunction,
+        backend: Backend,
+        settings: StepSettings,
+        logs: Logs,
+        trainer: pl.Trainer,
+    ) -> None:
+        self._logs = logs
+        self._trainer = trainer
+        super().__init__(of, backend, settings, None, _announce, _WORDING)
+
+    def _recorder_of(self, of: StepFunction) -> StepRecorder:
+        recorder = _ManualRecorder(
+            of,
+            self._optimizers,
+            of.surroundings.rules(self._harmless, of.scaler),
+            self.backend.device,
+            are_agreed=True,
+        )
+        recorder.logs, recorder.trainer = self._logs, self._trainer
+        return recorder
+
+
+def _announce(text: str) -> None:
+    rank_zero_info(f"lightning_cudagraph: {text}")
+
+
+def _kind(batch: Any) -> Hashable:
+    return tuple(leaf.shape for _, leaf in flatten_batch(batch) if isinstance(leaf, Tensor))

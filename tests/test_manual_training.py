@@ -1,0 +1,235 @@
+"""Manual optimization by the callback: the whole `training_step` in a graph, against the plain run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_cudagraph import CUDAGraphCallback, GraphedStep, UnsupportedError
+from tests.harness import Trace, assert_same, make, train
+
+WARMUP = 3
+BATCHES = 8
+
+pytestmark = [
+    # Lightning's advice on what to checkpoint.
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
+]
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(8 * BATCHES, 4, generator=generator))
+    return DataLoader(data, batch_size=8)
+
+
+def net(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, outputs)
+    )
+
+
+class GAN(pl.LightningModule):
+    """Two nets and two optimizers, toggled, with logs, clipping by hand and schedules by the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = net(3, 4)
+        self.critic = net(4, 1)
+
+    def noise(self, real: Tensor) -> Tensor:
+        return torch.randn(len(real), 3, device=real.device)
+
+    def learn_critic(self, real: Tensor) -> Tensor:
+        _, optimizer = self.optimizers()
+        self.toggle_optimizer(optimizer)
+        fake = self.generator(self.noise(real)).detach()
+        loss: Tensor = self.critic(fake).mean() - self.critic(real).mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+        return loss
+
+    def learn_generator(self, real: Tensor) -> Tensor:
+        optimizer, _ = self.optimizers()
+        self.toggle_optimizer(optimizer)
+        loss: Tensor = -self.critic(self.generator(self.noise(real))).mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (real,) = batch
+        critic = self.learn_critic(real)
+        self.log("critic", critic, on_step=True, on_epoch=True, prog_bar=True)
+        generator = self.learn_generator(real)
+        self.log_dict({"generator": generator, "both": generator + critic})
+        return {"loss": generator.detach(), "n": len(real)}
+
+    def on_train_epoch_end(self) -> None:
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.critic(batch[0]).mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [
+            torch.optim.Adam(self.generator.parameters(), lr=1e-2, betas=(0.5, 0.999)),
+            torch.optim.SGD(self.critic.parameters(), lr=1e-2, momentum=0.9),
+        ]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
+
+
+class Critics(GAN):
+    """A WGAN with a gradient penalty: several steps of the critic, then one of the generator."""
+
+    def learn_critic(self, real: Tensor) -> Tensor:
+        _, optimizer = self.optimizers()
+        for _ in range(2):
+            fake = self.generator(self.noise(real)).detach()
+            between = torch.lerp(real, fake, torch.rand(len(real), 1, device=real.device))
+            between.requires_grad_()
+            (slope,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
+            loss: Tensor = self.critic(fake).mean() - self.critic(real).mean()
+            loss = loss + 10 * ((slope.norm(2, dim=1) - 1) ** 2).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+class Accumulates(GAN):
+    """Gradients of two halves of a batch, added up by hand; one optimizer; a metric; nothing returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for half in batch[0].chunk(2):
+            loss = self.generator(self.critic(half).expand(-1, 3)).square().mean()
+            self.manual_backward(loss / 2)
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+        optimizer.step()
+        self.mean.update(loss)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def both(tmp_path: Path, accelerator: str, build: Any, **kwargs: Any) -> Trace:
+    kwargs = {"accelerator": accelerator, "max_epochs": 3, "val_loader": loader(), **kwargs}
+    plain, graph = (
+        train(make(build), tmp_path / name, ours, train_loader=loader(), **kwargs)
+        for name, ours in (("plain", None), ("graph", CUDAGraphCallback()))
+    )
+    assert_same(plain, graph)
+    return graph
+
+
+@pytest.mark.spread
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("build", [GAN, Critics, Accumulates])
+def test_the_whole_step(tmp_path: Path, accelerator: str, build: Any, precision: Any) -> None:
+    run = both(tmp_path, accelerator, build, precision=precision)
+    assert run.counts.captures == 1
+    assert (run.counts.warmed_up, run.counts.replayed) == (WARMUP, 3 * BATCHES - WARMUP)
+    assert run.counts.eager == {}
+
+
+def test_several_optimizers_in_fp16(tmp_path: Path, accelerator: str) -> None:
+    run = both(tmp_path, accelerator, Accumulates, precision="16-mixed")
+    assert run.counts.replayed == 3 * BATCHES - WARMUP
+
+
+class Reads(GAN):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 2 == 0:
+            return self.learn_critic(batch[0])
+        return self.learn_generator(batch[0])
+
+
+class Schedules(GAN):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.learn_generator(batch[0])
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        return loss
+
+
+class Items(GAN):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.learn_generator(batch[0])
+        self.log("x", loss.item())
+        return loss
+
+
+REFUSED = {
+    "batch_idx": (Reads, "`batch_idx`"),
+    "scheduler": (Schedules, "Call the scheduler in `on_train_batch_end` or `on_train_epoch_end`"),
+    "item": (Items, r"`\.item\(\)`"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path: Path, accelerator: str, case: str) -> None:
+    build, message = REFUSED[case]
+    with pytest.raises(UnsupportedError, match=message):
+        both(tmp_path, accelerator, build)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_and_eager(tmp_path: Path, accelerator: str, case: str) -> None:
+    build, message = REFUSED[case]
+    plain, eager = (
+        train(make(build), tmp_path / name, ours, train_loader=loader(), accelerator=accelerator)
+        for name, ours in (("plain", None), ("eager", CUDAGraphCallback(on_unsupported="eager")))
+    )
+    assert_same(plain, eager)
+    assert eager.counts.replayed == 0
+
+
+class Weighs(GAN):
+    """A number of the module that changes with the epoch."""
+
+    weight = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.weight = 1.0 + self.current_epoch
+
+    def noise(self, real: Tensor) -> Tensor:
+        return super().noise(real) * self.weight
+
+
+def test_a_number_that_changes(tmp_path: Path, accelerator: str) -> None:
+    run = both(tmp_path, accelerator, Weighs)
+    assert run.counts.captures == 3
+    assert any("weight" in reason for reason in run.counts.recaptures)
+
+
+def test_a_part_that_is_captured_already(tmp_path: Path, accelerator: str) -> None:
+    class Parts(GAN):
+        def on_fit_start(self) -> None:
+            self.part = GraphedStep(self.learn_critic, optimizers=self.optimizers())
+
+    with pytest.raises(UnsupportedError, match="`Parts.part` is a `GraphedStep`"):
+        both(tmp_path, accelerator, Parts)
