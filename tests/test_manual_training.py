@@ -179,10 +179,24 @@ class Reads(GAN):
 
 
 class Schedules(OneNet):
+    """Moves the rate at the end of each step, as Lightning's documentation does."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.learn_generator(batch[0])
         self.lr_schedulers().step()
         return loss
+
+
+def test_a_scheduler_in_the_step(tmp_path: Path, accelerator: str) -> None:
+    run = both(tmp_path, accelerator, Schedules)
+    assert run.counts.captures == 2  # the rate is found to move
+    assert run.counts.replayed == 3 * BATCHES - 2 * WARMUP
+
+
+class SchedulesInBetween(Schedules):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        return self.learn_generator(batch[0])
 
 
 class Items(OneNet):
@@ -194,7 +208,7 @@ class Items(OneNet):
 
 REFUSED = {
     "batch_idx": (Reads, "`batch_idx`"),
-    "scheduler": (Schedules, "Call the scheduler in `on_train_batch_end` or `on_train_epoch_end`"),
+    "scheduler": (SchedulesInBetween, "Call the scheduler at the end of the step"),
     "item": (Items, r"`\.item\(\)`"),
 }
 

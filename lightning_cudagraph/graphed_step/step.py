@@ -178,6 +178,11 @@ class GraphedStep(Generic[P, R]):
         """Summary of the calls so far; its `str` is the report."""
         return self._summary if self._run is None else self._run.summary
 
+    @property
+    def is_off(self) -> bool:
+        """True if all calls are eager: `backend="off"`."""
+        return self._backend_name == "off"
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function, eagerly or by a replay.
 

@@ -1,4 +1,4 @@
-"""Whole steps of manual optimization in one graph each, by the callback.
+"""Capture of whole steps of manual optimization, by the callback.
 
 The strategy's `training_step` is replaced for the `fit`. It captures the module's whole `training_step`:
 every forward and backward pass, `toggle_optimizer`, clipping by hand, and the steps of all optimizers,
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.amp import GradScaler
@@ -23,7 +24,7 @@ from lightning_cudagraph.checks.audit.frozen import FrozenIndex
 from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.guards import Guards
-from lightning_cudagraph.compat.method_patches import patch_method
+from lightning_cudagraph.compat.method_patches import in_place, patch_method
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import CaptureError, UnsupportedError, Wording
@@ -32,6 +33,7 @@ from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, Ste
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun, StepSettings
 from lightning_cudagraph.graphed_step.step import GraphedStep
+from lightning_cudagraph.graphed_step.surroundings import optimizer_inside, scaler_calls
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
@@ -47,19 +49,16 @@ from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
 __all__ = ["ManualTraining"]
 
-_OWN_PARTS = "Capture the parts of the step that can be captured with `GraphedStep`"
+_PARTS = "apture the parts before it with `GraphedStep`"
 _WORDING = Wording(
     words={
         'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
-            "capture the parts before it with `GraphedStep`"
+            f"c{_PARTS}"
         ),
         'Pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
-            _OWN_PARTS
+            f"C{_PARTS}"
         ),
-        'pass `scope="forward_backward"`': "capture the parts before it with `GraphedStep`",
-        "Call the scheduler after the step, outside of it.": (
-            "Call the scheduler in `on_train_batch_end` or `on_train_epoch_end`."
-        ),
+        'pass `scope="forward_backward"`': f"c{_PARTS}",
     }
 )
 
@@ -174,7 +173,7 @@ class ManualTraining:
 
 def _check(module: pl.LightningModule) -> None:
     for name, value in vars(module).items():
-        if isinstance(value, GraphedStep):
+        if isinstance(value, GraphedStep) and not value.is_off:
             raise UnsupportedError(
                 f"`{type(module).__qualname__}.{name}` is a `GraphedStep`, which captures a part of the"
                 " step, and the callback captures the whole.",
@@ -196,12 +195,59 @@ class _WholeStep(ManualOptimization):
     metrics: StepMetrics
 
     def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
-        return self.rules_with_logs(harmless, scaler)
+        rules = self.rules_with_logs(harmless, scaler)
+        return replace(rules, refused=scaler_calls(scaler))
+
+    @contextmanager
+    def noted(self, notes: list[Callable[[], object]]) -> Iterator[None]:
+        scheduled: set[int] = set()
+        with super().noted(notes), ExitStack() as stack:
+            for config in self._trainer.lr_scheduler_configs:
+                step = _noting_step(notes, config.scheduler, scheduled)
+                stack.enter_context(in_place(config.scheduler, "step", step))
+            for wrapper in self._wrappers():
+                step = _refusing_step(wrapper, scheduled)
+                stack.enter_context(in_place(wrapper, "_on_before_step", step))
+            yield
 
     @contextmanager
     def reads(self, mentioned: MentionedNames) -> Iterator[None]:
         yield
         self.metrics.tell_reads(mentioned)
+
+
+def _noting_step(
+    notes: list[Callable[[], object]], scheduler: Any, scheduled: set[int]
+) -> Callable[..., None]:
+    """Replacement of a scheduler's `step`: the rate moves after each replay, for the next step."""
+    step = scheduler.step
+
+    def note(*args: Any) -> None:
+        if args:
+            raise CaptureError(
+                f"`{type(scheduler).__qualname__}.step` is given {args[0]!r} in the step.",
+                "Call it in `on_train_epoch_end`.",
+            )
+        scheduled.add(id(optimizer_inside(scheduler.optimizer)))
+        notes.append(step)
+
+    return note
+
+
+def _refusing_step(wrapper: LightningOptimizer, scheduled: set[int]) -> Callable[[], None]:
+    """Replacement of a counter: an optimizer steps with the rate that the replay begins with."""
+    count = wrapper._on_before_step
+
+    def check() -> None:
+        if id(optimizer_inside(wrapper)) in scheduled:
+            raise CaptureError(
+                "An optimizer steps after its scheduler in one `training_step`; its learning rate moves"
+                " after the replay.",
+                "Call the scheduler at the end of the step.",
+            )
+        count()
+
+    return check
 
 
 @dataclass(frozen=True)
