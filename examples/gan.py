@@ -1,8 +1,6 @@
-"""A small GAN with manual optimization and two CUDA graphs: a discriminator and a generator step.
+"""A small GAN with manual optimization: its whole `training_step` is one CUDA graph.
 
-The callback cannot capture a `training_step` that calls optimizers itself. `GraphedStep` captures parts
-of it. Toggling, logging, schedulers and counters stay outside, with Lightning, and are as without
-graphs.
+The graph holds the steps of both networks: forward and backward passes, and both optimizers.
 
 The generator learns eight points on a circle; nothing is downloaded.
 
@@ -20,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cudagraph import GraphedStep
+from lightning_cudagraph import CUDAGraphCallback
 
 POINTS = 8
 SPREAD = 0.05
@@ -47,33 +45,15 @@ class GAN(L.LightningModule):
         latent: Numbers that the generator draws for a point.
         width: Width of both networks.
         lr: Learning rate of both optimizers at the start.
-        graphs: Capture the two steps; without, this is an ordinary GAN.
     """
 
-    def __init__(
-        self, latent: int = 16, width: int = 128, lr: float = 1e-3, graphs: bool = True
-    ) -> None:
+    def __init__(self, latent: int = 16, width: int = 128, lr: float = 1e-3) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.latent = latent
         self.lr = lr
-        self.graphs = graphs
         self.generator = mlp(latent, width, 2)
         self.discriminator = mlp(2, width, 1, dropout=0.1)
-
-    def on_fit_start(self) -> None:
-        generator_optimizer, discriminator_optimizer = self.optimizers()
-        backend = "auto" if self.graphs else "off"
-        self.generator_step = GraphedStep(
-            self._generator_step, optimizers=generator_optimizer, backend=backend
-        )
-        self.discriminator_step = GraphedStep(
-            self._discriminator_step, optimizers=discriminator_optimizer, backend=backend
-        )
-
-    def on_fit_end(self) -> None:
-        self.generator_step.close()
-        self.discriminator_step.close()
 
     def _discriminator_step(self, real: Tensor) -> Tensor:
         _, optimizer = self.optimizers()
@@ -103,9 +83,9 @@ class GAN(L.LightningModule):
         (real,) = batch
         generator_optimizer, discriminator_optimizer = self.optimizers()
         with self.toggled_optimizer(discriminator_optimizer):
-            discriminator_loss = self.discriminator_step(real)
+            discriminator_loss = self._discriminator_step(real)
         with self.toggled_optimizer(generator_optimizer):
-            generator_loss = self.generator_step(real)
+            generator_loss = self._generator_step(real)
         losses = {"discriminator_loss": discriminator_loss, "generator_loss": generator_loss}
         self.log_dict(losses, on_step=True, on_epoch=True, prog_bar=True)
 
@@ -135,8 +115,10 @@ def main() -> None:
     weights, seconds = {}, {}
     for graphs in (False, True):
         L.seed_everything(1, verbose=False)
-        model = GAN(graphs=graphs)
+        model = GAN()
+        callback = CUDAGraphCallback()
         trainer = L.Trainer(
+            callbacks=[callback] if graphs else [],
             max_epochs=10,
             accelerator="auto",
             devices=1,
@@ -149,8 +131,6 @@ def main() -> None:
         trainer.fit(model, circle(64 * 100))
         seconds[graphs] = time.perf_counter() - started_s
         weights[graphs] = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
-    print(model.discriminator_step.summary)
-    print(model.generator_step.summary)
     print(f"{seconds[False]:.1f} s without graphs, {seconds[True]:.1f} s with them")
     print("the weights are", "the same" if torch.equal(weights[False], weights[True]) else "different")
 

@@ -112,7 +112,7 @@ class Critics(GAN):
 
 
 class Accumulates(GAN):
-    """Gradients of two halves of a batch, added up by hand; one optimizer; a metric; nothing returned."""
+    """Gradients of two halves of a batch, added up by hand; a metric; nothing returned."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,18 +28,6 @@ from tests.harness import Net, assert_same, loader, make, train
 from tests.rows import refused
 
 
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
-        optimizer.step()
-
-
 class SparseAdamNet(Net):
     def __init__(self) -> None:
         super().__init__(torch.optim.SparseAdam)
@@ -94,7 +82,6 @@ class OwnPrecision(Precision):
 
 
 REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
-    "manual optimization": (Manual, {}, r"`Manual` uses manual optimization"),
     "no optimizer": (NoOptimizer, {}, r"`NoOptimizer\.configure_optimizers` gives no optimizer"),
     "detect_anomaly": (Net, {"detect_anomaly": True}, r"`Trainer\(detect_anomaly=True\)`"),
     "a precision of one's own": (

@@ -27,7 +27,7 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.compat.method_patches import in_place, patch_method
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
-from lightning_cudagraph.errors import CaptureError, UnsupportedError, Wording
+from lightning_cudagraph.errors import CaptureError, UnsupportedError, Wording, see
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, StepRecorder, StepResult
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
@@ -243,7 +243,7 @@ def _refusing_step(wrapper: LightningOptimizer, scheduled: set[int]) -> Callable
             raise CaptureError(
                 "An optimizer steps after its scheduler in one `training_step`; its learning rate moves"
                 " after the replay.",
-                "Call the scheduler at the end of the step.",
+                "Call the scheduler at the end of the step." + see("manual_optimization"),
             )
         count()
 
