@@ -179,7 +179,9 @@ def test_what_the_terminal_shows(tmp_path: Path, name: str) -> None:
     # The call of `fit`, its own frame, and the line in the step if it was refused as it ran.
     shown = [line for line in lines[:begin] if line.startswith("  File ")]
     assert sum(str(script) in line for line in shown) == len(shown) - (2 if IS_310 else 1)
-    assert len(lines) <= MAX_LINES + IS_310 * 2, "\n".join(lines)
+    # Without the marks under calls, and all lines of a call, which Python 3.13 shows.
+    calls = [line for line in lines[:begin] if line.startswith("  File ")]
+    assert 2 * len(calls) + len(lines[begin:]) <= MAX_LINES + IS_310 * 2, "\n".join(lines)
 
 
 IS_310 = sys.version_info < (3, 11)

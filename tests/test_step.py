@@ -402,3 +402,29 @@ def test_sparse_tensors(accelerator: str, on_unsupported: Any) -> None:
             run(True)
     else:
         assert all(map(torch.equal, plain, run(True)))
+
+
+@pytest.mark.spread
+@pytest.mark.parametrize("form", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+def test_an_optimizer_that_steps_several_times(accelerator: str, form: Any) -> None:
+    """Its counters in host memory move on with each step, also without a check that would notice."""
+    device = "cuda" if accelerator == "gpu" else "cpu"
+    found = []
+    for backend in ("off", "auto"):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4, device=device)
+        optimizer = form(net.parameters(), lr=1e-2)
+
+        def thrice(x: Tensor, net: Any = net, optimizer: Any = optimizer) -> Tensor:
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss: Tensor = net(x).square().mean()
+                loss.backward()
+                optimizer.step()
+            return loss.detach()
+
+        with GraphedStep(thrice, net, optimizer, backend=backend, verify=None) as step:  # type: ignore[arg-type]
+            losses = [step(torch.randn(3, 4, device=device)).clone() for _ in range(12)]
+            found.append([losses, net.state_dict(), optimizer.state_dict()])
+            assert step.summary.calls.replayed == (9 if backend == "auto" else 0)
+    assert differences(*found) == []

@@ -22,11 +22,13 @@ class HostWork:
 
     Attributes:
         gates: by the id of an optimizer, the gate around its step, if a gradient scaler may skip it.
+        traced: by the id of an optimizer, its steps so far.
     """
 
     def __init__(self) -> None:
         self._work: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self.gates: dict[int, Any] = {}
+        self.traced: dict[int, Any] = {}
 
     def add(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Add work to do before and after each launch."""

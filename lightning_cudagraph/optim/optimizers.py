@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
 from lightning_cudagraph.compat.method_patches import OwnHook
 from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.device.sentry.compiled import is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_compiled, refuse_changes
@@ -346,9 +347,7 @@ class PreparedOptimizer(EagerOptimizer):
                 if not self._is_compiled or is_left_out():
                     stack.enter_context(TensorScalarMode())
             elif not self.is_left_alone:  # compiled code guards on active modes: add none without need
-                traced = TracedStep(
-                    self.optimizer, self._device, self._tensors, self._stage, self.outcomes
-                )
+                traced = self._tracing()
                 stack.enter_context(traced)
                 stack.enter_context(traced.selecting())
                 stack.enter_context(_not_asked_for_capturable(self.optimizer))
@@ -367,6 +366,17 @@ class PreparedOptimizer(EagerOptimizer):
         if traced is not None:
             traced.register()
             self._programs.add(traced.program)
+
+    def _tracing(self) -> TracedStep:
+        """The trace of the steps in this capture: a later one goes on with the last counters."""
+        traced_steps = work_under_capture().traced
+        key = id(self.optimizer)
+        if key not in traced_steps:
+            traced_steps[key] = TracedStep(
+                self.optimizer, self._device, self._tensors, self._stage, self.outcomes
+            )
+        traced: TracedStep = traced_steps[key]
+        return traced
 
     @contextmanager
     def _host_side_unchanged(self) -> Iterator[None]:

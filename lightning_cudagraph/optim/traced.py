@@ -87,7 +87,7 @@ class Stage:
 
 
 class TracedStep(OwnFunctionMode):
-    """Function mode that records an optimizer step's host computations while it is captured.
+    """Function mode that records the host computations of an optimizer's steps in one capture.
 
     Args:
         tensors: the optimizer state in host memory.
@@ -127,6 +127,10 @@ class TracedStep(OwnFunctionMode):
                 node = program.source(alike.key, alike.read, alike.read())
             self._starts[id(alike)] = node
             self._nodes.update((id(member), (member, node)) for member in alike.members)
+        # What each replay writes: the final nodes of counters, and the numbers for the static input.
+        self._moves: list[tuple[Alike, int]] = []
+        self._fills: list[tuple[int, float]] = []
+        self._is_registered = False
         # The slot of each node, and of its numbers that are neutral in a skipped step.
         self._staged: dict[tuple[int, float | None], int] = {}
         self._numbers: Tensor | None = None
@@ -352,17 +356,21 @@ class TracedStep(OwnFunctionMode):
         return result
 
     def register(self) -> None:
-        """Run the host program around each replay of the graph from now on, at the end of the step."""
+        """Run the host program around each replay of the graph from now on, at the end of a step."""
         work, program, stage, tensors = work_under_capture(), self.program, self._stage, self._tensors
-        moves = [(alike, node) for alike in tensors.alike if (node := self._end_of(alike)) is not None]
-        staged = [(node, 0.0 if neutral is None else neutral) for node, neutral in self._staged]
-        if not staged and not moves:
+        moves, staged = self._moves, self._fills
+        moves[:] = [(each, node) for each in tensors.alike if (node := self._end_of(each)) is not None]
+        staged[:] = [(node, 0.0 if neutral is None else neutral) for node, neutral in self._staged]
+        gate, outcomes = self._gate, self._outcomes
+        if self._is_registered and gate is not None and moves:
+            raise _refused("is called several times with a gradient scaler, and counts on the host")
+        if self._is_registered or not (staged or moves):
             return
-        gate, outcomes, selects = self._gate, self._outcomes, self._selects
+        self._is_registered = True
         runs: list[list[Any]] = []
 
         def before() -> None:
-            if not selects:
+            if not self._selects:
                 outcomes.settle()
             runs[:] = [program.run(state) for state in outcomes.possible()]
             if staged:
