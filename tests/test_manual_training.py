@@ -136,6 +136,65 @@ class Accumulates(GAN):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class QLearner(pl.LightningModule):
+    """Double Q-learning from a replay memory on the device, with a target net that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.values, self.target = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.target.requires_grad_(False)
+        self.register_buffer("memory", torch.zeros(64, 4))
+        self.register_buffer("filled", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        (seen,) = batch
+        places = (self.filled + torch.arange(len(seen), device=seen.device)) % len(self.memory)
+        self.memory[places] = seen
+        self.filled += len(seen)
+        drawn = torch.randint(len(self.memory), (16,), device=seen.device)
+        state, after = self.memory[drawn], self.memory[(drawn + 1) % len(self.memory)]
+        action = torch.multinomial(self.values(state).softmax(1), 1)
+        with torch.no_grad():
+            best = self.target(after).gather(1, self.values(after).argmax(1, keepdim=True))
+            wanted = state[:, :1] + 0.9 * best
+        loss = nn.functional.smooth_l1_loss(self.values(state).gather(1, action), wanted)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        with torch.no_grad():
+            for target, value in zip(self.target.parameters(), self.values.parameters(), strict=True):
+                target.lerp_(value, 0.05)
+        self.log("loss", loss)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.values(batch[0]).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.values.parameters(), lr=1e-2)
+
+
+class PolicyLearner(QLearner):
+    """Proximal policy optimization: passes over a batch, with advantages computed in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        (seen,) = batch
+        with torch.no_grad():
+            before = self.values(seen).log_softmax(1)
+            action = torch.multinomial(before.exp(), 1)
+            advantage = (seen.gather(1, action) - seen.mean(1, keepdim=True)).tanh()
+        optimizer = self.optimizers()
+        for _ in range(3):
+            ratio = (self.values(seen).log_softmax(1) - before).gather(1, action).exp()
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+        self.log("loss", loss)
+
+
 def both(tmp_path: Path, accelerator: str, build: Any, **kwargs: Any) -> Trace:
     kwargs = {"accelerator": accelerator, "max_epochs": 3, "val_loader": loader(), **kwargs}
     plain, graph = (
@@ -148,11 +207,11 @@ def both(tmp_path: Path, accelerator: str, build: Any, **kwargs: Any) -> Trace:
 
 @pytest.mark.spread
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("build", [GAN, Critics, Accumulates])
+@pytest.mark.parametrize("build", [GAN, Critics, Accumulates, QLearner, PolicyLearner])
 def test_the_whole_step(tmp_path: Path, accelerator: str, build: Any, precision: Any) -> None:
-    run = both(tmp_path, accelerator, build, precision=precision)
+    run = both(tmp_path, accelerator, build, precision=precision, max_epochs=8)
     assert run.counts.captures == 1
-    assert (run.counts.warmed_up, run.counts.replayed) == (WARMUP, 3 * BATCHES - WARMUP)
+    assert (run.counts.warmed_up, run.counts.replayed) == (WARMUP, 8 * BATCHES - WARMUP)
     assert run.counts.eager == {}
 
 
